@@ -1,0 +1,94 @@
+"""The active requests, in the order in which schedulers consider them."""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+from heapq import merge
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.batching.request import Request, RequestTable
+
+_ORDER = attrgetter("order")
+
+
+class ActiveRequests:
+    """Requests by descending priority, first come first among equals, kept apart by phase.
+
+    Both lists are changed only when a request enters, changes phase or leaves, so an iteration in which all requests
+    just go on costs nothing here.
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self.table = table
+        self.context: list[Request] = []
+        self.generation: list[Request] = []
+        self.generation_rows: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.num_with_lora = 0
+        self._beam_widths: Counter[int] = Counter()
+        self._entered = 0
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.generation)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All active requests in order."""
+        return merge(self.context, self.generation, key=_ORDER)
+
+    @property
+    def mixed_beam_widths(self) -> bool:
+        """Whether active requests differ in beam width, so that not all can be in one batch."""
+        return len(self._beam_widths) > 1
+
+    @property
+    def last(self) -> Request | None:
+        """The request that schedulers consider last."""
+        tails = [requests[-1] for requests in (self.context, self.generation) if requests]
+        return max(tails, key=_ORDER, default=None)
+
+    def add(self, request: Request) -> None:
+        """Let a new request in, behind all of its priority."""
+        request.enter(self.table, self._entered)
+        self._entered += 1
+        self.num_with_lora += request.lora_task_id is not None
+        self._beam_widths[request.beam_width] += 1
+        insort(self.context, request, key=_ORDER)
+
+    def move_to_generation(self, request: Request) -> None:
+        """Its prompt is complete."""
+        del self.context[self._find(self.context, request)]
+        place = bisect_left(self.generation, request.order, key=_ORDER)
+        self.generation.insert(place, request)
+        self.generation_rows = np.insert(self.generation_rows, place, request.slot)
+
+    def move_to_context(self, request: Request) -> None:
+        """It was paused. A no-op for a request paused in its context phase."""
+        if request in self._slice(self.context, request):
+            return
+        self._drop_generation(request)
+        insort(self.context, request, key=_ORDER)
+
+    def remove(self, request: Request) -> None:
+        """It is complete, or failed; its row is free again."""
+        if request in self._slice(self.context, request):
+            del self.context[self._find(self.context, request)]
+        else:
+            self._drop_generation(request)
+        self.num_with_lora -= request.lora_task_id is not None
+        self._beam_widths -= Counter([request.beam_width])
+        request.leave()
+
+    def _drop_generation(self, request: Request) -> None:
+        place = self._find(self.generation, request)
+        del self.generation[place]
+        self.generation_rows = np.delete(self.generation_rows, place)
+
+    @staticmethod
+    def _find(requests: list[Request], request: Request) -> int:
+        return bisect_left(requests, request.order, key=_ORDER)
+
+    def _slice(self, requests: list[Request], request: Request) -> list[Request]:
+        place = self._find(requests, request)
+        return requests[place : place + 1]

@@ -1,0 +1,60 @@
+"""GUARANTEED_NO_EVICT: a request starts only when the blocks to complete it are certain. Nothing is ever paused."""
+
+from ifbbench.batching.active import ActiveRequests
+from ifbbench.batching.capacity.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages
+from ifbbench.batching.kv_cache.manager import KvCacheManager
+
+NO_LORA = LoraLimits()
+
+
+class GuaranteedNoEvict:
+    """Admit context requests in order while all their blocks to completion are free and not reserved by others.
+
+    The first one whose blocks do not fit ends the walk (head-of-line blocking); one whose LoRA pages do not fit is
+    passed over. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
+    """
+
+    def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
+        self.max_num_requests = max_num_requests
+        self.lora = lora
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCacheManager) -> CapacityDecision:
+        decision = CapacityDecision(held=active.generation[self.max_num_requests :])
+        if active.context and self._considers_context(active):
+            self._admit(decision, active, kv_cache)
+        elif active.context:
+            decision.left_out = LeftOut(active.context[0], Limit.STATIC_BATCH)
+        if decision.held and (decision.left_out is None or decision.held[0].order < decision.left_out.request.order):
+            decision.left_out = LeftOut(decision.held[0], Limit.BATCH_SIZE)
+        return decision
+
+    def _considers_context(self, active: ActiveRequests) -> bool:
+        return True
+
+    def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCacheManager) -> None:
+        running = active.generation_rows[: self.max_num_requests]
+        available = kv_cache.free_blocks - kv_cache.reserved_blocks(running)
+        pages = LoraPages(self.lora)
+        if active.num_with_lora:
+            for request in active.generation[: self.max_num_requests]:
+                pages.claim(request)
+        for request in active.context:
+            if len(running) + len(decision.admitted) >= self.max_num_requests:
+                _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))
+                return
+            needed = kv_cache.blocks_to_completion(request)
+            if needed > available:
+                _leave_out(decision, LeftOut(request, Limit.KV_BLOCKS))
+                return
+            if not pages.fits(request):
+                _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
+                continue
+            available -= needed
+            pages.claim(request)
+            decision.admitted.append(request)
+
+
+def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:
+    """Remember the first one left out."""
+    if decision.left_out is None:
+        decision.left_out = left_out

@@ -1,0 +1,11 @@
+"""STATIC_BATCH: a batch runs until all its requests are complete; only then do others start."""
+
+from ifbbench.batching.active import ActiveRequests
+from ifbbench.batching.capacity.guaranteed_no_evict import GuaranteedNoEvict
+
+
+class StaticBatch(GuaranteedNoEvict):
+    """GUARANTEED_NO_EVICT that looks at context requests only when nothing is in generation."""
+
+    def _considers_context(self, active: ActiveRequests) -> bool:
+        return not active.generation

@@ -1,0 +1,84 @@
+"""How many KV cache blocks a sequence takes: the arithmetic of TensorRT-LLM's `KVCacheManager` (v1.0)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """Block size and limits of one attention window, all in tokens.
+
+    Sink tokens fill whole blocks: `bubble` empty places behind them, which count as registered tokens. `capacity` is
+    how many tokens a sequence keeps before its blocks are used cyclically.
+    """
+
+    tokens_per_block: int
+    attention_window: int
+    max_seq_len: int
+    sink_token_length: int = 0
+    max_beam_width: int = 1
+    temporary_window: int = 0
+
+    @property
+    def bubble(self) -> int:
+        return -self.sink_token_length % self.tokens_per_block
+
+    @property
+    def capacity(self) -> int:
+        spare = self.tokens_per_block if self.max_seq_len > self.attention_window and self.max_beam_width > 1 else 0
+        return self.attention_window + self.bubble + spare
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Blocks of one beam of the longest sequence."""
+        longest = min(self.max_seq_len + self.bubble, self.capacity + self.temporary_window)
+        return ceil_div(longest, self.tokens_per_block)
+
+    def prompt_blocks(self, prompt_len: int) -> int:
+        """Blocks of one beam that a whole prompt takes."""
+        registered = prompt_len + self.bubble
+        return ceil_div(min(registered, self.capacity + self.temporary_window), self.tokens_per_block)
+
+    def first_chunk_need(self, prompt_len: int, max_new_tokens: int, draft_tokens: int = 0, beam_width: int = 1) -> int:
+        """Blocks that a request takes in the iteration of its first context chunk: those of its whole prompt."""
+        tokens = min(prompt_len + min(draft_tokens, max_new_tokens), self.attention_window) + self.bubble
+        return tokens // self.tokens_per_block + (beam_width if tokens % self.tokens_per_block else 0)
+
+    def step_needs(
+        self,
+        registered: NDArray[np.int64],
+        limit: NDArray[np.int64],
+        draft_tokens: NDArray[np.int64] | int = 0,
+        beam_width: NDArray[np.int64] | int = 1,
+        steps: int = 1,
+    ) -> NDArray[np.int64]:
+        """Blocks that each generation request takes in its next `steps` steps.
+
+        registered: [requests], tokens in each KV sequence, the bubble included.
+        limit: [requests], the most tokens it may ever register, the bubble included.
+        """
+        size = self.tokens_per_block
+        after = registered + np.minimum(steps * (draft_tokens + 1), limit - registered)
+        need: NDArray[np.int64] = (-(-after // size) - -(-registered // size)) * beam_width
+        need[after > self.capacity] = 0
+        return need
+
+    def total_blocks(self, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
+        """Blocks that beams share (of the context), and blocks of one beam when the request is complete."""
+        longest = self.attention_window + self.temporary_window
+        context = (min(prompt_len, longest) + self.bubble) // self.tokens_per_block
+        total = ceil_div(min(prompt_len + max_new_tokens, longest) + self.bubble, self.tokens_per_block)
+        return context, total
+
+    def blocks_to_completion(self, prompt_len: int, max_new_tokens: int, held: int = 0, beam_width: int = 1) -> int:
+        """Blocks that a request which holds `held` blocks a beam may still take until all its tokens are made."""
+        context, total = self.total_blocks(prompt_len, max_new_tokens)
+        if held < context:
+            return context - held + (total - context) * beam_width
+        return (total - held) * beam_width
