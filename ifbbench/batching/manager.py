@@ -155,7 +155,8 @@ class BatchManager:
         if tokens is not None:
             new = tokens[len(completing) :]
             self.table.write_outputs(rows, self.table.joined[rows] + self.table.generated[rows] - 1, new)
-            done |= new == self.table.end_token[rows]
+            if self.table.any_end_tokens:
+                done |= (new[:, None] == self.table.end_tokens[rows]).any(axis=1)
         by_slot = {request.slot: request for request in self.active.generation} if done.any() else {}
         finished = [by_slot[slot] for slot in rows[done].tolist()]
         recomputed = sum(chunk.request.advance_context() for chunk in batch.context)
@@ -172,7 +173,7 @@ class BatchManager:
         slot = np.array([request.slot])
         if token is not None:
             self.table.write_outputs(slot, np.array([request.num_outputs - 1]), np.array([token]))
-        return bool(self.table.stop_after[request.slot] == 1) or token == request.end_token
+        return bool(self.table.stop_after[request.slot] == 1) or token in request.end_tokens
 
     def _finish(self, request: Request, has_tokens: bool) -> None:
         """Free all that the request holds, then send its final response."""

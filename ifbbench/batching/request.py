@@ -10,7 +10,9 @@ from ifbbench.config import DEFAULT_PRIORITY
 
 IntArray = NDArray[np.int32]
 
-NO_END_TOKEN = -1
+NO_END_TOKENS: tuple[int, ...] = ()
+MAX_END_TOKENS = 8
+_NO_TOKEN = -1
 _INITIAL_OUTPUT_COLUMNS = 64
 
 
@@ -46,7 +48,7 @@ class RequestTable:
     draft_tokens: [rows], draft tokens of the next generation step.
     step_tokens: [rows], tokens that a generation step puts into the batch: beam width + draft tokens.
     joined: [rows], output tokens that pauses have joined to the prompt.
-    end_token: [rows], token id that ends the request early, or NO_END_TOKEN.
+    end_tokens: [rows, MAX_END_TOKENS], token ids that end the request early, filled up with -1.
     """
 
     def __init__(self, rows: int) -> None:
@@ -55,7 +57,8 @@ class RequestTable:
         self.draft_tokens = np.zeros(rows, np.int64)
         self.step_tokens = np.ones(rows, np.int64)
         self.joined = np.zeros(rows, np.int64)
-        self.end_token = np.full(rows, NO_END_TOKEN, np.int64)
+        self.end_tokens = np.full((rows, MAX_END_TOKENS), _NO_TOKEN, np.int64)
+        self.any_end_tokens = False
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
 
@@ -82,6 +85,12 @@ class RequestTable:
             self._outputs = grown
         self._outputs[rows, columns] = tokens
 
+    def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
+        """The tokens that end the request in `row`: at most MAX_END_TOKENS of them."""
+        self.end_tokens[row] = _NO_TOKEN
+        self.end_tokens[row, : len(end_tokens)] = end_tokens
+        self.any_end_tokens |= bool(end_tokens)
+
     def outputs(self, row: int, start: int, stop: int) -> IntArray:
         """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
         return self._outputs[row, start:stop].copy()
@@ -96,7 +105,7 @@ class Request:
     """
 
     __slots__ = (
-        "beam_width", "cached_before_pause", "chunk", "end_token", "index", "lora_task_id", "max_new_tokens",
+        "beam_width", "cached_before_pause", "chunk", "end_tokens", "index", "lora_task_id", "max_new_tokens",
         "num_draft_tokens", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated",
         "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "sampling", "slot", "state",
         "table",
@@ -116,7 +125,7 @@ class Request:
         lora_task_id: int | None = None,
         num_draft_tokens: int = 0,
         sampling: SamplingParams = GREEDY,
-        end_token: int = NO_END_TOKEN,
+        end_tokens: tuple[int, ...] = NO_END_TOKENS,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -129,7 +138,7 @@ class Request:
         self.lora_task_id = lora_task_id
         self.num_draft_tokens = num_draft_tokens
         self.sampling = sampling
-        self.end_token = end_token
+        self.end_tokens = end_tokens
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
         self.pauses = self.recomputed_tokens = self.cached_before_pause = 0
@@ -148,7 +157,7 @@ class Request:
         self.slot = table.take_row()
         self.order = (-self.priority, sequence_number)
         table.generated[self.slot] = 0
-        table.end_token[self.slot] = self.end_token
+        table.set_end_tokens(self.slot, self.end_tokens)
         self._refresh_row()
 
     def leave(self) -> None:

@@ -1,0 +1,73 @@
+"""`ifbbench sweep`: one run for each combination of settings."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.config import RunConfig
+
+if TYPE_CHECKING:
+    from ifbbench.replay.run import RunResult
+
+SETTING_HELP = {
+    "output": "Sweep directory, with a run directory for each point. Default: results/sweep-<keys>.",
+    "overwrite": "Replace the runs and the table of an existing sweep directory.",
+}
+
+
+@click.command(cls=SettingsCommand, setting_help=SETTING_HELP)
+@click.argument("trace", required=False)
+@click.option(
+    "--over",
+    multiple=True,
+    required=True,
+    metavar="KEY=V1,V2,…",
+    help="A setting and its values; several --over make a grid.",
+)
+@click.pass_context
+def sweep(
+    context: click.Context, /, trace: str | None, over: tuple[str, ...], config_file: Path | None, **options: Any
+) -> None:
+    """Replay TRACE once for each combination of settings and compare the runs.
+
+    Every value is checked before the first run starts. DIR/sweep.csv gets a row as each point ends.
+    """
+    from ifbbench.sweep.grid import parse_axes
+    from ifbbench.sweep.sweep import run_sweep
+
+    axes = parse_axes(over)
+    config = given_config(config_file, options)
+
+    def tell(ended: int, points: int, label: str, error: str) -> None:
+        if not config.quiet:
+            click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
+
+    result = run_sweep(trace, config, axes, _run_point, tell)
+    _report(result.directory, config.quiet)
+    if result.failed:
+        click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
+        context.exit(1)
+
+
+def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
+    from ifbbench.cli.progress import progress_line
+    from ifbbench.replay.run import run_trace
+
+    with progress_line(Path(str(config.output)).name, config.quiet) as progress:
+        return run_trace(trace, config, progress)
+
+
+def _report(directory: Path, quiet: bool) -> None:
+    from ifbbench.cli.console import report_console
+    from ifbbench.report.charts import plot_sweep
+    from ifbbench.report.sweep_table import print_sweep
+    from ifbbench.sweep.table import SWEEP_FILE, read_sweep
+
+    table, axis = read_sweep(directory).with_one_axis()
+    if table.finished:
+        plot_sweep(table.finished, axis, directory)
+    if not quiet:
+        print_sweep(table.rows, axis, report_console())
+        click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} holds all figures.")

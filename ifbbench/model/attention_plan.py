@@ -1,0 +1,155 @@
+"""Which attention calls an iteration makes, decided once and then used by every layer.
+
+A mixed batch has sequences of very different lengths, and a call to scaled dot product attention wants one padded
+rectangle. So sequences of like length share a call: few calls, however many requests, and little padding.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Int64Array = NDArray[np.int64]
+
+# A later chunk of a prompt needs a mask of chunk × cached tokens; it is cut into tiles of this many queries, so that
+# the keys that a tile's own causality hides are few, and masks of a batch stay far below its KV cache.
+QUERIES_PER_TILE = 256
+# What a call costs beside its arithmetic, and what gathering a key and its value costs, in pairs of query and key
+# (one pair: about 10 ns on two cores with eight heads of 32). Measured; groups are cut by weighing padding against it.
+CALL_COST = 10_000
+GATHER_COST = 5
+# Padding may reach this share of a group's own work before the group is cut, so that the number of groups grows with
+# the logarithm of the lengths' range, not with the number of sequences (until MAX_GATHERED_TOKENS cuts them).
+PADDING_SHARE = 0.125
+# Gathered keys and values are copies; this many tokens at most, unless one sequence alone is longer.
+MAX_GATHERED_TOKENS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySpans:
+    """Consecutive queries of one sequence each, as they lie in the packed batch. All arrays are [spans].
+
+    first_rows: packed row of the first query. lengths: number of queries. starts: position of the first query, which
+    is also how many tokens of the sequence were cached before. slots: row of the block tables.
+    """
+
+    first_rows: Int64Array
+    lengths: Int64Array
+    starts: Int64Array
+    slots: Int64Array
+
+    def select(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> "QuerySpans":
+        """The spans at these indices, or where this mask is true."""
+        return QuerySpans(self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.slots[chosen])
+
+    @property
+    def ends(self) -> Int64Array:
+        """Number of keys that each span's last query sees."""
+        return self.starts + self.lengths
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """One attention call over `num_spans` spans, padded to the same number of queries and of keys.
+
+    query_rows: [spans · queries], packed row of each query; padding repeats the span's last.
+    output_rows: [spans · queries], where each result goes; padding goes to the row after the batch's last.
+    block_ids: [spans, blocks], blocks that hold the keys; None for whole prompts, whose keys are in the batch itself.
+    mask: [spans, 1, queries, keys], true where a query sees a key; None if causality is all there is to mask.
+    """
+
+    num_spans: int
+    query_rows: Tensor
+    output_rows: Tensor
+    block_ids: Tensor | None
+    mask: Tensor | None
+
+
+def plan_attention(
+    spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
+) -> tuple[AttentionGroup, ...]:
+    """Groups that together cover every span once. block_tables: [slots, blocks per sequence], block ids.
+
+    Whole prompts, later chunks and generation tokens each have groups of their own: the first need neither cache nor
+    mask, and the last have one query.
+    """
+    whole = (spans.starts == 0) & (spans.lengths > 1)
+    single = spans.lengths == 1
+    num_rows = int(spans.lengths.sum())
+    groups = [_prompt_group(part, num_rows, device) for part in _like_lengths(spans.select(whole))]
+    for part in (_tiles(spans.select(~whole & ~single)), spans.select(single)):
+        groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device)
+                   for group in _like_lengths(part)]
+    return tuple(groups)
+
+
+def _tiles(spans: QuerySpans) -> QuerySpans:
+    """The spans cut into pieces of at most QUERIES_PER_TILE queries."""
+    counts = -(-spans.lengths // QUERIES_PER_TILE)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    done = number * QUERIES_PER_TILE
+    return QuerySpans(
+        first_rows=spans.first_rows[owner] + done,
+        lengths=np.minimum(spans.lengths[owner] - done, QUERIES_PER_TILE),
+        starts=spans.starts[owner] + done,
+        slots=spans.slots[owner],
+    )
+
+
+def _like_lengths(spans: QuerySpans) -> list[QuerySpans]:
+    """The spans in groups of like length, longest first, cut where padding would cost more than another call."""
+    order = np.argsort(-spans.ends, kind="stable")
+    lengths, ends = spans.lengths[order].tolist(), spans.ends[order].tolist()
+    cuts = [0]
+    most_queries, exact_work = 0, 0
+    for index, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        members = index + 1 - cuts[-1]
+        most_queries = max(most_queries, length)
+        exact_work += (length + GATHER_COST) * end
+        most_keys = ends[cuts[-1]]
+        padding = members * (most_queries + GATHER_COST) * most_keys - exact_work
+        too_padded = padding > max(CALL_COST, PADDING_SHARE * exact_work)
+        if members > 1 and (too_padded or members * most_keys > MAX_GATHERED_TOKENS):
+            cuts.append(index)
+            most_queries, exact_work = length, (length + GATHER_COST) * end
+    cuts.append(len(lengths))
+    return [spans.select(order[first:last]) for first, last in pairwise(cuts) if last > first]
+
+
+def _prompt_group(spans: QuerySpans, num_rows: int, device: torch.device) -> AttentionGroup:
+    query_rows, output_rows, _ = _padded_queries(spans, num_rows)
+    return AttentionGroup(len(spans.lengths), _tensor(query_rows.ravel(), device), _tensor(output_rows.ravel(), device),
+                          block_ids=None, mask=None)
+
+
+def _cached_group(
+    spans: QuerySpans, num_rows: int, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
+) -> AttentionGroup:
+    query_rows, output_rows, positions = _padded_queries(spans, num_rows)
+    num_blocks = -(-spans.ends // tokens_per_block)
+    width = int(num_blocks.max())
+    block_ids = block_tables[:, :width][spans.slots].astype(np.int64)
+    # Table entries beyond a sequence's end mean nothing. Its own first block stands in for them: always a valid id,
+    # and no other sequence's numbers, whatever they are, come near this one's.
+    block_ids = np.where(np.arange(width) < num_blocks[:, None], block_ids, block_ids[:, :1])
+    keys = torch.arange(width * tokens_per_block, device=device)
+    mask = keys <= _tensor(positions, device)[:, None, :, None]
+    return AttentionGroup(len(spans.lengths), _tensor(query_rows.ravel(), device), _tensor(output_rows.ravel(), device),
+                          _tensor(block_ids, device), mask)
+
+
+def _padded_queries(spans: QuerySpans, num_rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Packed rows, output rows and positions, each [spans, most queries]."""
+    steps = np.arange(int(spans.lengths.max()))
+    real = steps < spans.lengths[:, None]
+    offsets = np.minimum(steps, spans.lengths[:, None] - 1)
+    query_rows = spans.first_rows[:, None] + offsets
+    return query_rows, np.where(real, query_rows, num_rows), spans.starts[:, None] + offsets
+
+
+def _tensor(array: Int64Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

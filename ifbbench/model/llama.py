@@ -1,0 +1,77 @@
+"""A Llama-family decoder that runs a mixed batch of context chunks and generation tokens in one packed pass."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from ifbbench.model.attention import attend
+from ifbbench.model.attention_plan import AttentionGroup
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.kv_cache import PagedKvCache
+from ifbbench.model.rotary import RotaryEmbedding, rotate
+from ifbbench.model.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One iteration's packed batch on the device. All tensors are int64.
+
+    tokens, positions, cache_rows: [tokens], the ids, their positions in their sequences and where their keys and
+    values go in the cache. output_rows: [outputs], the packed rows that yield a token. groups: the attention calls.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cache_rows: Tensor
+    output_rows: Tensor
+    groups: tuple[AttentionGroup, ...]
+
+
+class LlamaModel:
+    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._weights = weights
+        self._rotary = RotaryEmbedding(config, self.device)
+
+    def forward(self, inputs: ForwardInputs, cache: PagedKvCache) -> Tensor:
+        """Logits [outputs, vocabulary] of the rows that yield a token. Writes the batch's keys and values to `cache`.
+
+        Each weight is multiplied once, for all requests together.
+        """
+        hidden = self._weights.embedding.index_select(0, inputs.tokens)
+        angles = self._rotary.angles(inputs.positions, self.dtype)
+        last = self.config.num_layers - 1
+        for index, layer in enumerate(self._weights.layers):
+            attention = self._attention(index, layer, hidden, angles, inputs, cache)
+            if index == last:
+                # The cache is complete; from here on only rows that yield a token matter.
+                attention = attention.index_select(0, inputs.output_rows)
+                hidden = hidden.index_select(0, inputs.output_rows)
+            hidden = hidden + layer.attention_output(attention)
+            hidden = hidden + self._mlp(layer, hidden)
+        return self._weights.lm_head(self._norm(hidden, self._weights.final_norm))
+
+    def _attention(
+        self, index: int, layer: LayerWeights, hidden: Tensor, angles: tuple[Tensor, Tensor], inputs: ForwardInputs,
+        cache: PagedKvCache,
+    ) -> Tensor:
+        config = self.config
+        fused = layer.query_key_value(self._norm(hidden, layer.attention_norm))
+        heads = fused.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        values = heads[:, config.num_heads + config.num_kv_heads :]
+        turned = rotate(heads[:, : config.num_heads + config.num_kv_heads], *angles)
+        queries, keys = turned[:, : config.num_heads], turned[:, config.num_heads :]
+        cache.write(index, inputs.cache_rows, keys, values)
+        return attend(index, queries, keys, values, cache, inputs.groups)
+
+    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down(functional.silu(gate).mul_(up))
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.rms_norm_eps)

@@ -1,0 +1,115 @@
+"""The life of one request: its stretches of waiting and running, and the iterations that made its tokens."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.batching.request import Request
+
+FloatArray = NDArray[np.float64]
+
+
+class Phase(StrEnum):
+    """What a request does in an iteration."""
+
+    WAITING = "waiting"
+    CONTEXT = "context"
+    RECOMPUTE = "recompute"
+    GENERATION = "generation"
+    SKIPPED = "skipped"
+    PAUSED = "paused"
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive iterations, from `first` on, in which one request does one thing."""
+
+    phase: Phase
+    first: int
+    cause: str | int | None = None
+    chunks: list[int] = field(default_factory=list)
+    first_output: int = 0
+
+    def as_record(self, request_id: int, last: int) -> dict[str, Any]:
+        """The line of `spans.jsonl`; `last` is the last iteration, included."""
+        tokens = last - self.first + 1 if self.phase is Phase.GENERATION else sum(self.chunks)
+        record: dict[str, Any] = {
+            "request_id": request_id,
+            "phase": self.phase.value,
+            "first_iteration": self.first,
+            "last_iteration": last,
+            "tokens": tokens,
+            "cause": self.cause,
+        }
+        if self.chunks:
+            record["chunks"] = self.chunks
+        if self.phase is Phase.GENERATION:
+            record["first_output"] = self.first_output
+        return record
+
+    def attribution(self) -> str:
+        """Under which name its time is accounted for."""
+        return f"waiting_{self.cause}" if self.phase is Phase.WAITING else self.phase.value
+
+
+class Life:
+    """One request from its arrival to its end, in iterations; turned into seconds when it ends."""
+
+    __slots__ = ("arrival_s", "closed", "open", "produced", "request", "token_iterations")
+
+    def __init__(self, request: Request, arrival_s: float) -> None:
+        self.request = request
+        self.arrival_s = arrival_s
+        self.open: Span | None = None
+        # (name in the attribution, first iteration) of each closed span.
+        self.closed: list[tuple[str, int]] = []
+        # Iterations that produced output tokens for the first time, as [first, last] stretches.
+        self.token_iterations: list[tuple[int, int]] = []
+        self.produced = 0
+
+    def begin(self, span: Span) -> dict[str, Any] | None:
+        """Start another stretch; returns the record of the one that this ends, if it lasted at all."""
+        record = self.end(span.first - 1)
+        self.open = span
+        return record
+
+    def end(self, last: int) -> dict[str, Any] | None:
+        """Close the open stretch after iteration `last`; returns its record, or None if it never came to be."""
+        span, self.open = self.open, None
+        if span is None or last < span.first:
+            return None
+        if span.phase is Phase.GENERATION:
+            self._produce(span.first_output, span.first, last)
+        self.closed.append((span.attribution(), span.first))
+        return span.as_record(self.request.request_id, last)
+
+    def prompt_complete(self, iteration: int) -> None:
+        """The last context chunk has yielded a token."""
+        self._produce(self.request.num_outputs - 1, iteration, iteration)
+
+    def _produce(self, position: int, first: int, last: int) -> None:
+        """Output tokens from `position` on were made in iterations `first` to `last`. Those that a pause had dropped
+        and that are made for the second time do not count."""
+        first += max(0, self.produced - position)
+        if first <= last:
+            self.token_iterations.append((first, last))
+            self.produced += last - first + 1
+
+    def token_times(self, ends: FloatArray) -> FloatArray:
+        """When each output token was first there: [output tokens], seconds."""
+        return np.concatenate([ends[first : last + 1] for first, last in self.token_iterations])
+
+    def attribution(self, starts: FloatArray, end_s: float) -> dict[str, float]:
+        """Seconds by what the request was doing or waiting for; they add up to its end-to-end latency.
+
+        A stretch lasts until the next one begins. What comes before the first is the wait for an iteration to begin."""
+        seconds: dict[str, float] = {}
+        name, begin = "waiting_iteration", self.arrival_s
+        for next_name, first in self.closed:
+            seconds[name] = seconds.get(name, 0.0) + float(starts[first]) - begin
+            name, begin = next_name, float(starts[first])
+        seconds[name] = seconds.get(name, 0.0) + end_s - begin
+        return seconds

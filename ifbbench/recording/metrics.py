@@ -1,0 +1,155 @@
+"""The figures of a run: latencies of each request, and the summary over all of them."""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ifbbench.batching.records import IterationRecord
+from ifbbench.recording.life import FloatArray, Life
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
+BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
+
+
+def distribution(values: Sequence[float] | FloatArray | array) -> dict[str, float] | None:  # type: ignore[type-arg]
+    """mean, min, percentiles (linear interpolation) and max of `values`, in their unit; None when there are none."""
+    data = np.asarray(values, np.float64)
+    if data.size == 0:
+        return None
+    ranks = np.percentile(data, list(PERCENTILES.values()))
+    figures = {"mean": float(data.mean()), "min": float(data.min())}
+    figures |= {name: float(value) for name, value in zip(PERCENTILES, ranks, strict=True)}
+    return figures | {"max": float(data.max())}
+
+
+def bound_by(record: IterationRecord) -> str:
+    """Which limit of the settings left out the first request that did not run, or cut its chunk."""
+    limit = record.left_out.limit.value if record.left_out else "none"
+    return limit if limit in BOUND_BY else "none"
+
+
+class RunMetrics:
+    """Sums and samples of a run, taken in as iterations run and requests end."""
+
+    def __init__(self, total_requests: int) -> None:
+        self.total = total_requests
+        self.completed = self.failed = 0
+        self.pauses = self.recomputed_tokens = self.computed_tokens = 0
+        self.prompt_tokens = self.output_tokens = 0
+        self.iterations = self.peak_used_blocks = self.max_blocks = self.tokens_per_block = 0
+        self.bound_by: Counter[str] = Counter()
+        self.first_arrival_s = float("inf")
+        self.last_end_s = 0.0
+        self._samples = {name: array("d") for name in ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")}
+        self._itl: list[FloatArray] = []
+
+    def add_iteration(self, record: IterationRecord) -> None:
+        self.iterations += 1
+        self.pauses += len(record.paused)
+        self.recomputed_tokens += record.recomputed
+        self.computed_tokens += record.budget_used
+        self.peak_used_blocks = max(self.peak_used_blocks, record.cache.used_blocks)
+        self.max_blocks, self.tokens_per_block = record.cache.max_blocks, record.cache.tokens_per_block
+        self.bound_by[bound_by(record)] += 1
+
+    def add_request(self, life: Life, starts: FloatArray, ends: FloatArray) -> dict[str, Any]:
+        """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
+        request, times = life.request, life.token_times(ends)
+        first_scheduled = float(starts[_first_run(life)])
+        end = float(times[-1])
+        latencies: dict[str, float | None] = {
+            "queue_time_s": first_scheduled - life.arrival_s,
+            "ttft_s": float(times[0]) - life.arrival_s,
+            "tpot_s": (end - float(times[0])) / (len(times) - 1) if len(times) > 1 else None,
+            "e2e_s": end - life.arrival_s,
+        }
+        for name, value in latencies.items():
+            if value is not None:
+                self._samples[name].append(value)
+        self._itl.append(np.diff(times))
+        self.completed += 1
+        self.prompt_tokens += request.original_prompt_len
+        self.output_tokens += len(times)
+        self.first_arrival_s = min(self.first_arrival_s, life.arrival_s)
+        self.last_end_s = max(self.last_end_s, end)
+        return {
+            **_identity(request.request_id, request.index, life.arrival_s, request.original_prompt_len, len(times)),
+            **latencies,
+            "first_scheduled_s": first_scheduled,
+            "first_token_s": float(times[0]),
+            "end_s": end,
+            "max_new_tokens": request.max_new_tokens + request.prompt_len - request.original_prompt_len,
+            "pauses": request.pauses,
+            "recomputed_tokens": request.recomputed_tokens,
+            "reused_tokens": 0,
+            "attribution_s": life.attribution(starts, end),
+            "outcome": "completed",
+            "error": None,
+        }
+
+    def add_failure(self, request: Any, arrival_s: float, error: str) -> dict[str, Any]:
+        """Take in a request that got no tokens; returns its line of `requests.jsonl`."""
+        self.failed += 1
+        nothing = dict.fromkeys(
+            ("queue_time_s", "ttft_s", "tpot_s", "e2e_s", "first_scheduled_s", "first_token_s", "end_s")
+        )
+        return {
+            **_identity(request.request_id, request.index, arrival_s, request.original_prompt_len, 0),
+            **nothing,
+            "max_new_tokens": request.max_new_tokens,
+            "pauses": 0,
+            "recomputed_tokens": 0,
+            "reused_tokens": 0,
+            "attribution_s": {},
+            "outcome": "failed",
+            "error": error,
+        }
+
+    def summary(self, schedule_digest: str, partial: bool) -> dict[str, Any]:
+        """The content of `summary.json`."""
+        span = self.last_end_s - self.first_arrival_s if self.completed else 0.0
+        # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
+        per_second = 1.0 / span if span > 0 else 0.0
+        shares = {name: self.bound_by[name] / self.iterations if self.iterations else 0.0 for name in BOUND_BY}
+        return {
+            "requests": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "duration_s": span,
+            "request_throughput_per_s": self.completed * per_second,
+            "output_throughput_tokens_per_s": self.output_tokens * per_second,
+            "total_throughput_tokens_per_s": (self.prompt_tokens + self.output_tokens) * per_second,
+            **{name: distribution(values) for name, values in self._samples.items()},
+            "itl_s": distribution(np.concatenate(self._itl) if self._itl else []),
+            "iterations": self.iterations,
+            "pauses": self.pauses,
+            "recomputed_tokens": self.recomputed_tokens,
+            "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
+            "prefix_hit_rate": 0.0,
+            "kv_blocks": {
+                "max": self.max_blocks,
+                "peak_used": self.peak_used_blocks,
+                "tokens_per_block": self.tokens_per_block,
+            },
+            "bound_by": shares,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "schedule_digest": schedule_digest,
+            "partial": partial,
+        }
+
+
+def _first_run(life: Life) -> int:
+    """The iteration of its first context chunk."""
+    return next(first for name, first in life.closed if name == "context")
+
+
+def _identity(request_id: int, index: int, arrival_s: float, prompt_len: int, output_len: int) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "index": index,
+        "arrival_s": arrival_s,
+        "prompt_len": prompt_len,
+        "output_len": output_len,
+    }

@@ -1,0 +1,48 @@
+"""The run directory: where a run writes, and the guard over what is already there."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ifbbench.errors import InputError
+
+RUN_FILES = ("run.json", "iterations.jsonl", "spans.jsonl", "requests.jsonl", "trace.jsonl", "summary.json")
+
+
+def check(path: Path, overwrite: bool) -> None:
+    """Raise InputError when a run may not write to `path`: it is a file, it holds results and `overwrite` is off, or it
+    holds something else, which is never replaced."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--output {path}: is a file; expected a directory that does not exist yet.")
+    if path.is_dir() and any(path.iterdir()):
+        _check_replaceable(path, overwrite)
+
+
+def prepare(path: Path, overwrite: bool) -> Path:
+    """Make `path` an empty run directory. Raises InputError as `check` does, and when it cannot be written."""
+    check(path, overwrite)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in (*RUN_FILES, "report.html"):
+            (path / name).unlink(missing_ok=True)
+        shutil.rmtree(path / "charts", ignore_errors=True)
+        (path / "run.json").touch()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"--output {path}: cannot be written ({reason}); give a writable directory.") from error
+    return path
+
+
+def _check_replaceable(path: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise InputError(f"--output {path}: already holds results; add --overwrite, or give another directory.")
+    if not (path / "run.json").exists():
+        raise InputError(f"--output {path}: holds files that are not of a run; give another directory.")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a whole JSON file at once, so that a reader never sees half of it."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)

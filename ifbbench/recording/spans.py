@@ -1,0 +1,120 @@
+"""From iterations to spans: follows every active request, touching only those that change what they do."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ifbbench.batching.capacity.policy import Limit
+from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.request import Request
+from ifbbench.recording.life import Life, Phase, Span
+
+HEAD_OF_LINE = "head_of_line"
+
+
+class SpanTracker:
+    """Keeps the open span of each active request and writes spans as they close.
+
+    write(record): takes a line of `spans.jsonl`. arrival_s(request): when the trace says that it comes.
+    """
+
+    def __init__(self, write: Callable[[dict[str, Any]], None], arrival_s: Callable[[Request], float]) -> None:
+        self._write = write
+        self._arrival_s = arrival_s
+        self._lives: dict[int, Life] = {}
+        self._partial: dict[int, Life] = {}
+        self._held: dict[int, Life] = {}
+        self._blocked: dict[int, Life] = {}
+
+    def add(self, record: IterationRecord, starts: Sequence[float]) -> Iterator[Life]:
+        """Take in one iteration; yields the lives that end with it. `starts`: when each iteration so far began."""
+        for request in record.activated:
+            self._activate(request, record.iteration, starts)
+        self._pause(record)
+        self._hold(record)
+        self._run_context(record)
+        self._block(record)
+        for request in record.finished:
+            life = self._lives.pop(request.request_id)
+            self._put(life.end(record.iteration))
+            yield life
+
+    def close(self, last_iteration: int) -> None:
+        """The run stops here: write what is still open."""
+        for life in self._lives.values():
+            self._put(life.end(last_iteration))
+
+    def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
+        life = self._lives[request.request_id] = Life(request, self._arrival_s(request))
+        # While it was in the queue, all places of the batch were taken.
+        queued_from = bisect_left(starts, life.arrival_s)
+        if queued_from < iteration:
+            life.begin(Span(Phase.WAITING, queued_from, Limit.BATCH_SIZE.value))
+        self._begin(life, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
+
+    def _pause(self, record: IterationRecord) -> None:
+        for pause in record.paused:
+            victim = pause.victim.request_id
+            self._begin(self._lives[victim], Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id))
+            for group in (self._partial, self._held, self._blocked):
+                group.pop(victim, None)
+
+    def _hold(self, record: IterationRecord) -> None:
+        """Generation requests that do not run are skipped until they run again."""
+        held = {request.request_id: self._lives[request.request_id] for request in record.held}
+        for request_id, life in self._held.items():
+            if request_id not in held:
+                self._begin(life, self._generation_span(life, record.iteration, just_ran=True))
+        for request_id, life in held.items():
+            if request_id not in self._held:
+                self._begin(life, Span(Phase.SKIPPED, record.iteration))
+        self._held = held
+
+    def _run_context(self, record: IterationRecord) -> None:
+        partial_before, self._partial = self._partial, {}
+        for chunk in record.context:
+            life = self._lives[chunk.request.request_id]
+            partial_before.pop(chunk.request.request_id, None)
+            phase = Phase.RECOMPUTE if chunk.request.pauses else Phase.CONTEXT
+            if life.open is None or life.open.phase is not phase:
+                self._begin(life, Span(phase, record.iteration))
+            assert life.open is not None
+            life.open.chunks.append(chunk.length)
+            if chunk.is_last:
+                life.prompt_complete(record.iteration)
+                if not any(request is chunk.request for request in record.finished):
+                    self._begin(life, self._generation_span(life, record.iteration + 1, just_ran=False))
+            else:
+                self._partial[chunk.request.request_id] = life
+        for life in partial_before.values():
+            self._begin(life, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))
+
+    @staticmethod
+    def _generation_span(life: Life, first: int, just_ran: bool) -> Span:
+        """`just_ran`: the span's first step is part of the iteration at hand, so its token is counted already."""
+        return Span(Phase.GENERATION, first, first_output=life.request.num_outputs - just_ran)
+
+    def _block(self, record: IterationRecord) -> None:
+        """Say of the first one left out what it waits for; all others wait for those before them."""
+        blocked = {}
+        for left_out in record.blocked:
+            life = self._lives[left_out.request.request_id]
+            if life.open is not None and life.open.phase is Phase.WAITING:
+                blocked[left_out.request.request_id] = life
+                self._set_cause(life, left_out.limit.value, record.iteration)
+        for request_id, life in self._blocked.items():
+            if request_id not in blocked and life.open is not None and life.open.phase is Phase.WAITING:
+                self._set_cause(life, HEAD_OF_LINE, record.iteration)
+        self._blocked = blocked
+
+    def _set_cause(self, life: Life, cause: str, iteration: int) -> None:
+        assert life.open is not None
+        if life.open.cause != cause:
+            self._begin(life, Span(Phase.WAITING, iteration, cause))
+
+    def _begin(self, life: Life, span: Span) -> None:
+        self._put(life.begin(span))
+
+    def _put(self, record: dict[str, Any] | None) -> None:
+        if record is not None:
+            self._write(record)

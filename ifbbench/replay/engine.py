@@ -1,0 +1,102 @@
+"""What a run executes on: the executor with its limits, built from the settings."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ifbbench.batching.batch import Executor
+from ifbbench.batching.manager import BatchingConfig, BatchManager
+from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.request import Request
+from ifbbench.clock import WallClock
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.execution.null import NullExecutor
+from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.replay.resolve import batching_config, resolve_limits
+
+WARM_UP_PROMPT_LEN = 8
+WARM_UP_NEW_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An executor and the resolved settings that it was made for. `makes_tokens` is false without a model."""
+
+    executor: Executor
+    config: RunConfig
+    limits: BatchingConfig
+    model: ModelConfig
+    device: str
+    makes_tokens: bool
+
+    def describe_model(self) -> dict[str, Any]:
+        """What `run.json` says of the model."""
+        return {
+            "name": self.config.model,
+            "parameters": self.model.num_parameters,
+            "layers": self.model.num_layers,
+            "hidden_size": self.model.hidden_size,
+            "dtype": self.config.dtype,
+            "device": self.device,
+        }
+
+
+def build_engine(config: RunConfig) -> Engine:
+    """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together."""
+    model = load_model_config(config.model)
+    if config.stop_at_end_token and not model.eos_token_ids:
+        raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
+    if config.device == "null":
+        resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=False)
+        limits = batching_config(resolved, resolved.max_batch_size * resolved.max_seq_len)  # type: ignore[operator]
+        return Engine(NullExecutor(), _with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False)
+
+    # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
+    from ifbbench.execution import build
+
+    device = build.choose_device(config)
+    resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=device.type == "cpu")
+    loaded = build.load_model(resolved)
+    limits = batching_config(resolved, build.default_kv_tokens(resolved, model, device))
+    executor = build.make_executor(
+        loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len
+    )
+    return Engine(executor, _with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
+
+
+def warm_up(engine: Engine) -> None:
+    """Run two made-up requests, so that what happens once (allocation, threads, kernels) is not in the measurement.
+
+    They run in a batch manager of their own, so they leave no blocks behind."""
+    if not engine.makes_tokens:
+        return
+    prompt_len = min(WARM_UP_PROMPT_LEN, engine.limits.max_input_len)
+    prompt = np.zeros(prompt_len, np.int32)
+    requests = [Request(i, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=prompt) for i in range(2)]
+
+    def get_requests(count: int) -> list[Request]:
+        taken = requests[:count]
+        del requests[:count]
+        return taken
+
+    manager = BatchManager(
+        engine.limits, engine.executor, WallClock(), get_requests, lambda response: None, _Unobserved()
+    )
+    while manager.step():
+        pass
+
+
+class _Unobserved:
+    """Nobody watches the warm-up."""
+
+    def iteration(self, record: IterationRecord) -> None:
+        pass
+
+    def refused(self, request: Request, error: str) -> None:
+        pass
+
+
+def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
+    return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)

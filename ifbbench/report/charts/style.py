@@ -1,0 +1,127 @@
+"""How every chart looks: fonts, colours that colour-blind readers can tell apart, headings, and the files written."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from ifbbench.report.load import RunData
+
+INK = "#222222"
+MUTED = "#6B6B6B"
+GRID = "#E3E3E3"
+PHASE_COLOURS = {
+    "context": "#14507A",
+    "generation": "#86BFE3",
+    "recompute": "#D55E00",
+    "paused": "#F7D9A0",
+    "waiting": "#E4E4E4",
+    "skipped": "#C4C4C4",
+}
+PHASE_NAMES = {
+    "context": "context",
+    "generation": "generation",
+    "recompute": "recompute after a pause",
+    "paused": "paused",
+    "waiting": "waiting",
+    "skipped": "generation skipped",
+}
+LIMIT = "#B3202A"
+LIMIT_DASHES = (0, (4, 3))
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+# Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
+REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#9A9A9A",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1.4,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.06,
+    "savefig.dpi": 150,
+    # The same run gives the same bytes: element ids come from this salt, not from a random one.
+    "svg.hashsalt": "ifbbench",
+}  # fmt: skip
+
+
+def styled() -> Any:
+    """A context in which figures take this style; the caller's own matplotlib settings come back after it."""
+    return mpl.rc_context(STYLE)
+
+
+def heading(top: Axes, what: str, run: RunData) -> None:
+    """Head a chart, whose topmost axes are `top`, with what is seen, of which run, and the run's policy and limits."""
+    config = run.config
+    names = ("max_batch_size", "max_num_tokens")
+    parts = [config.get("policy"), *(f"{name} {config[name]}" for name in names if config.get(name))]
+    parts += ["chunked context"] if config.get("enable_chunked_context") else []
+    parts += ["partial run"] if run.partial else []
+    title(top, f"{what}: {run.name}", " · ".join(str(part) for part in parts if part))
+
+
+def title(top: Axes, text: str, subtitle: str = "") -> None:
+    """Put a bold title and a quiet subtitle over `top`, both from its left edge."""
+    top.set_title(text, fontsize=11.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
+    note = top.annotate(subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points",
+                        color=MUTED, fontsize=8.5)  # fmt: skip
+    # The title's padding is its room; in the layout, a long one would squeeze the axes.
+    note.set_in_layout(False)
+
+
+def draw_limit(axes: Axes, name: str, limit: float | None, most: float) -> None:
+    """Scale the y-axis for values up to `most`; draw the setting `name` as a line where it is near, else in words."""
+    near = limit is not None and limit <= 3 * most
+    axes.set_ylim(0, max(most * 1.3, (limit or 0) * 1.3 if near else 0.0, 1.0))
+    if limit is None:
+        return
+    if near:
+        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    words = f"{name} {limit:,}" + ("" if near else " (above this scale)")
+    axes.annotate(words, (1, limit if near else 1), xycoords=("axes fraction", "data" if near else "axes fraction"),
+                  xytext=(-3, 3 if near else -3), textcoords="offset points", color=LIMIT, fontsize=8, ha="right",
+                  va="bottom" if near else "top")  # fmt: skip
+
+
+def thousands(axis: Axis) -> None:
+    """Write the numbers of `axis` with thousands separators and without exponents."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def save(figure: Figure, directory: Path, name: str) -> list[Path]:
+    """Write `figure` as `name`.png and `name`.svg, without dates, so that equal figures are equal files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
+    figure.savefig(png, metadata={"Software": None})
+    figure.savefig(svg, metadata={"Date": None, "Creator": "ifbbench"})
+    return [png, svg]
+
+
+def tint(colour: str, white: float) -> str:
+    """`colour` mixed with `white` (0 to 1) of white; a negative share mixes with black."""
+    target = 1.0 if white > 0 else 0.0
+    red, green, blue = (part + (target - part) * abs(white) for part in to_rgb(colour))
+    return to_hex((red, green, blue))

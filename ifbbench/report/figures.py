@@ -1,0 +1,68 @@
+"""The figures of a run: those of summary.json or, for a killed run, the same worked out from what it had written."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ifbbench.report.load import RunData
+from ifbbench.report.token_times import inter_token_gaps
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
+LIMITS = ("batch_size", "num_tokens", "kv_blocks", "none")
+
+
+def figures(run: RunData) -> dict[str, Any]:
+    """summary.json's figures. Where it is missing they cover the requests completed before the run was killed."""
+    if run.summary is not None:
+        return run.summary
+    return _request_figures(run) | _iteration_figures(run) | {"schedule_digest": None, "partial": True}
+
+
+def distribution(values: ArrayLike) -> dict[str, float | None]:
+    """mean, min, percentiles (linear interpolation) and max of `values` without NaN; all None if there are none."""
+    known = np.asarray(values, dtype=float)
+    known = known[~np.isnan(known)]
+    names = ("mean", "min", *PERCENTILES, "max")
+    if not known.size:
+        return dict.fromkeys(names)
+    percentiles = np.percentile(known, list(PERCENTILES.values()))
+    return dict(zip(names, map(float, (known.mean(), known.min(), *percentiles, known.max())), strict=True))
+
+
+def _request_figures(run: RunData) -> dict[str, Any]:
+    done = run.completed
+    duration = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else 0.0
+    per_second = 1 / duration if duration > 0 else 0.0
+    prompt_tokens, output_tokens = int(done["prompt_len"].sum()), int(done["output_len"].sum())
+    failed = len(run.requests) - len(done)
+    total = (run.run.get("trace") or {}).get("requests") or len(run.requests)
+    return {
+        "requests": {"total": int(total), "completed": len(done), "failed": failed},
+        "duration_s": duration,
+        "request_throughput_per_s": len(done) * per_second,
+        "output_throughput_tokens_per_s": output_tokens * per_second,
+        "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
+        **{name: distribution(done[name]) for name in ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")},
+        "itl_s": distribution(inter_token_gaps(run)),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "prefix_hit_rate": float(done["reused_tokens"].sum()) / prompt_tokens if prompt_tokens else 0.0,
+    }
+
+
+def _iteration_figures(run: RunData) -> dict[str, Any]:
+    iterations = run.iterations
+    shares = iterations["bound_by"].value_counts(normalize=True)
+    blocks = {
+        "max": iterations["max_kv_cache_blocks"].max(),
+        "peak_used": iterations["used_kv_cache_blocks"].max(),
+        "tokens_per_block": iterations["tokens_per_kv_cache_block"].max(),
+    }
+    return {
+        "iterations": len(iterations),
+        "pauses": int(iterations["pauses"].sum()),
+        "recomputed_tokens": int(iterations["tokens_recomputed"].fillna(0).sum()),
+        "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
+        "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in LIMITS},
+    }

@@ -1,0 +1,19 @@
+"""Random streams that do not disturb each other: a generator for each thing drawn, all from one seed."""
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """What is drawn. The numbers are part of every recorded result: never change one."""
+
+    INPUT_LENGTH = 0
+    OUTPUT_LENGTH = 1
+    ARRIVAL = 2
+    TOKENS = 3
+
+
+def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
+    """The generator of one stream, or of its part `key` (such as a request id); equal arguments, equal draws."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, *key))))

@@ -1,0 +1,122 @@
+"""`run`, `sweep` and `plot` with pretended runs: what is called, printed and returned."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+from ifbbench.cli.progress import progress_line
+
+FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
+
+
+@dataclass
+class Result:
+    directory: Path
+    summary: dict[str, Any]
+    failed: int = 0
+
+
+def pretend_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = ModuleType(name)
+    module.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Replaces running, loading and reporting; `failed` requests fail in every run, `calls` are the runs made."""
+    pretended = SimpleNamespace(failed=0, calls=[], csv=[])
+
+    def run_trace(source, config, progress):
+        pretended.calls.append((source, config, progress))
+        return Result(Path(config.output), FIGURES, pretended.failed)
+
+    pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace)
+    monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
+    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("the report"))
+    monkeypatch.setattr("ifbbench.report.benchmark_csv.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
+    monkeypatch.setattr(
+        "ifbbench.report.benchmark_csv.write_benchmark_csv", lambda run, path: pretended.csv.append((run, path))
+    )
+    return pretended
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def test_run_reports_and_says_where_results_are(runs):
+    done = invoke("run", "trace.jsonl", "--output", "out")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines() == [
+        "the report",
+        "[BENCHMARK] num_samples 1",
+        "Results are in out; `ifbbench plot out` draws them.",
+    ]
+    assert [(source, config.output) for source, config, _ in runs.calls] == [("trace.jsonl", "out")]
+
+
+def test_a_quiet_run_prints_nothing_but_writes_the_csv(runs):
+    done = invoke("run", "--output", "out", "--output_csv", "figures.csv", "--quiet")
+    assert done.output == ""
+    assert runs.csv == [(Path("out"), Path("figures.csv"))]
+
+
+def test_failed_requests_are_exit_status_1(runs):
+    runs.failed = 2
+    done = invoke("run", "--output", "out", "--quiet")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("2 requests failed; ")
+
+
+def test_sweep_runs_each_point_and_draws(runs, tmp_path):
+    done = invoke("sweep", "--over", "max_batch_size=8,16", "--over", "seed=1,2", "--output", str(tmp_path / "s"))
+    assert done.exit_code == 0, done.output
+    assert [(config.max_batch_size, config.seed) for _, config, _ in runs.calls] == [(8, 1), (8, 2), (16, 1), (16, 2)]
+    assert "max_batch_size, seed" in done.stdout
+    assert "4/4 max_batch_size=16,seed=2: done" in done.stderr
+    assert list((tmp_path / "s").rglob("*.png"))
+
+
+def test_sweep_with_failed_requests_is_exit_status_1(runs, tmp_path):
+    runs.failed = 1
+    done = invoke("sweep", "--over", "seed=1,2", "--output", str(tmp_path / "s"), "--quiet")
+    assert done.exit_code == 1
+    assert done.stderr == "2 of 2 points failed or had failed requests.\n"
+
+
+def test_sweep_checks_every_value_before_the_first_run(runs, tmp_path):
+    done = invoke("sweep", "--over", "max_batch_size=8,0", "--output", str(tmp_path / "s"))
+    assert done.exit_code == 2
+    assert runs.calls == []
+    assert not (tmp_path / "s").exists()
+
+
+def test_plot_draws_each_run_and_the_sweep_and_lists_files(runs, tmp_path, monkeypatch):
+    invoke("sweep", "--over", "seed=1,2", "--output", str(tmp_path), "--quiet")
+    for name in ("seed=1", "seed=2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    monkeypatch.setattr("ifbbench.report.charts.plot_run", lambda run: [run / "charts" / "timeline.png"])
+    done = invoke("plot", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    written = [str(Path(line).relative_to(tmp_path)) for line in done.stdout.splitlines()]
+    assert written[-2:] == ["seed=1/charts/timeline.png", "seed=2/charts/timeline.png"]
+    assert any("sweep" in name for name in written[:-2])
+
+
+def test_plot_of_nothing_is_exit_status_2(tmp_path):
+    done = invoke("plot", str(tmp_path / "none"))
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: ")
+
+
+def test_no_progress_line_without_a_terminal():
+    with progress_line("run", quiet=False) as progress:
+        assert progress is None

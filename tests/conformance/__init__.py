@@ -1,0 +1,1 @@
+"""Replays golden files of the batch manager's behaviour: `python -m tests.conformance FILE…`."""

@@ -1,0 +1,21 @@
+"""What every test may use."""
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A busy CI machine is slow now and then, which says nothing about the code; a failure there must also come back here.
+hypothesis.settings.register_profile("ifbbench", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ifbbench")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder `shared` beside the repository: real traces and golden files, too large to keep in git."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("needs the folder `shared` (traces, golden files) beside the repository")
+    return folder

@@ -1,0 +1,89 @@
+"""The executor's contract: order of tokens, empty batches, slots with new owners, errors."""
+
+import numpy as np
+import pytest
+import torch
+
+from ifbbench.batching.batch import Batch
+from ifbbench.errors import InputError
+from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.execution.null import NullExecutor
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.llama import LlamaModel
+from ifbbench.model.weights import random_weights
+from tests.execution.driving import CPU, driver_of, requests_of
+
+SMALL = ModelConfig(vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+                    intermediate_size=48, max_position_embeddings=512)
+NO_REQUESTS = np.empty(0, np.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaModel:
+    return LlamaModel(SMALL, random_weights(SMALL, 3, CPU, torch.float32))
+
+
+def empty_batch(tables: np.ndarray) -> Batch:
+    return Batch(0, (), NO_REQUESTS, NO_REQUESTS, tables)
+
+
+def test_tokens_come_for_last_chunks_then_generation_in_batch_order(model: LlamaModel) -> None:
+    lengths = [(9, 3), (20, 3), (30, 3), (6, 3)]
+    alone = requests_of(lengths, SMALL.vocab_size)
+    for request in alone:
+        driver_of(model, 1, 16, 40).run([request])
+    first, second, third, fourth = requests_of(lengths, SMALL.vocab_size)
+    driver = driver_of(model, 4, 16, 40)
+    for slot, request in enumerate((third, first, fourth, second)):
+        request.slot = slot
+    driver.step([(first, 9), (second, 20)], [])
+    tokens = driver.step([(third, 12), (fourth, 6)], [second, first])
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == [alone[3].outputs[0], alone[1].outputs[1], alone[0].outputs[1]]
+    assert driver.step([(third, 18)], [first]).tolist() == [alone[2].outputs[0], alone[0].outputs[2]]
+
+
+def test_first_chunks_alone_yield_nothing(model: LlamaModel) -> None:
+    (request,) = requests_of([(9, 3)], SMALL.vocab_size)
+    request.slot = 0
+    assert driver_of(model, 1, 4, 16).step([(request, 5)], []).tolist() == []
+
+
+def test_empty_batch_and_single_token(model: LlamaModel) -> None:
+    driver = driver_of(model, 2, 4, 16)
+    assert driver.step([], []).tolist() == []
+    (request,) = requests_of([(1, 1)], SMALL.vocab_size)
+    request.slot = 1
+    assert len(driver.step([(request, 1)], [])) == 1
+
+
+def test_meaningless_table_entries_are_never_read(model: LlamaModel) -> None:
+    requests = requests_of([(9, 8), (30, 3)], SMALL.vocab_size)
+    driver_of(model, 2, 4, 40).run(requests)
+    again = requests_of([(9, 8), (30, 3)], SMALL.vocab_size)
+    driver = driver_of(model, 2, 4, 40)
+    driver.tables[0, -(-16 // 4) :] = -7
+    driver.run(again)
+    assert [request.outputs for request in again] == [request.outputs for request in requests]
+
+
+def test_one_iteration_at_a_time(model: LlamaModel) -> None:
+    executor = ModelExecutor(model, 1, 4, 4)
+    tables = np.zeros((1, 4), np.int32)
+    with pytest.raises(RuntimeError, match="no iteration"):
+        executor.collect()
+    executor.submit(empty_batch(tables))
+    with pytest.raises(RuntimeError, match="under way"):
+        executor.submit(empty_batch(tables))
+
+
+def test_longer_sequences_than_the_model_has_positions_are_refused(model: LlamaModel) -> None:
+    with pytest.raises(InputError, match="512 positions"):
+        ModelExecutor(model, 1, 4, 4, max_seq_len=513)
+
+
+def test_null_executor_makes_no_tokens() -> None:
+    executor = NullExecutor()
+    executor.submit(empty_batch(np.zeros((1, 1), np.int32)))
+    assert executor.collect() is None
+    executor.close()

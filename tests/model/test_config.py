@@ -1,0 +1,86 @@
+"""Reading a model's shape."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ifbbench.errors import InputError
+from ifbbench.model.config import Llama3RopeScaling, ModelConfig, load_model_config
+
+FIELDS = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def config_of(directory: Path, **changes: object) -> ModelConfig:
+    """The config read from FIELDS with changes; a change to ... leaves the field out."""
+    fields = {name: value for name, value in (FIELDS | changes).items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return load_model_config(directory)
+
+
+def test_tiny_is_built_in_and_small() -> None:
+    tiny = load_model_config("tiny")
+    assert tiny == ModelConfig.tiny()
+    assert 4_500_000 < tiny.num_parameters < 5_500_000
+    assert tiny.kv_bytes_per_token(4) == 4096
+
+
+def test_defaults_of_missing_fields(tmp_path: Path) -> None:
+    config = config_of(tmp_path, num_key_value_heads=...)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10_000.0)
+    assert config.eos_token_ids == ()
+    assert config.rope_scaling is None
+
+
+def test_rope_of_old_and_new_transformers(tmp_path: Path) -> None:
+    old = config_of(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **LLAMA3})
+    new = config_of(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3})
+    assert old == new
+    assert old.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+
+
+def test_end_tokens(tmp_path: Path) -> None:
+    assert config_of(tmp_path, eos_token_id=2).eos_token_ids == (2,)
+    assert config_of(tmp_path, eos_token_id=[2, 5]).eos_token_ids == (2, 5)
+
+
+def test_mistral_without_an_active_window(tmp_path: Path) -> None:
+    config_of(tmp_path, model_type="mistral", sliding_window=None)
+    config_of(tmp_path, model_type="mistral", sliding_window=128)
+    with pytest.raises(InputError, match="sliding_window is 127"):
+        config_of(tmp_path, model_type="mistral", sliding_window=127)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; expected one of llama, mistral"),
+        ({"model_type": ...}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"vocab_size": ...}, "'vocab_size' is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected an integer of at least 1"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"num_key_value_heads": 3}, "divisor of num_attention_heads"),
+        ({"head_dim": 15}, "even number"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "'factor' is missing"),
+    ],
+)
+def test_what_cannot_run_is_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config_of(tmp_path, **changes)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a directory"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match="expected a JSON object"):
+        load_model_config(tmp_path)

@@ -1,0 +1,62 @@
+"""Reading safetensors: what is wrong is named. That right ones are read right is tested with transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ifbbench.errors import InputError
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.weights import load_weights, random_weights
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(vocab_size=10, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4,
+                     intermediate_size=12, max_position_embeddings=16)
+
+
+def load(directory: Path) -> None:
+    load_weights(CONFIG, directory, CPU, torch.float32)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"neither model\.safetensors nor"):
+        load(tmp_path)
+
+
+def test_not_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(InputError, match="cannot be read as safetensors"):
+        load(tmp_path)
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(10, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"'model\.layers\.0\.input_layernorm\.weight' is missing"):
+        load(tmp_path)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(11, 8)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"shape \[11, 8\]; config.json asks for \[10, 8\]"):
+        load(tmp_path)
+
+
+def test_index_that_points_nowhere(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(InputError, match="weight_map"):
+        load(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "model-1.safetensors"}}))
+    with pytest.raises(InputError, match="cannot be read as safetensors"):
+        load(tmp_path)
+    save_file({"other": torch.zeros(1)}, tmp_path / "model-1.safetensors")
+    with pytest.raises(InputError, match="places it here"):
+        load(tmp_path)
+
+
+def test_random_weights_come_from_the_seed() -> None:
+    first, same, other = (random_weights(CONFIG, seed, CPU, torch.float32) for seed in (1, 1, 2))
+    assert torch.equal(first.embedding, same.embedding)
+    assert not torch.equal(first.embedding, other.embedding)

@@ -1,0 +1,75 @@
+"""gptManagerBenchmark's figures, worked out by hand."""
+
+import csv
+import json
+from pathlib import Path
+
+from ifbbench.report.benchmark_csv import benchmark_figures, benchmark_lines, write_benchmark_csv
+from ifbbench.report.load import RunData, load_run
+
+# The columns as gptManagerBenchmark writes them.
+COLUMNS = [
+    "num_samples", "num_error_samples", "total_latency(ms)", "seq_throughput(seq/sec)", "token_throughput(token/sec)",
+    "avg_sequence_latency(ms)", "max_sequence_latency(ms)", "min_sequence_latency(ms)", "p99_sequence_latency(ms)",
+    "p90_sequence_latency(ms)", "p50_sequence_latency(ms)", "avg_acceptance_rate(tokens/decoding steps)",
+    "avg_time_to_first_token(ms)", "max_time_to_first_token(ms)", "min_time_to_first_token(ms)",
+    "p99_time_to_first_token(ms)", "p90_time_to_first_token(ms)", "p50_time_to_first_token(ms)",
+    "avg_inter_token_latency(ms)", "max_inter_token_latency(ms)", "min_inter_token_latency(ms)",
+    "p99_inter_token_latency(ms)", "p90_inter_token_latency(ms)", "p50_inter_token_latency(ms)",
+    "avg_user_tokens_per_second(tokens/sec/user)", "max_user_tokens_per_second(tokens/sec/user)",
+    "min_user_tokens_per_second(tokens/sec/user)", "p99_user_tokens_per_second(tokens/sec/user)",
+    "p90_user_tokens_per_second(tokens/sec/user)", "p50_user_tokens_per_second(tokens/sec/user)",
+]  # fmt: skip
+
+
+def run_of_four(directory: Path) -> RunData:
+    """Four requests with latencies of 1, 2, 3 and 4 s from arrivals at 0, 0, 1 and 1 s; a fifth failed."""
+    directory.mkdir()
+    (directory / "run.json").write_text('{"name": "four", "config": {}}')
+    sizes = [(1, None), (11, 0.15), (26, 0.1), (12, 0.25)]
+    rows: list[dict[str, object]] = [
+        {"request_id": str(number), "index": number, "arrival_s": float(number // 2), "prompt_len": 10,
+         "output_len": length, "ttft_s": 0.5, "tpot_s": tpot, "e2e_s": number + 1.0,
+         "end_s": number // 2 + number + 1.0, "outcome": "completed"}
+        for number, (length, tpot) in enumerate(sizes)
+    ]  # fmt: skip
+    rows.append({"request_id": "4", "index": 4, "arrival_s": 0.0, "outcome": "failed", "error": "too long"})
+    (directory / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_run(directory)
+
+
+def test_figures_by_hand(tmp_path: Path) -> None:
+    known = benchmark_figures(run_of_four(tmp_path / "four"))
+    assert list(known) == COLUMNS
+    values = list(known.values())
+    assert values[:5] == [4, 1, 5000.0, 0.8, 10.0]
+    # Nearest rank of 4 values: p50 is the 2nd, not 2500 as interpolation would have it.
+    assert values[5:12] == [2500.0, 4000.0, 1000.0, 4000.0, 4000.0, 2000.0, 1.0]
+    assert values[12:18] == [500.0] * 6
+    # The request with one token has no gap.
+    assert [round(value, 9) for value in values[18:24]] == [round(500 / 3, 9), 250, 100, 250, 250, 150]
+    assert [round(value, 9) for value in values[25:]] == [10.0, 4.0, 10.0, 10.0, round(1000 / 150, 9)]
+
+
+def test_lines_have_two_decimals(tmp_path: Path) -> None:
+    lines = benchmark_lines(run_of_four(tmp_path / "four"))
+    assert lines[:3] == [
+        "[BENCHMARK] num_samples 4", "[BENCHMARK] num_error_samples 1", "[BENCHMARK] total_latency(ms) 5000.00"
+    ]  # fmt: skip
+    assert "[BENCHMARK] avg_inter_token_latency(ms) 166.67" in lines
+
+
+def test_csv_is_a_header_and_a_row(tmp_path: Path) -> None:
+    write_benchmark_csv(run_of_four(tmp_path / "four"), tmp_path / "new" / "figures.csv")
+    with (tmp_path / "new" / "figures.csv").open(newline="") as file:
+        header, row = csv.reader(file)
+    assert header == COLUMNS
+    assert row[:4] == ["4", "1", "5000.0", "0.8"]
+
+
+def test_nothing_completed(tmp_path: Path) -> None:
+    run = run_of_four(tmp_path / "four")
+    (run.path / "requests.jsonl").unlink()
+    lines = benchmark_lines(load_run(run.path))
+    assert lines[0] == "[BENCHMARK] num_samples 0"
+    assert "[BENCHMARK] p99_sequence_latency(ms) nan" in lines

@@ -1,0 +1,91 @@
+"""What the tables say."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ifbbench.report.load import load_run
+from ifbbench.report.sweep_table import print_sweep
+from ifbbench.report.tables import bar, bound_sentence, print_report
+from ifbbench.report.units import count, percent, significant, time_unit
+from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
+
+
+def printed(path: Path) -> str:
+    out = io.StringIO()
+    print_report(load_run(path), Console(file=out, width=120))
+    return out.getvalue()
+
+
+def test_report_of_a_finished_run(tmp_path: Path) -> None:
+    text = printed(finish(write_documentation_run(tmp_path / "docs", model="tiny", device="cpu")))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "docs example · max_utilization · max_batch_size 4 · max_num_tokens 12 · chunked context · tiny on cpu" in lines
+    assert "Requests completed 5 of 5 Iterations 12" in lines
+    assert "TTFT ms 36.1 31.5 61.2 70.9 72.0" in lines
+    assert "Total throughput 425 tokens/s KV blocks, peak use 12 of 12 (100 %)" in lines
+    assert any(line.startswith("token budget █████") and line.endswith("25 %") for line in lines)
+    assert "Partial" not in text
+    assert "failed" not in text
+
+
+def test_report_of_a_killed_run_says_so(tmp_path: Path) -> None:
+    assert "Partial: the run did not reach its end." in printed(write_documentation_run(tmp_path / "docs"))
+
+
+def test_report_of_a_run_that_did_nothing(tmp_path: Path) -> None:
+    directory = write_documentation_run(tmp_path / "docs")
+    for name in ("iterations", "spans", "requests"):
+        (directory / f"{name}.jsonl").unlink()
+    assert "No iteration was run." in printed(directory)
+
+
+def test_failed_requests_are_listed_first_few(tmp_path: Path) -> None:
+    failed = {f"bad{number}": f"prompt of 99 tokens [limit {number}]" for number in range(7)}
+    text = printed(finish(write_run(tmp_path / "run", DOCUMENTATION, {}, max_blocks=12, failed=failed)))
+    assert "5 of 12 (7 failed)" in text
+    assert "7 failed requests" in text
+    assert "bad4: prompt of 99 tokens [limit 4]" in text
+    assert "bad5" not in text
+    assert "and 2 more in" in text
+
+
+def test_sentence_says_which_limit_and_how_often() -> None:
+    known: dict[str, Any] = {"iterations": 50, "kv_blocks": {"max": 1200},
+                             "bound_by": {"batch_size": 0.0, "num_tokens": 0.12, "kv_blocks": 0.38, "none": 0.5}}  # fmt: skip
+    assert bound_sentence(known, {"max_num_tokens": 8192}) == (
+        "Work was left out because of the KV cache (1,200 blocks) in 38 % of iterations, max_num_tokens (8192) in 12 %; "
+        "50 % ran all that had arrived."
+    )
+    known["bound_by"] = {"none": 1.0}
+    assert bound_sentence(known, {}).startswith("No limit left any request out")
+
+
+def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"max_batch_size": 4, "output_throughput_tokens_per_s": 100.0, "ttft_s.p50": 0.2, "ttft_s.p99": 0.4, "pauses": 0},
+        {"max_batch_size": 8, "output_throughput_tokens_per_s": 180.0, "ttft_s.p50": 0.3, "ttft_s.p99": 0.5, "pauses": 2},
+        {"max_batch_size": 16, "output_throughput_tokens_per_s": ""},
+    ]
+    print_sweep(rows, "max_batch_size", Console(width=120))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["4", "100", "–", "200*", "400*", "–", "–", "0", "–"] in lines
+    assert ["8", "180*", "–", "300", "500", "–", "–", "2", "–"] in lines
+    assert ["16", *["–"] * 8] in lines
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [significant(value) for value in (0, 1234.5, 12.34, 0.01234, None, float("nan"))] == [
+        "0", "1,234", "12.3", "0.0123", "–", "–"
+    ]  # fmt: skip
+    assert [percent(value) for value in (0, 0.001, 0.5, 0.999, 1)] == ["0 %", "<1 %", "50 %", ">99 %", "100 %"]
+    assert count(12345.0) == "12,345"
+    assert time_unit([2.0])[0] == "s"
+    assert time_unit([0.02, None])[0] == "ms"
+    assert time_unit([2e-5])[0] == "µs"
+    assert bar(0.5, 4) == "██  "
+    assert bar(1, 4) == "████"
+    assert bar(0.0001, 4) == "▏   "

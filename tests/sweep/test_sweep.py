@@ -1,0 +1,131 @@
+"""A sweep over a pretended run: its directories, its table, and what becomes of failing points."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.sweep.grid import parse_axes
+from ifbbench.sweep.sweep import run_sweep
+from ifbbench.sweep.table import read_sweep
+
+
+@dataclass
+class Finished:
+    summary: dict[str, Any]
+    failed: int = 0
+
+
+@dataclass
+class PretendedRuns:
+    """Writes what a run would, and remembers the points; `errors` and `failed` say which batch sizes go wrong."""
+
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
+    configs: list[RunConfig] = field(default_factory=list)
+
+    def __call__(self, source: str | None, config: RunConfig) -> Finished:
+        self.configs.append(config)
+        size = config.max_batch_size or 0
+        if size in self.errors:
+            raise self.errors[size]
+        directory = Path(str(config.output))
+        directory.mkdir()
+        (directory / "run.json").write_text("{}")
+        return Finished({"ttft_s": {"p99": size / 10}, "partial": False}, self.failed.get(size, 0))
+
+
+def sweep(runs: PretendedRuns, directory: Path, *over: str, **values: Any):
+    told: list[tuple[int, int, str, str]] = []
+    base = RunConfig(output=str(directory), **values)
+    result = run_sweep(None, base, parse_axes(over), runs, lambda *point: told.append(point))
+    return result, told
+
+
+def test_each_point_has_a_directory_and_a_row(tmp_path):
+    result, told = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8,16", "seed=1,2", max_num_tokens=64)
+    table = read_sweep(result.directory)
+    assert table.over == ["max_batch_size", "seed"]
+    assert [(row["max_batch_size"], row["seed"], row["ttft_s.p99"]) for row in table.rows] == [
+        (8, 1, 0.8), (8, 2, 0.8), (16, 1, 1.6), (16, 2, 1.6),
+    ]  # fmt: skip
+    first = table.rows[0]
+    assert (first["error"], first["max_num_tokens"], first["partial"]) == (None, 64, False)
+    assert (tmp_path / "s" / "max_batch_size=8,seed=1" / "run.json").is_file()
+    assert (result.points, result.failed) == (4, 0)
+    assert told[-1] == (4, 4, "max_batch_size=16,seed=2", "")
+
+
+@pytest.mark.parametrize("error", [InputError("too small\nfor a block"), RuntimeError("too small for a block")])
+def test_a_failing_point_is_kept_and_the_sweep_goes_on(tmp_path, error):
+    result, _ = sweep(PretendedRuns(errors={8: error}), tmp_path / "s", "max_batch_size=8,16")
+    table = read_sweep(result.directory)
+    assert [row["error"] for row in table.rows] == ["too small for a block", None]
+    assert [row["ttft_s.p99"] for row in table.rows] == [None, 1.6]
+    assert table.finished == table.rows[1:]
+    assert result.failed == 1
+
+
+def test_failed_requests_fail_the_point_but_keep_its_figures(tmp_path):
+    result, _ = sweep(PretendedRuns(failed={8: 3}), tmp_path / "s", "max_batch_size=8")
+    assert result.failed == 1
+    assert read_sweep(result.directory).rows[0]["ttft_s.p99"] == 0.8
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), TypeError("a mistake in the code")])
+def test_what_was_done_before_a_stop_is_kept(tmp_path, stop):
+    with pytest.raises(type(stop)):
+        sweep(PretendedRuns(errors={16: stop}), tmp_path / "s", "max_batch_size=8,16,32")
+    assert [row["max_batch_size"] for row in read_sweep(tmp_path / "s").rows] == [8]
+
+
+def test_an_interrupt_says_what_is_kept(tmp_path):
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        sweep(PretendedRuns(errors={16: KeyboardInterrupt()}), tmp_path / "s", "max_batch_size=8,16")
+    assert stopped.value.__notes__ == [f"1 of 2 points are kept in {tmp_path / 's'}."]
+
+
+def test_an_existing_sweep_is_refused_and_left_alone(tmp_path):
+    sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8")
+    runs = PretendedRuns()
+    with pytest.raises(InputError, match="--overwrite"):
+        sweep(runs, tmp_path / "s", "max_batch_size=16")
+    assert runs.configs == []
+    assert read_sweep(tmp_path / "s").rows[0]["max_batch_size"] == 8
+
+
+def test_overwrite_replaces_runs_and_nothing_else(tmp_path):
+    sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8")
+    (tmp_path / "s" / "notes").mkdir()
+    sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=16", overwrite=True)
+    names = sorted(item.name for item in (tmp_path / "s").iterdir())
+    assert names == ["max_batch_size=16", "notes", "sweep.csv"]
+
+
+@pytest.mark.parametrize("values", [{"output_csv": "a.csv"}, {"responses_json": "a.json"}])
+def test_one_file_for_all_points_is_refused(tmp_path, values):
+    with pytest.raises(InputError, match="names one file"):
+        sweep(PretendedRuns(), tmp_path / "s", "seed=1,2", **values)
+
+
+def test_a_missing_trace_is_refused_before_anything_is_made(tmp_path):
+    base = RunConfig(output=str(tmp_path / "s"))
+    with pytest.raises(InputError, match=r"none\.jsonl"):
+        run_sweep(str(tmp_path / "none.jsonl"), base, parse_axes(["seed=1"]), PretendedRuns(), lambda *_: None)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_grid_is_told_apart_by_one_joined_column(tmp_path):
+    result, _ = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8", "seed=1,2")
+    table, axis = read_sweep(result.directory).with_one_axis()
+    assert axis == "max_batch_size, seed"
+    assert [row[axis] for row in table.rows] == ["8, 1", "8, 2"]
+
+
+def test_a_table_that_is_no_sweep_is_refused(tmp_path):
+    (tmp_path / "sweep.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="no column `error`"):
+        read_sweep(tmp_path)

@@ -1,0 +1,91 @@
+"""Recognising a trace file, and what holds for every format."""
+
+import hashlib
+import json
+
+import pytest
+
+from ifbbench.errors import InputError
+from ifbbench.workload.read import read_trace
+
+ROW = '{"arrival_s": 0, "prompt_len": 1, "output_len": 1}\n'
+AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.parquet", ROW, "unknown trace format (suffix '.parquet')"),
+        ("a", ROW, "unknown trace format (a name without suffix)"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 3}', "unknown trace format (rows with input_length, timestamp)"),
+        ("a.csv", "a,b\n1,2\n", "unknown trace format (columns a, b)"),
+        ("a.json", '{"rows": []}', "unknown trace format (an object with rows)"),
+        ("a.json", '[{"conversations": []}]', "unknown trace format (samples with conversations)"),
+        ("a.json", '{"samples": 3}', "unknown trace format (no list of samples)"),
+        ("a.json", "{\n\n!}", "unknown trace format (not valid JSON: Expecting property name enclosed"),
+        ("a.jsonl", "", "holds no request: it has no rows."),
+        ("a.jsonl", "\n\n", "holds no request: it has no rows."),
+        ("a.csv", "", "holds no request: it has no rows."),
+        ("a.csv", AZURE_HEADER, "holds no request: it has no rows."),
+        ("a.json", '{"samples": []}', "holds no request: it has no rows."),
+        ("a.json", "", "holds no request: it has no rows."),
+    ],
+)
+def test_file_that_is_no_trace(tmp_path, name, content, complaint):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(InputError) as raised:
+        read_trace(path)
+    assert str(path) in str(raised.value)
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_binary_file(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(b"\x80\x04\xff\x00\xfe")
+    with pytest.raises(InputError, match="not a text file in UTF-8"):
+        read_trace(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(InputError, match=r"gone\.jsonl cannot be read: No such file"):
+        read_trace(tmp_path / "gone.jsonl")
+
+
+def test_all_rows_bad(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"arrival_s": -1}\n' * 3)
+    with pytest.raises(InputError, match=r"all 3 rows are bad; the first: .*line 1: field 'arrival_s'"):
+        read_trace(path, skip_bad_rows=True)
+
+
+def test_reading_stops_at_the_last_row_needed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(ROW * 3 + "garbage\n" + ROW * 2)
+    assert len(read_trace(path, max_num_samples=3)) == 3
+    with pytest.raises(InputError, match="line 4"):
+        read_trace(path, max_num_samples=4)
+    trace = read_trace(path, max_num_samples=4, skip_bad_rows=True)
+    assert [request.request_id for request in trace] == [0, 1, 2, 4]
+
+
+def test_identity_is_of_the_whole_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(ROW * 3)
+    trace = read_trace(path, max_num_samples=1)
+    assert trace.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (trace.name, trace.source) == ("a", str(path))
+
+
+def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(ROW, encoding="utf-8-sig")
+    assert len(read_trace(path)) == 1
+
+
+def test_first_row_without_arrival_is_a_bad_row_not_another_format(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt_len": 1}) + "\n" + ROW)
+    with pytest.raises(InputError, match="line 1: field 'arrival_s' is missing"):
+        read_trace(path)
