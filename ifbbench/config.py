@@ -6,6 +6,8 @@ does not exist. `RunConfig` is what the user asked for, with None where the answ
 """
 
 import dataclasses
+import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -47,7 +49,7 @@ class Setting:
             raise self._error(value)
         try:
             value = _convert(value, self.type)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise self._error(value) from error
         if self.choices and value not in self.choices and not (self.open_choices and ":" in value):
             raise self._error(value)
@@ -81,8 +83,8 @@ def _convert(value: Any, kind: type) -> Any:
     if kind is int and isinstance(value, float) and not value.is_integer():
         raise ValueError(value)
     converted = kind(value)
-    if kind is float and converted != converted:
-        raise ValueError("not a number")
+    if kind is float and not math.isfinite(converted):
+        raise ValueError("not a finite number")
     return converted
 
 
@@ -186,8 +188,6 @@ def setting(name: str) -> Setting:
     for candidate in settings():
         if wanted in (candidate.name, *candidate.aliases):
             return candidate
-    import difflib
-
     near = difflib.get_close_matches(wanted, [item.name for item in settings()], n=3, cutoff=0.4)
     hint = f" Did you mean {', '.join(near)}?" if near else " See `ifbbench run --help`."
     raise InputError(f"{name!r} is not a setting.{hint}")

@@ -77,6 +77,9 @@ def _replay(
     clock.restart()
     try:
         _loop(manager, client, clock, recorder, progress, len(trace))
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; results are kept in {directory}.")
+        raise
     except Exception as error:
         raise RunFailed(
             f"the run broke off in iteration {manager.iteration}: {error} "

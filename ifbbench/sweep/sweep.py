@@ -10,6 +10,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.sweep.grid import Axis, Point, grid, point_label
 from ifbbench.sweep.table import ERROR_COLUMN, SWEEP_FILE, Row, make_row, write_sweep
+from ifbbench.workload.load import load_trace
 
 RESULTS = Path("results")
 
@@ -70,8 +71,7 @@ def run_sweep(
 
 
 def _check_input(source: str | None, base: RunConfig) -> None:
-    if source is not None and not Path(source).exists():
-        raise InputError(f"{source}: there is no such trace.")
+    load_trace(source, base)  # A bad trace would fail at every point; better to say so once, before the first.
     for name in ("output_csv", "responses_json"):
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but a sweep makes many runs; use it with `ifbbench run`.")

@@ -1,6 +1,5 @@
 """From what the user names to the requests to replay: the one way into workloads."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +70,6 @@ def _shortened(request: TraceRequest, max_prompt_len: int | None) -> TraceReques
 
 def _arrivals(requests: Sequence[TraceRequest], config: RunConfig) -> list[float]:
     """Seconds: as recorded, times `time_scale`; or at `request_rate`, in the recorded order."""
-    for name in ("time_scale", "request_rate"):
-        if getattr(config, name) == math.inf:
-            raise InputError(f"--{name}: inf is not valid; expected a finite number. For all at once: --time_scale 0.")
     if config.request_rate is None:
         if config.enable_exp_delays:
             raise InputError("--enable_exp_delays needs a rate; give --request_rate too, or leave it out.")

@@ -1,6 +1,7 @@
 """A stand-in for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.batching.batch import Batch, ContextChunk
-from ifbbench.batching.request import GREEDY, SamplingParams
+from ifbbench.batching.request import GREEDY, Request, SamplingParams
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import ForwardInputs, LlamaModel
@@ -80,7 +81,7 @@ class Driver:
 
     def step(self, context: list[tuple[FakeRequest, int]], generation: list[FakeRequest]) -> NDArray[np.int32]:
         """One iteration: (request, tokens) chunks and generation requests. Returns what collect() returned."""
-        chunks = tuple(ContextChunk(request, request.computed, length) for request, length in context)
+        chunks = tuple(ContextChunk(cast(Request, request), request.computed, length) for request, length in context)
         slots = np.array([request.slot for request in generation], np.int32)
         positions = np.array([request.num_cached for request in generation], np.int32)
         self.executor.submit(Batch(self.iteration, chunks, slots, positions, self.tables))
@@ -88,7 +89,7 @@ class Driver:
         self.iteration += 1
         for request, length in context:
             request.computed += length
-        yielding = [chunk.request for chunk in chunks if chunk.is_last] + generation
+        yielding = [request for request, _ in context if not request.in_context] + generation
         assert len(tokens) == len(yielding)
         for request, token in zip(yielding, tokens.tolist(), strict=True):
             request.outputs.append(token)
@@ -96,7 +97,8 @@ class Driver:
 
     def run(self, requests: list[FakeRequest], largest_chunk: int | None = None, pauses: int = 0) -> None:
         """Run all requests to their end, in mixed batches with chunks of random size and random pauses."""
-        waiting, active = list(requests), []
+        waiting = list(requests)
+        active: list[FakeRequest] = []
         while waiting or active:
             while waiting and self.free_slots:
                 waiting[0].slot = self.free_slots.pop(0)

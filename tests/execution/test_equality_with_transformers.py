@@ -1,6 +1,8 @@
 """The decoder says what transformers' LlamaForCausalLM says, however the scheduler cuts and places the work."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from tests.execution.driving import CPU, FakeRequest, RecordingModel, driver_of,
 
 transformers = pytest.importorskip("transformers")
 
+# Token ids [1, tokens] to an object with `logits`.
+Reference = Callable[[torch.Tensor], Any]
+
 LENGTHS = [(5, 9), (70, 12), (1, 6), (33, 1), (130, 10), (16, 16), (64, 5), (2, 20), (301, 4)]
 LONGEST = 320
 NEAR_TIE = 1e-4
@@ -20,12 +25,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 64}
 
 
-def checkpoint(directory: Path, **changes: object) -> tuple[RecordingModel, object]:
+def checkpoint(directory: Path, **changes: object) -> tuple[RecordingModel, Reference]:
     """A random small checkpoint as our model and as transformers' own."""
     torch.manual_seed(0)
-    fields = {"vocab_size": 199, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    fields: dict[str, Any] = {"vocab_size": 199, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
               "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 512,
-              "initializer_range": 0.15} | changes
+              "initializer_range": 0.15}
+    fields.update(changes)
     shard_size = fields.pop("max_shard_size", "5GB")
     reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).float().eval()
     for name, parameter in reference.named_parameters():
@@ -36,13 +42,14 @@ def checkpoint(directory: Path, **changes: object) -> tuple[RecordingModel, obje
     return RecordingModel(config, load_weights(config, directory, CPU, torch.float32)), reference
 
 
-def reference_logits(reference: object, tokens: list[int]) -> torch.Tensor:
+def reference_logits(reference: Reference, tokens: list[int]) -> torch.Tensor:
     """Logits [tokens, vocabulary] of one sequence."""
     with torch.inference_mode():
-        return reference(torch.tensor([tokens])).logits[0]
+        logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+        return logits
 
 
-def assert_greedy(reference: object, request: FakeRequest) -> None:
+def assert_greedy(reference: Reference, request: FakeRequest) -> None:
     """Every output token is the reference's best given the tokens before; a near tie ends the comparison."""
     prompt = request.prompt[: request.original_prompt_len].tolist()
     logits = reference_logits(reference, prompt + request.outputs)[len(prompt) - 1 : -1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.batch import Batch
+from ifbbench.batching.batch import Batch, Executor
 from ifbbench.errors import InputError
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.null import NullExecutor
@@ -83,7 +83,7 @@ def test_longer_sequences_than_the_model_has_positions_are_refused(model: LlamaM
 
 
 def test_null_executor_makes_no_tokens() -> None:
-    executor = NullExecutor()
+    executor: Executor = NullExecutor()
     executor.submit(empty_batch(np.zeros((1, 1), np.int32)))
     assert executor.collect() is None
     executor.close()

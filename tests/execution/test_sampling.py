@@ -77,8 +77,8 @@ def test_sampled_tokens_do_not_depend_on_the_batch_or_on_pauses() -> None:
     for slots, chunk, pauses in ((1, None, 0), (3, None, 0), (5, 8, 0), (2, 20, 3)):
         requests = requests_of(lengths, config.vocab_size)
         for request in requests:
-            limits = {"top_k": 20, "top_p": 0.9} if request.request_id % 2 else {}
-            request.sampling = SamplingParams(temperature=1.3, seed=request.request_id, **limits)
+            top_k, top_p = (20, 0.9) if request.request_id % 2 else (0, 1.0)
+            request.sampling = SamplingParams(1.3, top_k, top_p, seed=request.request_id)
         driver_of(model, slots, 16, 100).run(requests, chunk, pauses)
         outputs.append([request.outputs for request in requests])
     assert outputs[0] == outputs[1] == outputs[2] == outputs[3]

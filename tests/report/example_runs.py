@@ -195,7 +195,7 @@ class _Client:
 
 
 def _busy_timeline(requests: int, iterations: int, pool: int = 15000, batch: int = 48) -> dict[str, list[str]]:
-    """First come, first served; the request that came last is paused when the KV cache is full."""
+    """First come, first served; the running request that came last is paused when the KV cache is full."""
     dice = random.Random(1)
     arrivals = sorted(dice.randrange(iterations * 4 // 5) for _ in range(requests))
     clients = [_Client(dice, arrival) for arrival in arrivals]
@@ -204,13 +204,14 @@ def _busy_timeline(requests: int, iterations: int, pool: int = 15000, batch: int
         budget, now = 512, len(timeline["r000"])
         here = [client for client in clients if client.arrival <= now and not client.done][:batch]
         free = pool - sum(client.cached for client in here)
+        running = [client for client in here if client.cached and not client.to_compute]
+        victim = running[-1] if running and free < len(here) else None
         for client, cells in zip(clients, timeline.values(), strict=True):
             if client.done or client.arrival > now:
                 cell = "."
-            elif client not in here or (client.to_compute and client.to_compute + 350 > free):
-                cell = client.pause() if client.cached and not client.to_compute else "P" if client.paused else "w"
-            elif not client.to_compute and free < len(here) and client is here[-1]:
-                free += client.cached
+            elif client not in here or (client.to_compute and client.to_compute + 250 > free):
+                cell = "P" if client.paused else "w"
+            elif client is victim:
                 cell = client.pause()
             else:
                 cell = client.run(budget)

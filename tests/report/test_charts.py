@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
 from ifbbench.report.charts import plot_run, plot_sweep, timeline_cells
+from ifbbench.report.charts.style import styled
 from ifbbench.report.charts.time_axis import MOST_BINS, TimeBins
 from ifbbench.report.charts.timeline import draw_timeline
 from ifbbench.report.load import load_run
@@ -36,10 +37,11 @@ def test_cells_are_the_spans(tmp_path: Path) -> None:
 
 def test_small_timeline_draws_a_patch_and_a_letter_a_cell(tmp_path: Path) -> None:
     run = load_run(write_documentation_run(tmp_path / "docs"))
-    figure, cells = draw_timeline(run), timeline_cells(run)
+    with styled():
+        figure, cells = draw_timeline(run), timeline_cells(run)
     assert len(figure.axes[0].patches) == len(cells)
     assert [text for text in texts(figure) if text] == [*cells["label"][cells["label"] != ""], subtitle(run.partial)]
-    assert figure.axes[0].get_title(loc="left") or figure.axes[0].get_title() == "Scheduler timeline: docs"
+    assert figure.axes[0].get_title(loc="left") == "Scheduler timeline: docs"
     heights = np.sum([[bar.get_height() for bar in bars] for bars in figure.axes[1].containers], axis=0)
     assert heights.tolist() == run.iterations["budget_used"].tolist()
 

@@ -82,7 +82,7 @@ def test_bad_last_line_with_a_line_end_was_not_cut(tmp_path: Path) -> None:
 def test_bad_run_json(tmp_path: Path) -> None:
     directory = write_documentation_run(tmp_path / "docs")
     (directory / "run.json").write_text('{"name"')
-    with pytest.raises(InputError, match="run.json: not valid JSON"):
+    with pytest.raises(InputError, match=r"run\.json: not valid JSON"):
         load_run(directory)
 
 

@@ -23,7 +23,8 @@ def printed(path: Path) -> str:
 def test_report_of_a_finished_run(tmp_path: Path) -> None:
     text = printed(finish(write_documentation_run(tmp_path / "docs", model="tiny", device="cpu")))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "docs example · max_utilization · max_batch_size 4 · max_num_tokens 12 · chunked context · tiny on cpu" in lines
+    settings = "max_utilization · max_batch_size 4 · max_num_tokens 12 · chunked context · tiny on cpu"
+    assert f"docs example · {settings}" in lines
     assert "Requests completed 5 of 5 Iterations 12" in lines
     assert "TTFT ms 36.1 31.5 61.2 70.9 72.0" in lines
     assert "Total throughput 425 tokens/s KV blocks, peak use 12 of 12 (100 %)" in lines
@@ -54,21 +55,22 @@ def test_failed_requests_are_listed_first_few(tmp_path: Path) -> None:
 
 
 def test_sentence_says_which_limit_and_how_often() -> None:
-    known: dict[str, Any] = {"iterations": 50, "kv_blocks": {"max": 1200},
-                             "bound_by": {"batch_size": 0.0, "num_tokens": 0.12, "kv_blocks": 0.38, "none": 0.5}}  # fmt: skip
+    shares = {"batch_size": 0.0, "num_tokens": 0.12, "kv_blocks": 0.38, "none": 0.5}
+    known: dict[str, Any] = {"iterations": 50, "kv_blocks": {"max": 1200}, "bound_by": shares}
     assert bound_sentence(known, {"max_num_tokens": 8192}) == (
-        "Work was left out because of the KV cache (1,200 blocks) in 38 % of iterations, max_num_tokens (8192) in 12 %; "
-        "50 % ran all that had arrived."
+        "Work was left out because of the KV cache (1,200 blocks) in 38 % of iterations, "
+        "max_num_tokens (8192) in 12 %; 50 % ran all that had arrived."
     )
     known["bound_by"] = {"none": 1.0}
     assert bound_sentence(known, {}).startswith("No limit left any request out")
 
 
 def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        {"max_batch_size": 4, "output_throughput_tokens_per_s": 100.0, "ttft_s.p50": 0.2, "ttft_s.p99": 0.4, "pauses": 0},
-        {"max_batch_size": 8, "output_throughput_tokens_per_s": 180.0, "ttft_s.p50": 0.3, "ttft_s.p99": 0.5, "pauses": 2},
-        {"max_batch_size": 16, "output_throughput_tokens_per_s": ""},
+    speed = "output_throughput_tokens_per_s"
+    rows: list[dict[str, Any]] = [
+        {"max_batch_size": 4, speed: 100.0, "ttft_s.p50": 0.2, "ttft_s.p99": 0.4, "pauses": 0},
+        {"max_batch_size": 8, speed: 180.0, "ttft_s.p50": 0.3, "ttft_s.p99": 0.5, "pauses": 2},
+        {"max_batch_size": 16, speed: ""},
     ]
     print_sweep(rows, "max_batch_size", Console(width=120))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

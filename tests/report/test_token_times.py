@@ -33,7 +33,7 @@ def test_large_run_agrees_with_its_requests(tmp_path: Path) -> None:
     run = load_run(write_large_run(tmp_path / "large", requests=40, iterations=300))
     clock, produced = IterationClock.of(run), token_iterations(run)
     for row in run.requests.itertuples():
-        times = clock.ends(produced[row.request_id])
+        times = clock.ends(produced[str(row.request_id)])
         assert len(times) == row.output_len
         assert (times[0], times[-1]) == pytest.approx((row.first_token_s, row.end_s))
     assert len(inter_token_gaps(run)) == run.requests["output_len"].sum() - 40

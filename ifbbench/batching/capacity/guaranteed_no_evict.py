@@ -12,6 +12,9 @@ class GuaranteedNoEvict:
 
     The first one whose blocks do not fit ends the walk (head-of-line blocking); one whose LoRA pages do not fit is
     passed over. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
+
+    Where nothing at all would run, because a request of higher priority waits for blocks that such started requests
+    hold, they go on past it. (TensorRT-LLM's scheduler would stand still for ever.)
     """
 
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
@@ -38,14 +41,20 @@ class GuaranteedNoEvict:
         if active.num_with_lora:
             for request in active.generation[: self.max_num_requests]:
                 pages.claim(request)
+        only_started = False
         for request in active.context:
+            if only_started and not request.has_started:
+                continue
             if len(running) + len(decision.admitted) >= self.max_num_requests:
                 _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))
                 return
             needed = kv_cache.blocks_to_completion(request)
             if needed > available:
                 _leave_out(decision, LeftOut(request, Limit.KV_BLOCKS))
-                return
+                if len(running) or decision.admitted:
+                    return
+                only_started = True
+                continue
             if not pages.fits(request):
                 _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
                 continue

@@ -43,7 +43,7 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], over: str, directory: Path) ->
     """
     if not rows or any(over not in row for row in rows):
         raise InputError(
-            f"sweep: not every row has a value of {over!r}; expected rows as `ifbbench sweep --over {over}=…` writes them."
+            f"sweep: not every row has a value of {over!r}; expected the rows of `ifbbench sweep --over {over}=…`."
         )
     with styled():
         return save(draw_sweep(rows, over), directory, "sweep")

@@ -13,6 +13,8 @@ from ifbbench.report.load import RunData
 
 CELL_HEIGHT = 0.36
 BUDGET_HEIGHT = 1.15
+# With more columns than this, cells and letters become smaller, so that the chart still fits a page.
+WIDE = 24
 KEY = {
     "context": "C: context (tokens)",
     "generation": "G: generation (step)",
@@ -29,24 +31,24 @@ def draw_grid(run: RunData) -> Figure:
     iterations = run.iterations["iteration_counter"]
     first, last = int(iterations.min()), int(iterations.max())
     columns, letters = last - first + 1, int(cells["label"].str.len().max())
-    cell_width = 0.17 + 0.085 * max(letters, 2)
+    cell_width = 0.1 + 0.065 * max(letters, 3) if columns > WIDE else 0.17 + 0.085 * max(letters, 2)
     height = CELL_HEIGHT * len(requests)
     figure = Figure(figsize=(max(7.5, columns * cell_width + 1.6), height + BUDGET_HEIGHT + 1.5))
     ratios = {"height_ratios": [height, BUDGET_HEIGHT]}
     grid, budget = figure.subplots(2, 1, sharex=True, gridspec_kw=ratios)
-    _cells(grid, cells, requests)
+    _cells(grid, cells, requests, letter_size=7 if columns > WIDE else 8.5)
     _rows(grid, requests, run)
     _budget(budget, run)
     budget.set_xlim(first - 0.5, last + 0.5)
     budget.set_xlabel("iteration")
-    budget.xaxis.set_major_locator(MaxNLocator(nbins=min(columns, 40), integer=True))
+    budget.xaxis.set_major_locator(MaxNLocator(nbins=columns, integer=True))
     heading(grid, "Scheduler timeline", run)
     seen = set(cells["phase"])
     figure.supxlabel("     ".join(KEY[phase] for phase in KEY if phase in seen), fontsize=8, color=MUTED)
     return figure
 
 
-def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str]) -> None:
+def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: float) -> None:
     rows = {request: row for row, request in enumerate(requests)}
     for request, iteration, label, phase in cells.itertuples(index=False):
         row = rows[request]
@@ -58,7 +60,7 @@ def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str]) -> None:
         )  # fmt: skip
         weight = "bold" if phase in ("context", "recompute", "paused") else "normal"
         halo = [withStroke(linewidth=3, foreground="white")] if hatch else None
-        axes.text(iteration, row, label, ha="center", va="center", color=ink, fontsize=8.5, fontweight=weight,
+        axes.text(iteration, row, label, ha="center", va="center", color=ink, fontsize=letter_size, fontweight=weight,
                   path_effects=halo)  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+"""Runs of the batch manager on a virtual clock, recorded: quick, and the same to the last byte each time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ifbbench.batching.batch import Batch
+from ifbbench.batching.manager import BatchingConfig, BatchManager
+from ifbbench.batching.request import Request
+from ifbbench.clock import VirtualClock
+from ifbbench.recording import run_directory
+from ifbbench.recording.recorder import Recorder
+from ifbbench.replay.client import ReplayClient
+from ifbbench.workload.trace import Trace, TraceRequest
+
+NANOSECONDS_PER_TOKEN = 1_000_000
+
+
+class TickingExecutor:
+    """Answers without tokens; an iteration takes a millisecond for each token of its batch."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.batches: list[Batch] = []
+
+    def submit(self, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    def collect(self) -> None:
+        self.clock.advance(self.batches[-1].num_tokens * NANOSECONDS_PER_TOKEN)
+
+    def close(self) -> None:
+        self.batches.clear()
+
+
+def limits(policy: str = "max_utilization", **changes: Any) -> BatchingConfig:
+    values: dict[str, Any] = {
+        "policy": policy, "max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64, "max_input_len": 63,
+        "tokens_per_block": 4, "num_blocks": 24, "chunk_unit": None,
+    }  # fmt: skip
+    return BatchingConfig(**(values | changes))
+
+
+def trace_of(rows: list[tuple[float, int, int]]) -> Trace:
+    """A trace of (arrival in s, prompt length, output length); ids start at 100, and 3 tokens more are reserved."""
+    requests = [
+        TraceRequest(100 + index, arrival, prompt, output + 3, output)
+        for index, (arrival, prompt, output) in enumerate(rows)
+    ]
+    return Trace("virtual", requests, "0" * 64, "test")
+
+
+def run(trace: Trace, config: BatchingConfig, directory: Path, stop_after: int | None = None) -> dict[str, Any]:
+    """Run to the end, or for `stop_after` iterations; returns the summary."""
+    clock = VirtualClock()
+    client = ReplayClient(trace, clock, _request)
+    recorder = Recorder(
+        run_directory.prepare(directory, overwrite=False), {"name": "virtual"}, len(trace), config.max_batch_size,
+        client.arrival_s,
+    )  # fmt: skip
+    manager = BatchManager(
+        config, TickingExecutor(clock), clock, client.get_requests, client.send_response, recorder, client.queued
+    )
+    while not client.done and manager.iteration != stop_after:
+        if manager.step():
+            manager.kv_cache.check_consistency()
+        elif client.next_arrival_s is not None:
+            clock.wait_until(client.next_arrival_s)
+    return recorder.close(partial=not client.done)
+
+
+def _request(index: int, row: TraceRequest) -> Request:
+    return Request(row.request_id, row.prompt_len, row.max_new_tokens, output_len=row.output_len, index=index)
+
+
+def lines(directory: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]

@@ -1,0 +1,111 @@
+"""The engine's greedy tokens equal those of `transformers`, one request at a time, whatever the schedule."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ifbbench.config import RunConfig
+from ifbbench.replay.run import run_trace
+
+VOCABULARY = 89
+# Where the two best logits are closer than this, either token is right and the comparison of the request stops.
+NEAR_TIE = 1e-4
+NUM_REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("checkpoint")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of 1 to 90 tokens, outputs of 1 to 30, all reserving more than they make."""
+    draw = np.random.default_rng(3)
+    path = tmp_path_factory.mktemp("trace") / "mixed.jsonl"
+    rows = []
+    for index in range(NUM_REQUESTS):
+        prompt = draw.integers(0, VOCABULARY, int(draw.integers(1, 91))).tolist()
+        length = int(draw.integers(1, 31))
+        rows.append({"request_id": 100 + index, "arrival_s": 0.0, "prompt_tokens": prompt, "output_len": length,
+                     "max_new_tokens": length + 5})  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, trace: Path) -> dict[int, list[int]]:
+    """request id → greedy tokens of transformers, cut at the first near tie."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    answers = {}
+    for row in map(json.loads, trace.read_text().splitlines()):
+        tokens, answer = list(row["prompt_tokens"]), []
+        for _ in range(row["output_len"]):
+            with torch.inference_mode():
+                logits = model(torch.tensor([tokens])).logits[0, -1]
+            best = logits.topk(2).values
+            if best[0] - best[1] < NEAR_TIE:
+                break
+            answer.append(int(logits.argmax()))
+            tokens.append(answer[-1])
+        answers[row["request_id"]] = answer
+    lengths = [json.loads(row)["output_len"] for row in trace.read_text().splitlines()]
+    assert sum(map(len, answers.values())) > 0.99 * sum(lengths)
+    return answers
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 16, 64])
+@pytest.mark.parametrize("chunking", [None, "first_come_first_served", "equal_progress"])
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
+def test_tokens_equal_transformers(
+    policy: str,
+    chunking: str | None,
+    tokens_per_block: int,
+    checkpoint: Path,
+    trace: Path,
+    expected: dict[int, list[int]],
+    tmp_path: Path,
+) -> None:
+    config = RunConfig(
+        policy=policy, model=str(checkpoint), device="cpu", max_batch_size=6, max_num_tokens=32 if chunking else 128,
+        enable_chunked_context=chunking is not None, context_chunking_policy=chunking or "first_come_first_served",
+        context_chunk_unit=8, tokens_per_block=tokens_per_block, max_tokens_in_paged_kvcache=192,
+        output=str(tmp_path / "run"), responses_json=str(tmp_path / "responses.json"), quiet=True,
+    )  # fmt: skip
+    summary = run_trace(str(trace), config).summary
+
+    answers = {
+        row["response_id"]: row["response_tokens"] for row in json.loads((tmp_path / "responses.json").read_text())
+    }
+    lengths = {row["request_id"]: row["output_len"] for row in map(json.loads, trace.read_text().splitlines())}
+    assert {request_id: len(tokens) for request_id, tokens in answers.items()} == lengths
+    for request_id, tokens in expected.items():
+        assert answers[request_id][: len(tokens)] == tokens, f"request {request_id}"
+    if policy == "max_utilization":
+        assert summary["pauses"] > 0, "the pool was meant to be too small"
+    else:
+        assert summary["pauses"] == 0
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path, trace: Path, tmp_path: Path) -> None:
+    answers = []
+    for name, batch_size in (("alone", 1), ("together", 8)):
+        config = RunConfig(
+            model=str(checkpoint), device="cpu", temperature=0.8, top_k=20, top_p=0.95, seed=5, quiet=True,
+            max_batch_size=batch_size, output=str(tmp_path / name), responses_json=str(tmp_path / f"{name}.json"),
+        )  # fmt: skip
+        run_trace(str(trace), config)
+        answers.append(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert answers[0] == answers[1]
+    assert len({tuple(row["response_tokens"]) for row in answers[0]}) > 1
