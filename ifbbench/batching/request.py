@@ -48,6 +48,7 @@ class RequestTable:
     draft_tokens: [rows], draft tokens of the next generation step.
     step_tokens: [rows], tokens that a generation step puts into the batch: beam width + draft tokens.
     joined: [rows], output tokens that pauses have joined to the prompt.
+    cached_before_pause: [rows], tokens of the sequence that had been through the model when it was paused.
     end_tokens: [rows, MAX_END_TOKENS], token ids that end the request early, filled up with -1.
     """
 
@@ -57,6 +58,7 @@ class RequestTable:
         self.draft_tokens = np.zeros(rows, np.int64)
         self.step_tokens = np.ones(rows, np.int64)
         self.joined = np.zeros(rows, np.int64)
+        self.cached_before_pause = np.zeros(rows, np.int64)
         self.end_tokens = np.full((rows, MAX_END_TOKENS), _NO_TOKEN, np.int64)
         self.any_end_tokens = False
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
@@ -185,6 +187,7 @@ class Request:
         self.table.draft_tokens[self.slot] = self.num_draft_tokens
         self.table.step_tokens[self.slot] = self.beam_width + self.num_draft_tokens
         self.table.joined[self.slot] = joined
+        self.table.cached_before_pause[self.slot] = self.cached_before_pause
         self.table.stop_after[self.slot] = self.output_len - joined
 
     # Where it stands.

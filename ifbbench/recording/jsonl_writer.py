@@ -1,30 +1,23 @@
-"""Append-only JSON lines, buffered, on disk within a second."""
+"""Append-only JSON lines, buffered until flushed."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FLUSH_INTERVAL_S = 1.0
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class JsonLinesWriter:
-    """One JSON object a line. Lines reach the disk when `flush` is called, or `flush_if_due` after a second."""
+    """One JSON object a line. Lines reach the disk when `flush` or `close` is called."""
 
     def __init__(self, path: Path) -> None:
-        # Opened for the life of the run; `close` is called by the recorder whatever happens.
+        # Opened for the life of the run; the recorder closes it whatever happens.
         self._file = path.open("w", encoding="utf-8")
         self._lines: list[str] = []
-        self._flushed_s = 0.0
 
     def write(self, record: dict[str, Any]) -> None:
         self._lines.append(_encode(record))
-
-    def flush_if_due(self, now_s: float) -> None:
-        """Flush when the last flush was a second ago; `now_s` is the run's clock."""
-        if now_s - self._flushed_s >= FLUSH_INTERVAL_S:
-            self.flush()
-            self._flushed_s = now_s
 
     def flush(self) -> None:
         if self._lines:
@@ -35,3 +28,10 @@ class JsonLinesWriter:
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def replace_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write a whole file of JSON lines at once, so that a reader never sees half of it."""
+    partial = path.with_suffix(".part")
+    partial.write_text("".join(_encode(record) + "\n" for record in records), encoding="utf-8")
+    partial.replace(path)

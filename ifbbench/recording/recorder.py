@@ -11,11 +11,12 @@ import numpy as np
 from ifbbench.batching.records import IterationRecord
 from ifbbench.batching.request import Request
 from ifbbench.recording.digest import ScheduleDigest
-from ifbbench.recording.jsonl_writer import JsonLinesWriter
+from ifbbench.recording.jsonl_writer import JsonLinesWriter, replace_lines
 from ifbbench.recording.metrics import RunMetrics, bound_by
-from ifbbench.recording.run_directory import write_json
+from ifbbench.recording.run_directory import OPEN_SPANS, write_json
 from ifbbench.recording.spans import SpanTracker
 
+FLUSH_INTERVAL_S = 1.0
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
@@ -48,6 +49,7 @@ class Recorder:
         self._digest = ScheduleDigest()
         self._starts = array("d")
         self._ends = array("d")
+        self._flushed_s = 0.0
         self._second = -1
         self._timestamp = ""
 
@@ -63,29 +65,31 @@ class Recorder:
             self._requests.write(
                 self.metrics.add_request(life, np.frombuffer(self._starts), np.frombuffer(self._ends))
             )
-        for writer in self._writers:
-            writer.flush_if_due(record.end_s)
+        if record.end_s - self._flushed_s >= FLUSH_INTERVAL_S:
+            self.flush()
+            self._flushed_s = record.end_s
 
     def refused(self, request: Request, error: str) -> None:
         """Take in a request that was refused."""
         self._requests.write(self.metrics.add_failure(request, self._arrival_s(request), error))
 
     def flush(self) -> None:
-        """Bring everything to the disk, before a pause in which nothing would."""
+        """Bring everything to the disk, so that a run killed now can be read up to here, open spans included."""
         for writer in self._writers:
             writer.flush()
+        replace_lines(self.directory / OPEN_SPANS, self._tracker.open_records(self.metrics.iterations - 1))
 
     def close(self, partial: bool) -> dict[str, Any]:
         """End the recording; returns the summary. `partial`: the run did not get to its end."""
         self._tracker.close(self.metrics.iterations - 1)
         for writer in self._writers:
             writer.close()
+        (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         digest = self._digest.hexdigest()
         summary = self.metrics.summary(digest, partial)
         write_json(self.directory / "summary.json", summary)
-        write_json(
-            self.directory / "run.json", {**self._description, "schedule_digest": digest, "partial": partial}
-        )
+        description = {**self._description, "schedule_digest": digest, "partial": partial}
+        write_json(self.directory / "run.json", description)
         return summary
 
     @property

@@ -7,7 +7,11 @@ from typing import Any
 
 from ifbbench.errors import InputError
 
-RUN_FILES = ("run.json", "iterations.jsonl", "spans.jsonl", "requests.jsonl", "trace.jsonl", "summary.json")
+# Spans that were open when a run was last flushed; only a killed run leaves it behind.
+OPEN_SPANS = "open_spans.jsonl"
+RUN_FILES = (
+    "run.json", "iterations.jsonl", "spans.jsonl", "requests.jsonl", "trace.jsonl", "summary.json", OPEN_SPANS,
+)  # fmt: skip
 
 
 def check(path: Path, overwrite: bool) -> None:

@@ -39,6 +39,12 @@ class SpanTracker:
             self._put(life.end(record.iteration))
             yield life
 
+    def open_records(self, last_iteration: int) -> Iterator[dict[str, Any]]:
+        """What is still open, as if it ended with `last_iteration`."""
+        for life in self._lives.values():
+            if life.open is not None and life.open.first <= last_iteration:
+                yield life.open.as_record(life.request.request_id, last_iteration)
+
     def close(self, last_iteration: int) -> None:
         """The run stops here: write what is still open."""
         for life in self._lives.values():

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import OPEN_SPANS
 from ifbbench.report.jsonl import read_lines, read_object
 
 ITERATION_FIELDS = ("Iteration Counter", "ifbbench")
@@ -87,6 +88,7 @@ def load_run(path: Path) -> RunData:
     path = find_run(path)
     iterations, iterations_cut = read_lines(path / "iterations.jsonl", ITERATION_FIELDS)
     spans, spans_cut = read_lines(path / "spans.jsonl", SPAN_FIELDS)
+    spans += _open_spans(path, spans)
     requests, requests_cut = read_lines(path / "requests.jsonl", REQUEST_FIELDS)
     run = read_object(path / "run.json")
     summary = read_object(path / "summary.json") if (path / "summary.json").exists() else None
@@ -100,6 +102,15 @@ def load_run(path: Path) -> RunData:
         summary=summary,
         partial=marked or summary is None or iterations_cut or spans_cut or requests_cut,
     )
+
+
+def _open_spans(path: Path, closed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was going on when a killed run was last flushed; spans that were closed in that moment are known already."""
+    if not (path / OPEN_SPANS).exists():
+        return []
+    known = {(span["request_id"], span["first_iteration"]) for span in closed}
+    rows, _ = read_lines(path / OPEN_SPANS, SPAN_FIELDS)
+    return [row for row in rows if (row["request_id"], row["first_iteration"]) not in known]
 
 
 def find_run(path: Path) -> Path:

@@ -1,10 +1,10 @@
 """Scenarios for schedulers, written as run-length timelines.
 
-Requests are letters in the order of their making. A timeline is a text of runs, `iterations:what ran`: small letters ran
-a context chunk, capital ones made a token, those behind a minus sign were paused. `2:ab 20:AB 1:A-B 39:A` says that two
-iterations ran chunks of a and b, that both then made tokens for 20 iterations, that b was paused, and that a went on
-alone. Order is that of the active list (of the decision, for pauses). With micro batches each context letter is followed
-by the tokens of its chunk, and `.` is an iteration in which nothing ran.
+Requests are letters in the order of their making. A timeline is a text of runs, `iterations:what ran`: small letters
+ran a context chunk, capital ones made a token, those behind a minus sign were paused. `2:ab 20:AB 1:A-B 39:A` says that
+two iterations ran chunks of a and b, that both then made tokens for 20 iterations, that b was paused, and that a went
+on alone. Order is that of the active list (of the decision, for pauses). With micro batches each context letter is
+followed by the tokens of its chunk, and `.` is an iteration in which nothing ran.
 """
 
 from collections.abc import Iterable, Sequence

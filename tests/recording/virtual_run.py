@@ -50,8 +50,18 @@ def trace_of(rows: list[tuple[float, int, int]]) -> Trace:
     return Trace("virtual", requests, "0" * 64, "test")
 
 
-def run(trace: Trace, config: BatchingConfig, directory: Path, stop_after: int | None = None) -> dict[str, Any]:
-    """Run to the end, or for `stop_after` iterations; returns the summary."""
+class Interrupted(Exception):
+    """The run was killed: its recorder has not been closed."""
+
+
+def run(
+    trace: Trace,
+    config: BatchingConfig,
+    directory: Path,
+    stop_after: int | None = None,
+    kill_after: int | None = None,
+) -> dict[str, Any]:
+    """Run to the end, or for `stop_after` iterations; returns the summary. Raises Interrupted after `kill_after`."""
     clock = VirtualClock()
     client = ReplayClient(trace, clock, _request)
     recorder = Recorder(
@@ -62,6 +72,8 @@ def run(trace: Trace, config: BatchingConfig, directory: Path, stop_after: int |
         config, TickingExecutor(clock), clock, client.get_requests, client.send_response, recorder, client.queued
     )
     while not client.done and manager.iteration != stop_after:
+        if manager.iteration == kill_after:
+            raise Interrupted
         if manager.step():
             manager.kv_cache.check_consistency()
         elif client.next_arrival_s is not None:

@@ -35,7 +35,8 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """`victim` loses its KV blocks because `beneficiary`, ahead of it in the order, did not fit for `limit`."""
+    """`victim` loses its KV blocks because `beneficiary` did not fit for `limit`. The beneficiary is ahead of it in the
+    order, or is the victim itself: the last one started, which would need blocks that there are not."""
 
     victim: Request
     beneficiary: Request
