@@ -25,6 +25,7 @@ class ActiveRequests:
         self.table = table
         self.context: list[Request] = []
         self.generation: list[Request] = []
+        self.by_slot: dict[int, Request] = {}
         self.generation_rows: NDArray[np.int64] = np.zeros(0, np.int64)
         self.num_with_lora = 0
         self._beam_widths: Counter[int] = Counter()
@@ -54,6 +55,7 @@ class ActiveRequests:
         self._entered += 1
         self.num_with_lora += request.lora_task_id is not None
         self._beam_widths[request.beam_width] += 1
+        self.by_slot[request.slot] = request
         insort(self.context, request, key=_ORDER)
 
     def move_to_generation(self, request: Request) -> None:
@@ -78,6 +80,7 @@ class ActiveRequests:
             self._drop_generation(request)
         self.num_with_lora -= request.lora_task_id is not None
         self._beam_widths -= Counter([request.beam_width])
+        del self.by_slot[request.slot]
         request.leave()
 
     def _drop_generation(self, request: Request) -> None:

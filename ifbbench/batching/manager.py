@@ -159,10 +159,9 @@ class BatchManager:
                 done |= (new[:, None] == self.table.end_tokens[rows]).any(axis=1)
         # Tokens that a pause dropped, the resumed prompt being full, are generated again.
         again = batch.positions < self.table.cached_before_pause[rows]
-        by_slot = {request.slot: request for request in self.active.generation} if (done | again).any() else {}
-        finished = [by_slot[slot] for slot in rows[done].tolist()]
+        finished = [self.active.by_slot[slot] for slot in rows[done].tolist()]
         for slot in rows[again].tolist():
-            by_slot[slot].recomputed_tokens += 1
+            self.active.by_slot[slot].recomputed_tokens += 1
         recomputed = int(again.sum()) + sum(chunk.request.advance_context() for chunk in batch.context)
         for place, request in enumerate(completing):
             token = None if tokens is None else int(tokens[place])

@@ -13,7 +13,7 @@ def test_a_killed_run_is_readable_with_its_open_spans(tmp_path: Path) -> None:
     # Killed in the middle, as if the process were gone: nothing is closed.
     rows = [(0.0, 40, 20)] * 40
     with pytest.raises(Interrupted):
-        run(trace_of(rows), limits("guaranteed_no_evict", num_blocks=40), directory, kill_after=700)
+        run(trace_of(rows), limits("guaranteed_no_evict"), directory, kill_after=700)
     data = load_run(directory)
     assert data.partial
     assert data.summary is None
