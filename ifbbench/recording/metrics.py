@@ -14,7 +14,7 @@ PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
 
 
-def distribution(values: Sequence[float] | FloatArray | array) -> dict[str, float] | None:  # type: ignore[type-arg]
+def distribution(values: "Sequence[float] | FloatArray | array[float]") -> dict[str, float] | None:
     """mean, min, percentiles (linear interpolation) and max of `values`, in their unit; None when there are none."""
     data = np.asarray(values, np.float64)
     if data.size == 0:

@@ -50,7 +50,7 @@ def build_engine(config: RunConfig) -> Engine:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
     if config.device == "null":
         resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=False)
-        limits = batching_config(resolved, resolved.max_batch_size * resolved.max_seq_len)  # type: ignore[operator]
+        limits = batching_config(resolved, kv_tokens_that_fit=None)
         return Engine(NullExecutor(), _with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False)
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.

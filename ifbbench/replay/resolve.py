@@ -36,11 +36,11 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool) -> R
     )
 
 
-def batching_config(config: RunConfig, kv_tokens_that_fit: int) -> BatchingConfig:
+def batching_config(config: RunConfig, kv_tokens_that_fit: int | None) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
-    kv_tokens_that_fit: the KV cache that memory allows, in tokens; used where the user gave no size, and then no larger
-    than a full batch of the longest sequences could fill."""
+    kv_tokens_that_fit: the KV cache that memory allows, in tokens, None if it takes none; used where the user gave no
+    size, and then no larger than a full batch of the longest sequences could fill."""
     limits = (config.max_batch_size, config.max_seq_len, config.max_input_len, config.context_chunk_unit)
     max_batch_size, max_seq_len, max_input_len, chunk_unit = (_resolved(limit) for limit in limits)
     per_block = config.tokens_per_block
@@ -48,7 +48,9 @@ def batching_config(config: RunConfig, kv_tokens_that_fit: int) -> BatchingConfi
     if config.max_tokens_in_paged_kvcache is not None:
         num_blocks = -(-config.max_tokens_in_paged_kvcache // per_block)
     else:
-        num_blocks = min(kv_tokens_that_fit // per_block, max_batch_size * blocks_per_sequence)
+        num_blocks = max_batch_size * blocks_per_sequence
+        if kv_tokens_that_fit is not None:
+            num_blocks = min(num_blocks, kv_tokens_that_fit // per_block)
     if num_blocks < 1:
         raise InputError(
             f"no memory for a single KV cache block of {per_block} tokens; raise --kv_cache_free_gpu_mem_fraction, "

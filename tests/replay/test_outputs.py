@@ -12,6 +12,7 @@ from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
 
 VOCABULARY = 89
+END_TOKEN = 2
 # Where the two best logits are closer than this, either token is right and the comparison of the request stops.
 NEAR_TIE = 1e-4
 NUM_REQUESTS = 12
@@ -22,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False, eos_token_id=END_TOKEN,
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("checkpoint")
     LlamaForCausalLM(config).save_pretrained(directory)
@@ -109,3 +110,20 @@ def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path, trace: Path
         answers.append(json.loads((tmp_path / f"{name}.json").read_text()))
     assert answers[0] == answers[1]
     assert len({tuple(row["response_tokens"]) for row in answers[0]}) > 1
+
+
+def test_end_token_ends_a_request_early(checkpoint: Path, trace: Path, tmp_path: Path) -> None:
+    answers = {}
+    for name, stop in (("whole", False), ("stopped", True)):
+        config = RunConfig(
+            model=str(checkpoint), device="cpu", stop_at_end_token=stop, quiet=True, output=str(tmp_path / name),
+            responses_json=str(tmp_path / f"{name}.json"),
+        )  # fmt: skip
+        run_trace(str(trace), config)
+        rows = json.loads((tmp_path / f"{name}.json").read_text())
+        answers[name] = [row["response_tokens"] for row in rows]
+    ended = [tokens for tokens in answers["whole"] if END_TOKEN in tokens]
+    assert ended, "the model was meant to make its end token"
+    assert answers["stopped"] == [
+        tokens[: tokens.index(END_TOKEN) + 1] if END_TOKEN in tokens else tokens for tokens in answers["whole"]
+    ]
