@@ -8,6 +8,7 @@ from ifbbench.cli.lazy_group import LazyCommand, LazyGroup
 COMMANDS = {
     "run": LazyCommand("ifbbench.cli.run", "run", "Replay a trace and report what happened."),
     "sweep": LazyCommand("ifbbench.cli.sweep", "sweep", "Run once for each combination of settings."),
+    "report": LazyCommand("ifbbench.cli.report", "report", "Print the report of a run again."),
     "plot": LazyCommand("ifbbench.cli.plot", "plot", "Draw the charts of runs and sweeps."),
     "dataset": LazyCommand("ifbbench.cli.dataset", "dataset", "Make, convert and describe traces."),
 }

@@ -23,7 +23,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False, eos_token_id=END_TOKEN,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+        eos_token_id=END_TOKEN,
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("checkpoint")
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -84,7 +84,7 @@ def test_bad_options(tmp_path, options, complaint):
 def test_info():
     result = dataset("info default")
     assert result.exit_code == 0
-    for words in ("requests", "56", "span", "gap cv", "rate over time", "prompt", "reserved", "p99", "█"):
+    for words in ("requests", "96", "span", "gap cv", "rate over time", "prompt", "reserved", "p99", "█"):
         assert words in result.output
 
 
