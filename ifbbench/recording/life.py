@@ -25,30 +25,18 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive iterations, from `first` on, in which one request does one thing."""
+    """Consecutive iterations, from `first` on, in which one request does one thing.
+
+    first_output: of generation, the position of the output token that its first step makes. produced: of context and
+    recompute, 1 once it has yielded an output token that was not there before.
+    """
 
     phase: Phase
     first: int
     cause: str | int | None = None
     chunks: list[int] = field(default_factory=list)
     first_output: int = 0
-
-    def as_record(self, request_id: int, last: int) -> dict[str, Any]:
-        """The line of `spans.jsonl`; `last` is the last iteration, included."""
-        tokens = last - self.first + 1 if self.phase is Phase.GENERATION else sum(self.chunks)
-        record: dict[str, Any] = {
-            "request_id": request_id,
-            "phase": self.phase.value,
-            "first_iteration": self.first,
-            "last_iteration": last,
-            "tokens": tokens,
-            "cause": self.cause,
-        }
-        if self.chunks:
-            record["chunks"] = self.chunks
-        if self.phase is Phase.GENERATION:
-            record["first_output"] = self.first_output
-        return record
+    produced: int = 0
 
     def attribution(self) -> str:
         """Under which name its time is accounted for."""
@@ -78,25 +66,45 @@ class Life:
 
     def end(self, last: int) -> dict[str, Any] | None:
         """Close the open stretch after iteration `last`; returns its record, or None if it never came to be."""
-        span, self.open = self.open, None
+        record, span, self.open = self.record(last), self.open, None
+        if record is None or span is None:
+            return None
+        if span.phase is Phase.GENERATION and record["produced"]:
+            self.token_iterations.append((last - record["produced"] + 1, last))
+            self.produced += record["produced"]
+        self.closed.append((span.attribution(), span.first))
+        return record
+
+    def record(self, last: int) -> dict[str, Any] | None:
+        """The line of `spans.jsonl` of the open stretch if iteration `last` is its last; None if it is empty."""
+        span = self.open
         if span is None or last < span.first:
             return None
-        if span.phase is Phase.GENERATION:
-            self._produce(span.first_output, span.first, last)
-        self.closed.append((span.attribution(), span.first))
-        return span.as_record(self.request.request_id, last)
+        steps = last - span.first + 1
+        generates = span.phase is Phase.GENERATION
+        record: dict[str, Any] = {
+            "request_id": self.request.request_id,
+            "phase": span.phase.value,
+            "first_iteration": span.first,
+            "last_iteration": last,
+            "tokens": steps if generates else sum(span.chunks),
+            "cause": span.cause,
+        }
+        if generates:
+            # Tokens that a pause had dropped and that are made for the second time do not count.
+            again = max(0, self.produced - span.first_output)
+            record |= {"first_output": span.first_output, "produced": max(0, steps - again)}
+        elif span.chunks:
+            record |= {"chunks": span.chunks, "produced": span.produced}
+        return record
 
     def prompt_complete(self, iteration: int) -> None:
         """The last context chunk has yielded a token."""
-        self._produce(self.request.num_outputs - 1, iteration, iteration)
-
-    def _produce(self, position: int, first: int, last: int) -> None:
-        """Output tokens from `position` on were made in iterations `first` to `last`. Those that a pause had dropped
-        and that are made for the second time do not count."""
-        first += max(0, self.produced - position)
-        if first <= last:
-            self.token_iterations.append((first, last))
-            self.produced += last - first + 1
+        assert self.open is not None
+        if self.request.num_outputs > self.produced:
+            self.open.produced = 1
+            self.token_iterations.append((iteration, iteration))
+            self.produced += 1
 
     def token_times(self, ends: FloatArray) -> FloatArray:
         """When each output token was first there: [output tokens], seconds."""

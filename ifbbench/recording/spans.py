@@ -42,8 +42,9 @@ class SpanTracker:
     def open_records(self, last_iteration: int) -> Iterator[dict[str, Any]]:
         """What is still open, as if it ended with `last_iteration`."""
         for life in self._lives.values():
-            if life.open is not None and life.open.first <= last_iteration:
-                yield life.open.as_record(life.request.request_id, last_iteration)
+            record = life.record(last_iteration)
+            if record is not None:
+                yield record
 
     def close(self, last_iteration: int) -> None:
         """The run stops here: write what is still open."""

@@ -21,7 +21,7 @@ ITERATION_COLUMNS = (
     "budget_used", "kv_fragmentation",
 )  # fmt: skip
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
-SPAN_COLUMNS = (*SPAN_FIELDS, "cause", "chunks", "first_output")
+SPAN_COLUMNS = (*SPAN_FIELDS, "cause", "chunks", "first_output", "produced")
 REQUEST_FIELDS = ("request_id", "outcome")
 REQUEST_COLUMNS = (
     "request_id", "index", "arrival_s", "prompt_len", "output_len", "max_new_tokens", "queue_time_s", "ttft_s",

@@ -1,11 +1,6 @@
 """When each output token came, worked out from spans and iterations (the recorder does not write it a second time)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import nlargest
-from itertools import groupby
-from operator import attrgetter, itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -44,34 +39,17 @@ class IterationClock:
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, times), dtype=float)
 
 
-class Span(NamedTuple):
-    """A row of spans.jsonl, as far as token times go."""
-
-    phase: str
-    first_iteration: int
-    last_iteration: int
-    tokens: int
-
-
-class _Stretch(NamedTuple):
-    """Context or recompute of one request, up to what it led to: a generation phase, a pause or the end."""
-
-    last_iteration: int
-    tokens: int
-    led_to: str = "end"
-
-
 def token_iterations(run: RunData) -> dict[str, Iterations]:
     """Request id to the iterations that produced its output tokens, in order. Failed requests are left out.
 
-    Each generation iteration makes one token, and so does the iteration that ends the context phase or a recompute.
+    A span's tokens come in its last iterations: one in each of generation, one at the end of context or recompute.
     """
-    produced = {}
-    for request, spans, output_len in _answered(run):
-        generated = _generation_iterations(spans)
-        finished = list(_finished_contexts(spans, output_len))
-        produced[request] = np.sort(np.array([*generated, *finished], dtype=np.int64))
-    return produced
+    spans = _producing(run)
+    stretches: dict[str, list[Iterations]] = {}
+    columns = (spans[name].tolist() for name in ("request_id", "last_iteration", "produced"))
+    for request, last, produced in zip(*columns, strict=True):
+        stretches.setdefault(request, []).append(np.arange(last - int(produced) + 1, last + 1))
+    return {request: np.concatenate(parts) for request, parts in stretches.items()}
 
 
 def inter_token_gaps(run: RunData) -> Seconds:
@@ -83,52 +61,16 @@ def inter_token_gaps(run: RunData) -> Seconds:
 
 def output_tokens(run: RunData) -> Seconds:
     """Output tokens made in each row of `run.iterations`; those of requests still running are among them."""
-    finished = [end for _, spans, output_len in _answered(run) for end in _finished_contexts(spans, output_len)]
-    counts = pd.Series(finished, dtype=np.int64).value_counts()
-    from_contexts = run.iterations["iteration_counter"].map(counts).fillna(0)
-    return (run.iterations["generation_requests"].fillna(0) + from_contexts).to_numpy(dtype=float)
+    numbers = run.iterations["iteration_counter"].to_numpy(dtype=np.int64)
+    spans = _producing(run)
+    last = spans["last_iteration"].to_numpy(dtype=np.int64)
+    # Each span adds 1 to every iteration that it made a token in: a step up where these begin, one down behind.
+    steps = np.zeros(max(numbers.max(initial=0), last.max(initial=0)) + 2)
+    np.add.at(steps, last - spans["produced"].to_numpy(dtype=np.int64) + 1, 1)
+    np.add.at(steps, last + 1, -1)
+    return np.asarray(steps.cumsum()[numbers], dtype=float)
 
 
-def _answered(run: RunData) -> Iterator[tuple[str, list[Span], int | None]]:
-    """Request id, spans in order of time, and output length (None while it runs) of requests that did not fail."""
-    lengths = {request: int(length) for request, length in run.completed[["request_id", "output_len"]].to_numpy()}
-    failed = set(run.requests["request_id"]) - lengths.keys()
-    columns = (run.spans[name].tolist() for name in ("request_id", *Span._fields))
-    for request, rows in groupby(zip(*columns, strict=True), key=itemgetter(0)):
-        if request not in failed:
-            yield request, [Span(*row[1:]) for row in rows], lengths.get(request)
-
-
-def _generation_iterations(spans: list[Span]) -> Iterator[int]:
-    for span in spans:
-        if span.phase == "generation":
-            yield from range(span.first_iteration, span.last_iteration + 1)
-
-
-def _finished_contexts(spans: list[Span], output_len: int | None) -> Iterator[int]:
-    """Last iterations of the context and recompute stretches that were run to their end, and so made a token.
-
-    One that a pause followed may have been cut short. How many of these were not follows from the output length, and
-    they are the longest, because a recompute runs at least as many tokens as the context that it repeats.
-    """
-    stretches = list(_stretches(spans))
-    certain = [item for item in stretches if item.led_to == "generation" or (item.led_to == "end" and output_len)]
-    yield from (stretch.last_iteration for stretch in certain)
-    if output_len is not None:
-        missing = max(0, output_len - len(certain) - sum(1 for _ in _generation_iterations(spans)))
-        doubtful = [stretch for stretch in stretches if stretch.led_to == "paused"]
-        yield from (stretch.last_iteration for stretch in nlargest(missing, doubtful, key=attrgetter("tokens")))
-
-
-def _stretches(spans: list[Span]) -> Iterator[_Stretch]:
-    """The context and recompute stretches of one request's spans, which are in order of time."""
-    current: _Stretch | None = None
-    for span in spans:
-        if span.phase in ("context", "recompute"):
-            tokens = span.tokens + (current.tokens if current else 0)
-            current = _Stretch(span.last_iteration, tokens)
-        elif span.phase in ("generation", "paused") and current is not None:
-            yield current._replace(led_to=span.phase)
-            current = None
-    if current is not None:
-        yield current
+def _producing(run: RunData) -> pd.DataFrame:
+    """The spans that made output tokens, by request and in order of time."""
+    return run.spans[run.spans["produced"].fillna(0) > 0]

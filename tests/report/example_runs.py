@@ -129,6 +129,8 @@ def _iteration(number: int, cells: Mapping[str, str], held: Mapping[str, int], m
 
 
 def _spans(request: str, cells: list[str]) -> Iterable[dict[str, Any]]:
+    outputs = 0
+    span: dict[str, Any]
     for kind, group in groupby(enumerate(cells), key=lambda item: item[1][0]):
         if kind == ".":
             continue
@@ -138,10 +140,20 @@ def _spans(request: str, cells: list[str]) -> Iterable[dict[str, Any]]:
         span = {"request_id": request, "phase": phase, "first_iteration": numbered[0][0],
                 "last_iteration": numbered[-1][0], "tokens": sum(chunks), "cause": None}  # fmt: skip
         if kind in "CR":
-            span["chunks"] = chunks
+            span |= {"chunks": chunks, "produced": int(_completes(cells[numbered[-1][0] + 1 :], outputs))}
         if kind == "G":
-            span["first_output"] = int(numbered[0][1][1:])
+            span |= {"first_output": int(numbered[0][1][1:]), "produced": len(numbered)}
+        outputs += span.get("produced", 0)
         yield span
+
+
+def _completes(later: list[str], outputs: int) -> bool:
+    """Whether a context that these cells follow, and `outputs` tokens preceded, was run to its end and made a token.
+
+    One that a pause cut short was not: the number of the next generation step then misses its token."""
+    then = next((cell[0] for cell in later if cell[0] not in "ws"), ".")
+    next_step = next((int(cell[1:]) for cell in later if cell[0] == "G"), outputs + 1)
+    return then in ".G" or (then == "P" and next_step > outputs + 1)
 
 
 def _request(index: int, request: str, cells: list[str], iterations: list[dict[str, Any]]) -> dict[str, Any]:
