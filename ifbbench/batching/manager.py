@@ -102,7 +102,7 @@ class BatchManager:
         submit = self._clock.now()
         tokens = self._run(batch)
         end = self._clock.now()
-        finished, recomputed = self._apply(batch, held, tokens)
+        finished, recomputed = self._apply(batch, tokens)
         queued = len(self._admission.waiting) + self._queued()
         record = IterationRecord(
             self.iteration, start, submit, end, self._clock.timestamp(), num_active, queued, activated, batch.context,
@@ -146,7 +146,7 @@ class BatchManager:
         self._executor.submit(batch)
         return self._executor.collect()
 
-    def _apply(self, batch: Batch, held: list[Request], tokens: IntArray | None) -> tuple[list[Request], int]:
+    def _apply(self, batch: Batch, tokens: IntArray | None) -> tuple[list[Request], int]:
         """Advance all that ran. Returns the requests that are complete, and how many tokens were computed again."""
         completing = [chunk.request for chunk in batch.context if chunk.is_last]
         rows = batch.slots

@@ -60,9 +60,15 @@ def build_engine(config: RunConfig) -> Engine:
     resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=device.type == "cpu")
     loaded = build.load_model(resolved)
     limits = batching_config(resolved, build.default_kv_tokens(resolved, model, device))
-    executor = build.make_executor(
-        loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len
-    )
+    try:
+        executor = build.make_executor(
+            loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len
+        )
+    except (RuntimeError, MemoryError) as error:  # torch tells of missing memory by a RuntimeError
+        raise InputError(
+            f"a KV cache of {limits.num_blocks} blocks of {limits.tokens_per_block} tokens does not fit into memory "
+            f"({str(error).splitlines()[0]}); lower --max_tokens_in_paged_kvcache."
+        ) from error
     return Engine(executor, _with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
 
 

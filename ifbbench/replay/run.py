@@ -1,6 +1,7 @@
 """One run: a trace through the engine into a run directory."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.engine import Engine, build_engine, warm_up
 from ifbbench.workload.jsonl import write_trace
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.tokens import prompt_tokens
+from ifbbench.workload.tokens import check_vocabulary, prompt_tokens
 from ifbbench.workload.trace import Trace, TraceRequest
 
 RESULTS = Path("results")
@@ -52,6 +53,8 @@ def run_trace(source: str | None, config: RunConfig, progress: Progress | None =
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
     engine = build_engine(config)
+    if engine.makes_tokens:
+        check_vocabulary(trace, engine.model.vocab_size)
     run_directory.prepare(directory, config.overwrite)
     write_trace(trace.requests, directory / "trace.jsonl")
     try:
@@ -109,7 +112,7 @@ def _loop(
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")
 
 
-def _request_factory(engine: Engine) -> Any:
+def _request_factory(engine: Engine) -> Callable[[int, TraceRequest], Request]:
     config = engine.config
     end_tokens = engine.model.eos_token_ids if config.stop_at_end_token else NO_END_TOKENS
 

@@ -72,6 +72,23 @@ def test_bad_rows(rows: list[object], words: list[str], tmp_path: Path) -> None:
         assert word in output
 
 
+def test_token_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
+    trace = trace_file(tmp_path, {"arrival_s": 0.0, "prompt_tokens": [1, 2, 99_999], "output_len": 1})
+    status, output = invoke("run", trace, "--device", "cpu", "--output", tmp_path / "run")
+    assert status == 2
+    assert "99999" in output
+    assert "4096" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cache_beyond_all_memory(tmp_path: Path) -> None:
+    trace = trace_file(tmp_path, GOOD_ROW)
+    blocks = ("--max_tokens_in_paged_kvcache", "100000000000000")
+    status, output = invoke("run", trace, "--device", "cpu", *blocks, "--output", tmp_path / "run")
+    assert status == 2
+    assert "--max_tokens_in_paged_kvcache" in output
+
+
 def test_skipped_rows_are_counted(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, GOOD_ROW, {**GOOD_ROW, "prompt_len": 0}, GOOD_ROW)
     status, _ = invoke("run", trace, "--device", "null", "--skip_bad_rows", "--output", tmp_path / "run")
