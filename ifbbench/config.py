@@ -10,8 +10,9 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ifbbench.errors import InputError
@@ -175,11 +176,14 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
-def settings() -> Iterator[Setting]:
+@cache
+def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
     hints = typing.get_type_hints(RunConfig)
-    for item in dataclasses.fields(RunConfig):
-        yield Setting(name=item.name, type=_plain_type(hints[item.name]), default=item.default, **item.metadata)
+    return tuple(
+        Setting(name=item.name, type=_plain_type(hints[item.name]), default=item.default, **item.metadata)
+        for item in dataclasses.fields(RunConfig)
+    )
 
 
 def setting(name: str) -> Setting:

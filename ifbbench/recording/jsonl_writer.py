@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ifbbench.recording.run_directory import replace_text
+
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -31,7 +33,5 @@ class JsonLinesWriter:
 
 
 def replace_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write a whole file of JSON lines at once, so that a reader never sees half of it."""
-    partial = path.with_suffix(".part")
-    partial.write_text("".join(_encode(record) + "\n" for record in records), encoding="utf-8")
-    partial.replace(path)
+    """Write a whole file of JSON lines at once."""
+    replace_text(path, "".join(_encode(record) + "\n" for record in records))

@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 
 from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.request import Request
 from ifbbench.recording.life import FloatArray, Life
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
+PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
 
 
-def distribution(values: "Sequence[float] | FloatArray | array[float]") -> dict[str, float] | None:
-    """mean, min, percentiles (linear interpolation) and max of `values`, in their unit; None when there are none."""
+def distribution(values: "Sequence[float] | FloatArray | array[float]") -> dict[str, float | None]:
+    """mean, min, percentiles (linear interpolation) and max of `values`, in their unit; all None if there are none."""
     data = np.asarray(values, np.float64)
+    names = ("mean", "min", *PERCENTILES, "max")
     if data.size == 0:
-        return None
+        return dict.fromkeys(names)
     ranks = np.percentile(data, list(PERCENTILES.values()))
-    figures = {"mean": float(data.mean()), "min": float(data.min())}
-    figures |= {name: float(value) for name, value in zip(PERCENTILES, ranks, strict=True)}
-    return figures | {"max": float(data.max())}
+    return dict(zip(names, map(float, (data.mean(), data.min(), *ranks, data.max())), strict=True))
 
 
 def bound_by(record: IterationRecord) -> str:
@@ -43,7 +44,7 @@ class RunMetrics:
         self.bound_by: Counter[str] = Counter()
         self.first_arrival_s = float("inf")
         self.last_end_s = 0.0
-        self._samples = {name: array("d") for name in ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")}
+        self._samples = {name: array("d") for name in PER_REQUEST}
         self._itl: list[FloatArray] = []
 
     def add_iteration(self, record: IterationRecord) -> None:
@@ -90,9 +91,10 @@ class RunMetrics:
             "error": None,
         }
 
-    def add_failure(self, request: Any, arrival_s: float, error: str) -> dict[str, Any]:
+    def add_failure(self, request: Request, arrival_s: float, error: str) -> dict[str, Any]:
         """Take in a request that got no tokens; returns its line of `requests.jsonl`."""
         self.failed += 1
+        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         nothing = dict.fromkeys(
             ("queue_time_s", "ttft_s", "tpot_s", "e2e_s", "first_scheduled_s", "first_token_s", "end_s")
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ifbbench.errors import InputError
 
+RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
 OPEN_SPANS = "open_spans.jsonl"
 RUN_FILES = (
@@ -46,7 +47,12 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a whole JSON file at once, so that a reader never sees half of it."""
+    """Write a whole JSON file at once."""
+    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file at once, so that a reader never sees half of it."""
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,5 +1,6 @@
 """From what the user asked for to what the engine runs with: every limit resolved and checked against the others."""
 
+from ifbbench.batching.kv_cache.geometry import ceil_div
 from ifbbench.batching.manager import BatchingConfig
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
@@ -44,9 +45,9 @@ def batching_config(config: RunConfig, kv_tokens_that_fit: int | None) -> Batchi
     limits = (config.max_batch_size, config.max_seq_len, config.max_input_len, config.context_chunk_unit)
     max_batch_size, max_seq_len, max_input_len, chunk_unit = (_resolved(limit) for limit in limits)
     per_block = config.tokens_per_block
-    blocks_per_sequence = -(-max_seq_len // per_block)
+    blocks_per_sequence = ceil_div(max_seq_len, per_block)
     if config.max_tokens_in_paged_kvcache is not None:
-        num_blocks = -(-config.max_tokens_in_paged_kvcache // per_block)
+        num_blocks = ceil_div(config.max_tokens_in_paged_kvcache, per_block)
     else:
         num_blocks = max_batch_size * blocks_per_sequence
         if kv_tokens_that_fit is not None:

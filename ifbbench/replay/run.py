@@ -20,7 +20,6 @@ from ifbbench.workload.load import load_trace
 from ifbbench.workload.tokens import check_vocabulary, prompt_tokens
 from ifbbench.workload.trace import Trace, TraceRequest
 
-RESULTS = Path("results")
 PROGRESS_INTERVAL_S = 0.1
 
 
@@ -153,9 +152,9 @@ def _output_directory(config: RunConfig, trace: Trace) -> Path:
     """The directory asked for; else results/<trace name>, with a number where that is taken."""
     if config.output:
         return Path(config.output)
-    directory, number = RESULTS / trace.name, 2
+    directory, number = run_directory.RESULTS / trace.name, 2
     while directory.exists() and not config.overwrite:
-        directory, number = RESULTS / f"{trace.name}-{number}", number + 1
+        directory, number = run_directory.RESULTS / f"{trace.name}-{number}", number + 1
     return directory
 
 

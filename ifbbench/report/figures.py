@@ -3,13 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST, distribution
 from ifbbench.report.load import RunData
 from ifbbench.report.token_times import inter_token_gaps
-
-PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
-LIMITS = ("batch_size", "num_tokens", "kv_blocks", "none")
 
 
 def figures(run: RunData) -> dict[str, Any]:
@@ -17,17 +14,6 @@ def figures(run: RunData) -> dict[str, Any]:
     if run.summary is not None:
         return run.summary
     return _request_figures(run) | _iteration_figures(run) | {"schedule_digest": None, "partial": True}
-
-
-def distribution(values: ArrayLike) -> dict[str, float | None]:
-    """mean, min, percentiles (linear interpolation) and max of `values` without NaN; all None if there are none."""
-    known = np.asarray(values, dtype=float)
-    known = known[~np.isnan(known)]
-    names = ("mean", "min", *PERCENTILES, "max")
-    if not known.size:
-        return dict.fromkeys(names)
-    percentiles = np.percentile(known, list(PERCENTILES.values()))
-    return dict(zip(names, map(float, (known.mean(), known.min(), *percentiles, known.max())), strict=True))
 
 
 def _request_figures(run: RunData) -> dict[str, Any]:
@@ -43,7 +29,7 @@ def _request_figures(run: RunData) -> dict[str, Any]:
         "request_throughput_per_s": len(done) * per_second,
         "output_throughput_tokens_per_s": output_tokens * per_second,
         "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
-        **{name: distribution(done[name]) for name in ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")},
+        **{name: distribution(done[name].dropna().to_numpy(dtype=float)) for name in PER_REQUEST},
         "itl_s": distribution(inter_token_gaps(run)),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
@@ -64,5 +50,5 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
         "pauses": int(iterations["pauses"].sum()),
         "recomputed_tokens": int(iterations["tokens_recomputed"].fillna(0).sum()),
         "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
-        "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in LIMITS},
+        "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in BOUND_BY},
     }

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.recording.run_directory import RESULTS
 from ifbbench.sweep.grid import Axis, Point, grid, point_label
 from ifbbench.sweep.table import ERROR_COLUMN, SWEEP_FILE, Row, make_row, write_sweep
 from ifbbench.workload.load import load_trace
-
-RESULTS = Path("results")
 
 
 class FinishedRun(Protocol):
