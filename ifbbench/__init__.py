@@ -1,3 +1,31 @@
-"""ifbbench replays request traces through an in-flight batching engine and shows what every iteration decided."""
+"""ifbbench replays request traces through an in-flight batching engine and shows what every iteration decided.
+
+The batch manager is also a library:
+
+    from ifbbench import BatchManager, InferenceRequest, SamplingParams
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
+    from ifbbench.api.inference_request import InferenceRequest
+    from ifbbench.batching.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["BatchManager", "BatchManagerFailed", "InferenceRequest", "SamplingParams", "__version__"]
+
+# Imported when first asked for, so that `import ifbbench` and `ifbbench --help` stay quick.
+_HOMES = {
+    "BatchManager": "ifbbench.api.batch_manager",
+    "BatchManagerFailed": "ifbbench.api.batch_manager",
+    "InferenceRequest": "ifbbench.api.inference_request",
+    "SamplingParams": "ifbbench.batching.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ifbbench' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -2,12 +2,11 @@
 
 The command line, `run.json`, sweeps and error messages are made from these fields, so a setting that is not here
 does not exist. `RunConfig` is what the user asked for, with None where the answer depends on the model or the device;
-`ifbbench.replay.resolve` fills these in, and `run.json` holds every resolved value.
+`ifbbench.api.resolve` fills these in, and `run.json` holds every resolved value.
 """
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -16,77 +15,20 @@ from functools import cache
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.setting import Setting
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
+BATCHING_TYPES = ("v1", "inflight", "inflight_fused")
+BATCHING_TYPE_ALIASES = {
+    "static": "v1", "UIFB": "inflight", "InflightBatching": "inflight", "IFB": "inflight_fused",
+    "InflightFusedBatching": "inflight_fused",
+}  # fmt: skip
+EARLY_STOPPING = ("always", "heuristic", "never")
 DTYPES = ("float32", "bf16", "fp16")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One field of `RunConfig` as the surfaces see it: its name, type, default, range, help text and aliases."""
-
-    name: str
-    type: type
-    default: Any
-    help: str
-    group: str
-    unit: str = ""
-    minimum: float | None = None
-    maximum: float | None = None
-    exclusive_minimum: bool = False
-    choices: tuple[str, ...] = ()
-    open_choices: bool = False
-    aliases: tuple[str, ...] = ()
-
-    def check(self, value: Any) -> Any:
-        """Return `value` as this setting's type, or raise InputError saying what was expected."""
-        if value is None:
-            if self.default is None:
-                return None
-            raise self._error(value)
-        try:
-            value = _convert(value, self.type)
-        except (TypeError, ValueError, KeyError) as error:
-            raise self._error(value) from error
-        if self.choices and value not in self.choices and not (self.open_choices and ":" in value):
-            raise self._error(value)
-        if self.minimum is not None and (value < self.minimum or (self.exclusive_minimum and value == self.minimum)):
-            raise self._error(value)
-        if self.maximum is not None and value > self.maximum:
-            raise self._error(value)
-        return value
-
-    def expected(self) -> str:
-        """What a value must be, in words: `an integer of at least 1 (requests)`."""
-        if self.choices:
-            named = ", ".join(self.choices)
-            return f"one of {named}" + (" or package.module:ClassName" if self.open_choices else "")
-        words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[self.type]
-        if self.minimum is not None:
-            words += f" {'above' if self.exclusive_minimum else 'of at least'} {self.minimum:g}"
-        if self.maximum is not None:
-            words += f"{' and' if self.minimum is not None else ''} at most {self.maximum:g}"
-        return words + (f" ({self.unit})" if self.unit else "")
-
-    def _error(self, value: Any) -> InputError:
-        return InputError(f"--{self.name}: {value!r} is not valid; expected {self.expected()}.")
-
-
-def _convert(value: Any, kind: type) -> Any:
-    if kind is bool:
-        if isinstance(value, str):
-            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return bool(value)
-    if kind is int and isinstance(value, float) and not value.is_integer():
-        raise ValueError(value)
-    converted = kind(value)
-    if kind is float and not math.isfinite(converted):
-        raise ValueError("not a finite number")
-    return converted
 
 
 def _setting(default: Any, help: str, group: str, **facts: Any) -> Any:
@@ -111,12 +53,30 @@ class RunConfig:
     max_prompt_len: int | None = _setting(None, "Shorten longer prompts to this many tokens.", "replay",
                                           minimum=1, unit="tokens")
     skip_bad_rows: bool = _setting(False, "Go on past bad trace rows, counting them.", "replay")
+    concurrency: int | None = _setting(None, "At most N requests are waiting or running; the next one comes when a "
+                                             "place is free. Recorded arrivals do not count; a --request_rate does.",
+                                       "replay", minimum=1, unit="requests")
+    wait_sleep: int | None = _setting(None, "While idle, look for requests every N ms. Default: exactly when the next "
+                                            "one comes.", "replay", minimum=1, unit="ms")
+    beam_width: int | None = _setting(None, "Beams of each request. Default: the trace's, 1 unless recorded.",
+                                      "replay", minimum=1, unit="beams")
+    streaming: bool = _setting(False, "Send tokens back as they are made.", "replay")
+    return_log_probs: bool = _setting(False, "Requests ask for the log-probabilities of their tokens.", "replay")
+    return_context_logits: bool = _setting(False, "Requests ask for the logits of their prompt.", "replay")
+    return_generation_logits: bool = _setting(False, "Requests ask for the logits of their output.", "replay")
+    exclude_input_in_output_seq: bool = _setting(False, "Responses leave out the prompt.", "replay")
+    eos_id: int | None = _setting(None, "Token id that ends a request before its recorded output length; -1 is none.",
+                                  "replay", minimum=-1, aliases=("end_id",))
+    pad_id: int | None = _setting(None, "Token id that pads prompts where they are padded.", "replay", minimum=0)
     seed: int = _setting(0, "Seed of prompts, arrivals, weights and sampling.", "replay",
                          minimum=0, aliases=("random_seed",))
 
     # Scheduling.
+    type: str = _setting("inflight_fused", "Batching: static batches; requests that join and leave in every iteration; "
+                                           "the same with context and generation in one pass.", "scheduling",
+                         choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES)
     policy: str = _setting("guaranteed_no_evict", "Capacity scheduler policy.", "scheduling",
-                           choices=POLICIES, aliases=("scheduler_policy",))
+                           choices=POLICIES, open_choices=True, aliases=("scheduler_policy",))
     max_batch_size: int | None = _setting(None, "Most requests in one batch. Default: 16 on CPU, else 2048.",
                                           "scheduling", minimum=1, unit="requests")
     max_num_tokens: int = _setting(DEFAULT_MAX_NUM_TOKENS, "Most tokens in one iteration's batch.", "scheduling",
@@ -133,17 +93,35 @@ class RunConfig:
                                                "context at most max_num_tokens.", "scheduling",
                                          minimum=1, unit="tokens")
 
+    max_beam_width: int | None = _setting(None, "Most beams of one request. Default: the most that any asks for.",
+                                          "scheduling", minimum=1, unit="beams")
+    enable_trt_overlap: bool = _setting(False, "Schedule and submit an iteration before the tokens of the one before "
+                                               "it are there.", "scheduling")
+    static_emulated_batch_size: int | None = _setting(None, "Emulate static batching: hand out N requests together, "
+                                                            "when none is running.", "scheduling",
+                                                      minimum=1, unit="requests")
+    static_emulated_timeout: int = _setting(500, "With --static_emulated_batch_size: go with fewer once a request has "
+                                                 "waited this long.", "scheduling", minimum=0, unit="ms")
+
     # KV cache.
     tokens_per_block: int = _setting(DEFAULT_TOKENS_PER_BLOCK, "Tokens in one KV cache block.", "kv cache",
                                      minimum=1, unit="tokens")
     max_tokens_in_paged_kvcache: int | None = _setting(None, "Size of the paged KV cache. Default: from free memory.",
-                                                       "kv cache", minimum=1, unit="tokens")
+                                                       "kv cache", minimum=1, unit="tokens", aliases=("max_tokens",))
     kv_cache_free_gpu_mem_fraction: float = _setting(0.9, "Share of free memory that the KV cache may take.",
                                                      "kv cache", minimum=0.0, exclusive_minimum=True, maximum=0.99,
                                                      aliases=("free_gpu_memory_fraction",))
+    enable_kv_cache_reuse: bool = _setting(False, "Reuse KV cache blocks of equal prefixes.", "kv cache",
+                                           aliases=("enable_block_reuse",), unavailable="reuse of KV cache blocks")
+    max_attention_window: int | None = _setting(None, "Attend to the last N tokens only.", "kv cache", unit="tokens",
+                                                unavailable="a sliding attention window")
+    sink_token_len: int = _setting(0, "With an attention window, keep the first N tokens too.", "kv cache",
+                                   unit="tokens", aliases=("sink_token_length",), unavailable="sink tokens")
+    kv_host_cache_bytes: int = _setting(0, "Size of the KV cache in host memory.", "kv cache", unit="bytes",
+                                        aliases=("host_cache_size",), unavailable="a KV cache in host memory")
 
     # Execution.
-    device: str = _setting("auto", "auto, cpu, cuda, or null (an executor that answers at once).", "execution",
+    device: str = _setting("auto", "Where the model runs; null is an executor that answers at once.", "execution",
                            choices=("auto", "cpu", "cuda", "null"))
     model: str = _setting("tiny", "A built-in model (tiny), or a directory with config.json and safetensors.",
                           "execution")
@@ -152,6 +130,12 @@ class RunConfig:
     top_k: int = _setting(0, "Sample among the k most likely tokens; 0 is all.", "execution", minimum=0)
     top_p: float = _setting(1.0, "Sample among the most likely tokens of this joint probability.", "execution",
                             minimum=0.0, exclusive_minimum=True, maximum=1.0)
+    repetition_penalty: float = _setting(1.0, "Above 1, tokens that are there already become less likely.",
+                                         "execution", minimum=0.0, exclusive_minimum=True)
+    length_penalty: float = _setting(1.0, "Beam search: the larger, the better long outputs score; 0 ignores length.",
+                                     "execution")
+    early_stopping: str = _setting("heuristic", "Beam search: end with the first complete beams, when none seems to "
+                                                "get better, or when none can.", "execution", choices=EARLY_STOPPING)
     stop_at_end_token: bool = _setting(False, "End a request at the model's end token too, not only at its recorded "
                                               "output length.", "execution")
 
@@ -161,6 +145,8 @@ class RunConfig:
     output_csv: str | None = _setting(None, "Also write gptManagerBenchmark's CSV of figures here.", "recording")
     responses_json: str | None = _setting(None, "Also write the generated tokens of each request here.", "recording",
                                           aliases=("responses_json_file",))
+    log_iteration_data: bool = _setting(False, "Print the statistics of each iteration to stderr, as JSON.",
+                                        "recording")
     quiet: bool = _setting(False, "No progress line and no tables.", "recording")
 
     def __post_init__(self) -> None:

@@ -9,13 +9,16 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.batching.request import Request, RequestTable
+from ifbbench.batching.request import Request, RequestState
+from ifbbench.batching.request_table import RequestTable
 
 _ORDER = attrgetter("order")
 
 
 class ActiveRequests:
     """Requests by descending priority, first come first among equals, kept apart by phase.
+
+    Requests whose last step is under way are in neither list, but active until it has been collected.
 
     Both lists are changed only when a request enters, changes phase or leaves, so an iteration in which all requests
     just go on costs nothing here.
@@ -32,10 +35,10 @@ class ActiveRequests:
         self._entered = 0
 
     def __len__(self) -> int:
-        return len(self.context) + len(self.generation)
+        return len(self.by_slot)
 
     def __iter__(self) -> Iterator[Request]:
-        """All active requests in order."""
+        """All active requests that can be scheduled, in order."""
         return merge(self.context, self.generation, key=_ORDER)
 
     @property
@@ -72,9 +75,17 @@ class ActiveRequests:
         self._drop_generation(request)
         insort(self.context, request, key=_ORDER)
 
+    def park(self, row: int) -> None:
+        """The last step of the request in `row` is under way: there is nothing left to schedule."""
+        request = self.by_slot[row]
+        self._drop_generation(request)
+        request.park()
+
     def remove(self, request: Request) -> None:
         """It is complete, or failed; its row is free again."""
-        if request in self._slice(self.context, request):
+        if request.state is RequestState.GENERATION_TO_COMPLETE:
+            pass
+        elif request in self._slice(self.context, request):
             del self.context[self._find(self.context, request)]
         else:
             self._drop_generation(request)

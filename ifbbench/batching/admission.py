@@ -1,5 +1,6 @@
 """Admission: which requests are refused at once, and which become active when."""
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +15,48 @@ LOOK_AHEAD = 8
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """max_seq_len, max_input_len: in tokens. num_blocks: KV cache blocks of the whole pool."""
+    """max_seq_len, max_input_len: in tokens. num_blocks: KV cache blocks of the whole pool. vocab_size: None where no
+    model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
 
     max_seq_len: int
     max_input_len: int
     num_blocks: int
     geometry: CacheGeometry
+    max_beam_width: int = 1
+    vocab_size: int | None = None
+    pause_truncates: bool = False
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
+        return self._contents(request) or self._lengths(request) or self._streaming(request)
+
+    def _contents(self, request: Request) -> str | None:
+        if not 1 <= request.beam_width <= self.max_beam_width:
+            return f"beam width {request.beam_width}: expected 1 to {self.max_beam_width} (max_beam_width)"
+        if not math.isfinite(request.priority):
+            return f"priority {request.priority}: expected a finite number"
+        tokens = request.prompt_tokens
+        if tokens is not None and len(tokens) and self.vocab_size is not None:
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.vocab_size:
+                found = low if low < 0 else high
+                return f"token id {found} is not in the vocabulary; expected 0 to {self.vocab_size - 1}"
+        return request.sampling.problem(request.beam_width)
+
+    def _streaming(self, request: Request) -> str | None:
+        if not request.options.streaming:
+            return None
+        if request.beam_width > 1:
+            return "streaming with beams: expected one or the other, for beams are ordered only at the end"
+        longest = request.prompt_len + request.max_new_tokens - 1
+        if self.pause_truncates and longest > self.max_input_len:
+            return (
+                f"streaming up to {longest} tokens: a pause could cut tokens already sent, for without chunked context "
+                f"a resumed prompt has at most {self.max_input_len} (max_input_len)"
+            )
+        return None
+
+    def _lengths(self, request: Request) -> str | None:
         prompt_len = request.prompt_len
         if prompt_len < 1 or request.max_new_tokens < 1:
             return f"a prompt of {prompt_len} tokens and {request.max_new_tokens} new tokens: both must be at least 1"
@@ -58,7 +92,7 @@ class Admission:
         self._get_requests = get_requests
         self._refuse = refuse
         self._waiting: list[Request] = []
-        self._ids: set[int] = set()
+        self._in_use: dict[int, Request] = {}
 
     @property
     def waiting(self) -> list[Request]:
@@ -67,7 +101,16 @@ class Admission:
 
     def forget(self, request: Request) -> None:
         """The request had its final response: its id may be used again."""
-        self._ids.discard(request.request_id)
+        self._in_use.pop(request.request_id, None)
+
+    def find(self, request_id: int) -> Request | None:
+        """The request, waiting or active, that this id belongs to now."""
+        return self._in_use.get(request_id)
+
+    def withdraw(self, request: Request) -> None:
+        """It will not become active: it was stopped, or the loop ends."""
+        self._waiting.remove(request)
+        self.forget(request)
 
     def admit(self, active: ActiveRequests) -> list[Request]:
         """Fetch, and make active what the limits allow; returns the newly active requests."""
@@ -81,23 +124,21 @@ class Admission:
 
     def _may_enter(self, request: Request, active: ActiveRequests) -> bool:
         last = active.last
-        if last is None:
-            return True
-        if request.beam_width != last.beam_width:
+        if last is not None and request.beam_width != last.beam_width:
             return False
         if len(active) < self._max_active:
             return True
         # Beyond the limit only what goes before the last active request, while there are sequence slots.
-        return request.priority > last.priority and active.table.free_rows > 0
+        return last is not None and request.priority > last.priority and active.table.free_rows > 0
 
     def _fetch(self, count: int) -> None:
         if count <= 0:
             return
         for request in self._get_requests(count):
-            if request.request_id in self._ids:
+            if request.request_id in self._in_use:
                 self._refuse(request, f"request id {request.request_id} is in use")
             elif error := self._limits.refusal(request):
                 self._refuse(request, error)
             else:
-                self._ids.add(request.request_id)
+                self._in_use[request.request_id] = request
                 insort(self._waiting, request, key=lambda item: -item.priority)

@@ -1,21 +1,30 @@
 """The batch manager: the loop that admits, schedules, runs and responds, one iteration after the other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ifbbench.batching.active import ActiveRequests
-from ifbbench.batching.admission import LOOK_AHEAD, Admission, AdmissionLimits
-from ifbbench.batching.batch import Batch, ContextChunk, Executor
-from ifbbench.batching.capacity import POLICY_CLASSES, CapacityDecision, LeftOut, Limit
+from ifbbench.batching.admission import Admission, AdmissionLimits
+from ifbbench.batching.batch import Batch, Executor
+from ifbbench.batching.batch_builder import BatchBuilder
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.batching_type import BatchingType
+from ifbbench.batching.capacity import CapacityPolicy, LeftOut, Limit
+from ifbbench.batching.capacity.load import find_policy
 from ifbbench.batching.chunking import ChunkLimits
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.confirm import confirm
+from ifbbench.batching.flight import Flight
 from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.micro_batch import MicroBatch, MicroBatchScheduler
-from ifbbench.batching.records import CacheState, IterationRecord, Observer, Response
-from ifbbench.batching.request import IntArray, Request, RequestTable
+from ifbbench.batching.kv_cache.pool import OutOfBlocks
+from ifbbench.batching.lockstep import Lockstep
+from ifbbench.batching.micro_batch import MicroBatchScheduler
+from ifbbench.batching.records import CacheState, IterationRecord, Observer, Unobserved
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import RequestTable
+from ifbbench.batching.response import Response, response_of
+from ifbbench.batching.scheduler import Plan, Scheduler
 from ifbbench.clock import Clock
 from ifbbench.errors import IfbbenchError
 
@@ -24,36 +33,17 @@ class SchedulerStalled(IfbbenchError):
     """Requests are active, but a policy lets none of them run."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchingConfig:
-    """The engine's limits, all resolved: tokens, requests and blocks. `chunk_unit` None means no chunked context."""
-
-    policy: str
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int
-    max_input_len: int
-    tokens_per_block: int
-    num_blocks: int
-    chunk_unit: int | None = None
-    chunking_policy: str = "first_come_first_served"
-
-    @property
-    def num_slots(self) -> int:
-        """Sequence slots that an executor needs: a full batch and what higher priority may add to it."""
-        return self.max_batch_size + LOOK_AHEAD
-
-    @property
-    def geometry(self) -> CacheGeometry:
-        return CacheGeometry(self.tokens_per_block, self.max_seq_len, self.max_seq_len)
+class ExecutorFailed(IfbbenchError):
+    """The executor raised; the requests of its batch had an error response, and the loop can go on with the others."""
 
 
 class BatchManager:
-    """In-flight batching over one executor.
+    """The token generation loop over one executor. `step()` is one iteration; whoever calls it owns the thread.
 
     get_requests(n): returns at most n requests that have arrived; called at the start of each iteration.
     send_response(response): called at the end of the iteration that has something to send.
     queued(): how many requests have arrived that `get_requests` has not handed out yet.
+    poll_stop_signals(): ids of requests to stop; called at the end of each iteration. Unknown ones are ignored.
     """
 
     def __init__(
@@ -63,8 +53,9 @@ class BatchManager:
         clock: Clock,
         get_requests: Callable[[int], list[Request]],
         send_response: Callable[[Response], None],
-        observer: Observer,
+        observer: Observer | None = None,
         queued: Callable[[], int] = lambda: 0,
+        poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self.config = config
         self.table = RequestTable(config.num_slots)
@@ -74,45 +65,99 @@ class BatchManager:
         self._executor = executor
         self._clock = clock
         self._send_response = send_response
-        self._observer = observer
+        self._observer = observer or Unobserved()
         self._queued = queued
-        limits = AdmissionLimits(config.max_seq_len, config.max_input_len, config.num_blocks, config.geometry)
+        self._poll_stop_signals = poll_stop_signals
+        # A static batch takes nobody in until it has drained, which is what the policy of that name does.
+        policy = find_policy("static_batch" if config.batching_type is BatchingType.V1 else config.policy)
+        self._policy = policy(config.max_batch_size)
+        limits = _admission_limits(config, self._policy)
         self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse)
-        self._capacity_policy = POLICY_CLASSES[config.policy](config.max_batch_size)
-        self._micro_batch_scheduler = _micro_batch_scheduler(config)
+        self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
+        self._scheduler = Scheduler(
+            self._policy, _micro_batch_scheduler(config), self.active, self.kv_cache, self._lockstep
+        )
+        self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
+        self._in_flight: deque[Flight] = deque()
+        self._activated: list[Request] = []
+        self._makes_tokens = False
+        self._failure: Exception | None = None
 
     def step(self) -> bool:
-        """Run one iteration; False when no request is active, in which case nothing was done."""
-        start = self._clock.now()
-        activated = self._admission.admit(self.active)
-        if not len(self.active):
+        """Run one iteration; False when no request is active, in which case nothing was done.
+
+        With overlap, the iteration that this submits is collected by the next call. Raises ExecutorFailed after the
+        affected requests had their error responses, and SchedulerStalled if the policy lets nobody run."""
+        start_s = self._clock.now()
+        self._activated += self._admission.admit(self.active)
+        if not len(self.active) and not self._in_flight:
             return False
-        num_active = len(self.active)
-        fitting = self._capacity_policy.schedule(self.active, self.kv_cache)
-        selected = self._micro_batch_scheduler.schedule(self.active, fitting)
-        blocked = _blocked(fitting, selected)
-        for pause in fitting.paused:
-            self._pause(pause.victim)
-        held = fitting.held + selected.held
-        rows = self._rows_to_run(held)
-        if not selected.context and not len(rows) and not fitting.paused:
-            raise SchedulerStalled(self._why_stalled(blocked))
-        batch = self._allocate(selected.context, rows)
-        cache = self._cache_state()
-        submit = self._clock.now()
-        tokens = self._run(batch)
-        end = self._clock.now()
-        finished, recomputed = self._apply(batch, tokens)
-        queued = len(self._admission.waiting) + self._queued()
-        record = IterationRecord(
-            self.iteration, start, submit, end, self._clock.timestamp(), num_active, queued, activated, batch.context,
-            recomputed, len(rows), held, fitting.paused, finished, self._first_left_out(blocked), blocked, cache,
-        )  # fmt: skip
-        self._observer.iteration(record)
-        for request in finished:
-            self._finish(request, has_tokens=tokens is not None)
-        self.iteration += 1
+        plan = self._plan()
+        if not plan.does_nothing:
+            self._submit(plan, start_s)
+            while len(self._in_flight) >= self.config.num_micro_batches:
+                self._land()
+        elif self._in_flight:
+            self._land()
+        elif len(self.active):
+            raise SchedulerStalled(self._why_stalled(plan))
+        self._stop_on_signals()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise ExecutorFailed(f"the executor failed in iteration {self.iteration - 1}: {failure}") from failure
         return True
+
+    def stop(self, request_id: int, error: str | None = None) -> None:
+        """End a waiting or active request now: its blocks return, and a final response goes out, with the tokens made
+        so far or with `error`. An unknown id is ignored."""
+        request = self._admission.find(request_id)
+        if request is None:
+            return
+        self._observer.left(request, error)
+        if request.table is None:
+            response = Response(request, is_final=True, error=error)
+            self._admission.withdraw(request)
+        else:
+            response = Response(request, is_final=True, error=error) if error else self._response(request, True)
+            self._leave(request)
+        self._send_response(response)
+
+    def abort(self, error: str) -> None:
+        """End all at once: what is under way is thrown away, and every request that was fetched gets an error."""
+        while self._in_flight:
+            self._in_flight.popleft().collect(self._executor, self._clock.now)
+        for request in [*self.active.by_slot.values(), *self._admission.waiting]:
+            self.stop(request.request_id, error)
+
+    # One iteration, step by step.
+
+    def _plan(self) -> Plan:
+        plan = self._scheduler.plan()
+        if plan.paused and self._in_flight:
+            # Who is to be paused has a token under way, which will join its prompt: its pause waits for that, and the
+            # decision is made again with what is known then.
+            while self._in_flight:
+                self._land()
+            plan = self._scheduler.plan()
+        return plan
+
+    def _submit(self, plan: Plan, start_s: float) -> None:
+        for pause in plan.paused:
+            self._pause(pause.victim)
+        try:
+            batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle)
+        except OutOfBlocks as error:
+            raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
+        completing = [request for request in plan.context if request.is_last_chunk]
+        slots = np.array([request.slot for request in completing], np.int64)
+        record = self._record(plan, batches, start_s)
+        flight = Flight(record, batches, np.concatenate([slots, plan.rows, plan.idle]), set(plan.idle.tolist()))
+        record.submit_s = self._clock.now()
+        flight.submit(self._executor)
+        record.recomputed = self._advance(plan, completing)
+        self._in_flight.append(flight)
+        self._activated = []
+        self.iteration += 1
 
     def _pause(self, request: Request) -> None:
         """Take the request's blocks away; it starts again from its prompt with the generated tokens joined to it."""
@@ -122,78 +167,118 @@ class BatchManager:
         if not was_in_context:
             self.active.move_to_context(request)
 
-    def _rows_to_run(self, held: list[Request]) -> NDArray[np.int64]:
-        rows = self.active.generation_rows
-        if held:
-            rows = rows[~np.isin(rows, [request.slot for request in held])]
-        return rows
-
-    def _allocate(self, context: list[Request], rows: NDArray[np.int64]) -> Batch:
-        """Take the KV blocks that the iteration writes to, and pack its batch."""
-        chunks = []
-        for request in context:
-            if request.is_first_chunk:
-                self.kv_cache.add_request(request)
-            chunks.append(ContextChunk(request, request.position, request.chunk))
-        positions = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
-        self.kv_cache.add_tokens(rows)
-        tables = self.kv_cache.block_tables
-        return Batch(self.iteration, tuple(chunks), rows.astype(np.int32), positions.astype(np.int32), tables)
-
-    def _run(self, batch: Batch) -> IntArray | None:
-        if batch.num_tokens == 0:  # Only pauses happened.
-            return None
-        self._executor.submit(batch)
-        return self._executor.collect()
-
-    def _apply(self, batch: Batch, tokens: IntArray | None) -> tuple[list[Request], int]:
-        """Advance all that ran. Returns the requests that are complete, and how many tokens were computed again."""
-        completing = [chunk.request for chunk in batch.context if chunk.is_last]
-        rows = batch.slots
-        self.table.generated[rows] += 1
-        done = self.table.generated[rows] == self.table.stop_after[rows]
-        if tokens is not None:
-            new = tokens[len(completing) :]
-            self.table.write_outputs(rows, self.table.joined[rows] + self.table.generated[rows] - 1, new)
-            if self.table.any_end_tokens:
-                done |= (new[:, None] == self.table.end_tokens[rows]).any(axis=1)
+    def _advance(self, plan: Plan, completing: list[Request]) -> int:
+        """Move all that was submitted on, as far as is known without its tokens. Returns how many tokens were computed
+        before a pause already."""
+        table, rows = self.table, plan.rows
+        cached = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
         # Tokens that a pause dropped, the resumed prompt being full, are generated again.
-        again = batch.positions < self.table.cached_before_pause[rows]
-        finished = [self.active.by_slot[slot] for slot in rows[done].tolist()]
+        again = cached <= table.cached_before_pause[rows]
         for slot in rows[again].tolist():
             self.active.by_slot[slot].recomputed_tokens += 1
-        recomputed = int(again.sum()) + sum(chunk.request.advance_context() for chunk in batch.context)
-        for place, request in enumerate(completing):
-            token = None if tokens is None else int(tokens[place])
-            if self._start_generation(request, token):
-                finished.append(request)
-        return finished, recomputed
+        recomputed = int(again.sum()) + sum(request.advance_context() for request in plan.context)
+        table.generated[rows] += 1
+        for request in completing:
+            request.start_generation()
+            self.active.move_to_generation(request)
+        if self.config.enable_overlap:
+            rows = self.active.generation_rows
+            for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
+                self.active.park(row)
+        return recomputed
 
-    def _start_generation(self, request: Request, token: int | None) -> bool:
-        """The prompt is complete and has yielded `token`. Returns whether that was the request's last one."""
-        request.start_generation()
-        self.active.move_to_generation(request)
-        slot = np.array([request.slot])
-        if token is not None:
-            self.table.write_outputs(slot, np.array([request.num_outputs - 1]), np.array([token]))
-        return bool(self.table.stop_after[request.slot] == 1) or token in request.end_tokens
+    def _land(self) -> None:
+        """Collect the oldest iteration under way, and answer those who have something coming."""
+        flight = self._in_flight.popleft()
+        outputs = flight.collect(self._executor, self._clock.now)
+        flight.record.end_s = self._clock.now()
+        if flight.error is not None:
+            self._fail(flight, flight.error)
+            return
+        self._makes_tokens = outputs.tokens is not None or outputs.candidates is not None
+        done = confirm(flight, outputs, self.active)
+        flight.record.finished = self._lockstep.hold_back(done) if self._lockstep else done
+        self._observer.iteration(flight.record)
+        if self.table.num_special:
+            self._stream(flight)
+        for request in flight.record.finished:
+            response = self._response(request, is_final=True)
+            self._leave(request)
+            self._send_response(response)
 
-    def _finish(self, request: Request, has_tokens: bool) -> None:
-        """Free all that the request holds, then send its final response."""
-        outputs = self.table.outputs(request.slot, 0, request.num_outputs) if has_tokens else None
-        self.kv_cache.remove_sequence(request.slot)
+    def _stream(self, flight: Flight) -> None:
+        """Send the new tokens of streaming requests that go on."""
+        last = {request.slot for request in flight.record.finished} | flight.dropped
+        rows = flight.output_rows
+        for row in rows[self.table.is_special[rows]].tolist():
+            if row in last or not (request := self.active.by_slot[row]).options.streaming:
+                continue
+            if request.num_outputs > request.num_sent:
+                response = self._response(request, is_final=False)
+                request.num_sent = request.num_outputs
+                self._send_response(response)
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        """The executor failed: all requests of the batch end, for nobody knows what is in their KV blocks."""
+        self._failure = error
+        self._observer.iteration(flight.record)
+        for row in flight.rows():
+            if row in self.active.by_slot:
+                self.stop(self.active.by_slot[row].request_id, f"the executor failed: {error}")
+
+    def _leave(self, request: Request) -> None:
+        """Free all that the request holds. What is under way for it means nothing any more."""
+        for flight in self._in_flight:
+            flight.dropped.add(request.slot)
+        if self._lockstep:
+            self._lockstep.forget(request)
+        if request.slot in self.kv_cache.sequences:
+            self.kv_cache.remove_sequence(request.slot)
         self.active.remove(request)
-        request.complete()
         self._admission.forget(request)
-        self._send_response(Response(request, outputs, is_final=True))
+        request.complete()
+
+    def _stop_on_signals(self) -> None:
+        for request_id in self._poll_stop_signals():
+            self.stop(request_id)
+
+    # Responses and records.
+
+    def _response(self, request: Request, is_final: bool) -> Response:
+        return response_of(request, is_final) if self._makes_tokens else Response(request, is_final)
 
     def _refuse(self, request: Request, error: str) -> None:
-        self._observer.refused(request, error)
-        self._send_response(Response(request, None, is_final=True, error=error))
+        self._observer.left(request, error)
+        self._send_response(Response(request, is_final=True, error=error))
 
-    def _first_left_out(self, blocked: tuple[LeftOut, ...]) -> LeftOut | None:
-        if blocked:
-            return min(blocked, key=lambda left_out: left_out.request.order)
+    def _record(self, plan: Plan, batches: tuple[Batch, ...], start_s: float) -> IterationRecord:
+        context = batches[0].context if batches else ()
+        longest = max((chunk.length for chunk in context), default=0) if self._lockstep else 0
+        beams = self.table.step_tokens[plan.rows].sum() if self.config.max_beam_width > 1 else len(plan.rows)
+        return IterationRecord(
+            iteration=self.iteration,
+            micro_batch=self.iteration % self.config.num_micro_batches,
+            start_s=start_s,
+            timestamp=self._clock.timestamp(),
+            active=len(self.active),
+            queued=len(self._admission.waiting) + self._queued(),
+            activated=self._activated,
+            context=context,
+            recomputed=0,
+            num_generation=len(plan.rows),
+            num_generation_tokens=int(beams),
+            held=plan.held,
+            paused=plan.paused,
+            left_out=self._first_left_out(plan),
+            blocked=plan.blocked,
+            cache=self._cache_state(),
+            idle=len(plan.idle),
+            padding=sum(longest - chunk.length for chunk in context) if self._lockstep else 0,
+        )
+
+    def _first_left_out(self, plan: Plan) -> LeftOut | None:
+        if plan.blocked:
+            return min(plan.blocked, key=lambda left_out: left_out.request.order)
         if self._admission.waiting:
             return LeftOut(self._admission.waiting[0], Limit.BATCH_SIZE)
         return None
@@ -205,16 +290,17 @@ class BatchManager:
             cache.fragmentation(),
         )  # fmt: skip
 
-    def _why_stalled(self, blocked: tuple[LeftOut, ...]) -> str:
-        reasons = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in blocked)
+    def _why_stalled(self, plan: Plan) -> str:
+        reasons = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
         return f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {reasons})"
 
 
-def _blocked(fitting: CapacityDecision, selected: MicroBatch) -> tuple[LeftOut, ...]:
-    """The first requests that each scheduler left out, and those paused."""
-    paused = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
-    found = [item for item in (fitting.left_out, selected.left_out) if item is not None]
-    return tuple(paused + found)
+def _admission_limits(config: BatchingConfig, policy: CapacityPolicy) -> AdmissionLimits:
+    return AdmissionLimits(
+        config.max_seq_len, config.max_input_len, config.num_blocks, config.geometry, config.max_beam_width,
+        config.vocab_size,
+        pause_truncates=config.chunk_unit is None and getattr(policy, "may_pause", True),
+    )  # fmt: skip
 
 
 def _micro_batch_scheduler(config: BatchingConfig) -> MicroBatchScheduler:

@@ -1,21 +1,11 @@
 """What the loop tells of each iteration: enough to explain every decision, and no more than what changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ifbbench.batching.batch import ContextChunk
 from ifbbench.batching.capacity.policy import LeftOut, Pause
-from ifbbench.batching.request import IntArray, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What goes back to the client: the output tokens (None from executors that make none), or an error."""
-
-    request: Request
-    output_tokens: IntArray | None
-    is_final: bool
-    error: str | None = None
+from ifbbench.batching.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +19,28 @@ class CacheState:
     fragmentation: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
-    start_s, submit_s, end_s: the iteration began, its batch went to the executor, its tokens were there.
+    start_s, submit_s, end_s: the iteration began, its batch went to the executor, its tokens were there. With overlap
+        an iteration begins before the one before it ends.
+    context_end_s: when the context pass was done, where context and generation have a pass each.
     activated: requests that became active in it.
-    context: the chunks it ran, `recomputed` tokens of which had been computed before a pause.
+    context: the chunks it ran, `recomputed` tokens of which had been computed before a pause, and `padding` tokens
+        (V1) were computed beside.
     num_generation: generation requests that it ran. All active ones did, but those in `held` and the paused.
-    finished: requests that it completed.
+    idle: requests of a static batch that are complete and keep their place in the batch until all others are (V1);
+        they are among the held ones.
+    finished: requests that it completed; `errors` of those that failed in it.
     left_out: the first request, in the order of the active list and then of the queue, that did not run or whose chunk
         was cut. `blocked` are the first such requests of each scheduler: all that wait behind them wait for them.
     queued: requests that have arrived and are not active.
     """
 
     iteration: int
+    micro_batch: int
     start_s: float
-    submit_s: float
-    end_s: float
     timestamp: float
     active: int
     queued: int
@@ -54,12 +48,18 @@ class IterationRecord:
     context: tuple[ContextChunk, ...]
     recomputed: int
     num_generation: int
+    num_generation_tokens: int
     held: list[Request]
     paused: list[Pause]
-    finished: list[Request]
     left_out: LeftOut | None
     blocked: tuple[LeftOut, ...]
     cache: CacheState
+    idle: int = 0
+    padding: int = 0
+    submit_s: float = 0.0
+    context_end_s: float | None = None
+    end_s: float = 0.0
+    finished: list[Request] = field(default_factory=list)
 
     @property
     def num_context_tokens(self) -> int:
@@ -68,12 +68,24 @@ class IterationRecord:
     @property
     def budget_used(self) -> int:
         """Tokens of the packed batch."""
-        return self.num_context_tokens + self.num_generation
+        return self.num_context_tokens + self.num_generation_tokens
 
 
 class Observer(Protocol):
-    """Hears of each iteration after it has run, and of each request that was refused."""
+    """Hears of each iteration after it has run, and of each request that leaves without being complete."""
 
     def iteration(self, record: IterationRecord) -> None: ...
 
-    def refused(self, request: Request, error: str) -> None: ...
+    def left(self, request: Request, error: str | None) -> None:
+        """`request` was refused or failed for `error`, or was stopped (None) by its client."""
+        ...
+
+
+class Unobserved:
+    """An observer that looks away."""
+
+    def iteration(self, record: IterationRecord) -> None:
+        pass
+
+    def left(self, request: Request, error: str | None) -> None:
+        pass

@@ -1,101 +1,33 @@
-"""A request, its state machine, and the table that holds the counters of all active requests."""
+"""A request and its state machine."""
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ifbbench.batching.beam_search import BeamSearch
+from ifbbench.batching.output_numbers import OutputNumbers
+from ifbbench.batching.request_table import IntArray, RequestTable
+from ifbbench.batching.sampling_params import (
+    GREEDY,
+    NO_STOP_CONDITIONS,
+    TOKENS_ONLY,
+    OutputOptions,
+    SamplingParams,
+    StopConditions,
+)
 from ifbbench.config import DEFAULT_PRIORITY
-
-IntArray = NDArray[np.int32]
-
-NO_END_TOKENS: tuple[int, ...] = ()
-MAX_END_TOKENS = 8
-_NO_TOKEN = -1
-_INITIAL_OUTPUT_COLUMNS = 64
 
 
 class RequestState(IntEnum):
-    """States in the order in which a request reaches them (numbers of TensorRT-LLM's `LlmRequestState`)."""
+    """States in the order in which a request reaches them (numbers of TensorRT-LLM's `LlmRequestState`).
+
+    GENERATION_TO_COMPLETE: its last step is under way, so there is nothing left to schedule.
+    """
 
     CONTEXT_INIT = 10
     GENERATION_IN_PROGRESS = 13
+    GENERATION_TO_COMPLETE = 14
     GENERATION_COMPLETE = 20
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1.0 leave all tokens in."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-GREEDY = SamplingParams()
-
-
-class RequestTable:
-    """Counters that change every iteration, one row an active request, in flat arrays.
-
-    An iteration in which 500 requests each make a token is then one addition. A row is also the request's sequence slot
-    in the executor.
-
-    generated: [rows], output tokens since the prompt (or the resumed prompt) was complete.
-    stop_after: [rows], value of `generated` at which the request has all its output tokens.
-    draft_tokens: [rows], draft tokens of the next generation step.
-    step_tokens: [rows], tokens that a generation step puts into the batch: beam width + draft tokens.
-    joined: [rows], output tokens that pauses have joined to the prompt.
-    cached_before_pause: [rows], tokens of the sequence that had been through the model when it was paused.
-    end_tokens: [rows, MAX_END_TOKENS], token ids that end the request early, filled up with -1.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.generated = np.zeros(rows, np.int64)
-        self.stop_after = np.zeros(rows, np.int64)
-        self.draft_tokens = np.zeros(rows, np.int64)
-        self.step_tokens = np.ones(rows, np.int64)
-        self.joined = np.zeros(rows, np.int64)
-        self.cached_before_pause = np.zeros(rows, np.int64)
-        self.end_tokens = np.full((rows, MAX_END_TOKENS), _NO_TOKEN, np.int64)
-        self.any_end_tokens = False
-        self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
-        self._free_rows = list(range(rows - 1, -1, -1))
-
-    @property
-    def rows(self) -> int:
-        return len(self.generated)
-
-    @property
-    def free_rows(self) -> int:
-        return len(self._free_rows)
-
-    def take_row(self) -> int:
-        """A row nobody uses; IndexError when all are taken, which admission prevents."""
-        return self._free_rows.pop()
-
-    def return_row(self, row: int) -> None:
-        self._free_rows.append(row)
-
-    def write_outputs(self, rows: IntArray, columns: IntArray, tokens: IntArray) -> None:
-        """Store one output token for each of `rows`, at that request's output position `columns`."""
-        if len(columns) and (last := int(columns.max())) >= self._outputs.shape[1]:
-            grown = np.zeros((self.rows, max(last + 1, 2 * self._outputs.shape[1])), np.int32)
-            grown[:, : self._outputs.shape[1]] = self._outputs
-            self._outputs = grown
-        self._outputs[rows, columns] = tokens
-
-    def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
-        """The tokens that end the request in `row`: at most MAX_END_TOKENS of them."""
-        self.end_tokens[row] = _NO_TOKEN
-        self.end_tokens[row, : len(end_tokens)] = end_tokens
-        self.any_end_tokens |= bool(end_tokens)
-
-    def outputs(self, row: int, start: int, stop: int) -> IntArray:
-        """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
-        return self._outputs[row, start:stop].copy()
 
 
 class Request:
@@ -107,10 +39,10 @@ class Request:
     """
 
     __slots__ = (
-        "beam_width", "cached_before_pause", "chunk", "end_tokens", "index", "lora_task_id", "max_new_tokens",
-        "num_draft_tokens", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated",
-        "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "sampling", "slot", "state",
-        "table",
+        "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens", "num_draft_tokens",
+        "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
+        "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "sampling",
+        "search", "slot", "state", "stop", "table",
     )  # fmt: skip
 
     def __init__(
@@ -127,7 +59,8 @@ class Request:
         lora_task_id: int | None = None,
         num_draft_tokens: int = 0,
         sampling: SamplingParams = GREEDY,
-        end_tokens: tuple[int, ...] = NO_END_TOKENS,
+        options: OutputOptions = TOKENS_ONLY,
+        stop: StopConditions = NO_STOP_CONDITIONS,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -140,7 +73,11 @@ class Request:
         self.lora_task_id = lora_task_id
         self.num_draft_tokens = num_draft_tokens
         self.sampling = sampling
-        self.end_tokens = end_tokens
+        self.options = options
+        self.stop = stop
+        self.search: BeamSearch | None = None
+        self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
+        self.num_sent = 0
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
         self.pauses = self.recomputed_tokens = self.cached_before_pause = 0
@@ -156,10 +93,10 @@ class Request:
     def enter(self, table: RequestTable, sequence_number: int) -> None:
         """Take a row of `table`; `sequence_number` says who came first among equal priorities."""
         self.table = table
-        self.slot = table.take_row()
+        self.slot = table.take_row(self.is_special)
         self.order = (-self.priority, sequence_number)
-        table.generated[self.slot] = 0
-        table.set_end_tokens(self.slot, self.end_tokens)
+        # The ends of beams are found by their search.
+        table.set_end_tokens(self.slot, self.stop.end_tokens if self.beam_width == 1 else ())
         self._refresh_row()
 
     def leave(self) -> None:
@@ -189,22 +126,38 @@ class Request:
         self.table.joined[self.slot] = joined
         self.table.cached_before_pause[self.slot] = self.cached_before_pause
         self.table.stop_after[self.slot] = self.output_len - joined
+        self.table.reserved[self.slot] = self.max_new_tokens
 
     # Where it stands.
 
     @property
     def num_generated(self) -> int:
-        """Output tokens since the (resumed) prompt was complete."""
+        """Output tokens scheduled since the (resumed) prompt was complete."""
         return 0 if self.table is None else int(self.table.generated[self.slot])
 
     @property
     def num_outputs(self) -> int:
-        """Output tokens in all, those joined to the prompt by a pause included."""
-        return self.prompt_len - self.original_prompt_len + self.num_generated
+        """Output tokens that are there, those joined to the prompt by a pause included."""
+        confirmed = 0 if self.table is None else int(self.table.confirmed[self.slot])
+        return self.prompt_len - self.original_prompt_len + confirmed
+
+    @property
+    def is_special(self) -> bool:
+        """Whether each of its tokens needs more than being written down: to be sent, searched in, or kept with its
+        numbers."""
+        options = self.options
+        return (
+            self.beam_width > 1 or bool(self.stop.stop_sequences) or options.streaming or options.returns_numbers
+        )
 
     @property
     def in_context(self) -> bool:
         return self.state is RequestState.CONTEXT_INIT
+
+    @property
+    def has_left(self) -> bool:
+        """Complete, failed or stopped: the engine holds nothing of it any more."""
+        return self.state is RequestState.GENERATION_COMPLETE
 
     @property
     def is_first_chunk(self) -> bool:
@@ -266,13 +219,20 @@ class Request:
             grown = min(max_input_len, self.prompt_len + self.num_generated)
             self.max_new_tokens -= grown - self.prompt_len
             self.prompt_len = grown
+        self.search = None
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
         self.chunk = self.prompt_len
         self.pauses += 1
         if self.table is not None:
-            self.table.generated[self.slot] = 0
+            self.table.generated[self.slot] = self.table.confirmed[self.slot] = 0
         self._refresh_row()
 
+    def park(self) -> None:
+        """Its last step has been submitted."""
+        self.state = RequestState.GENERATION_TO_COMPLETE
+
     def complete(self) -> None:
+        """It has left the engine; what was kept for it is let go."""
         self.state = RequestState.GENERATION_COMPLETE
+        self.search = self.numbers = None

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from ifbbench.cli.config_file import read_config_file
-from ifbbench.config import RunConfig, Setting, from_mapping, settings
+from ifbbench.config import RunConfig, from_mapping, settings
+from ifbbench.setting import Setting
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -23,6 +24,7 @@ class SettingOption(click.Option):
             default=None,
             metavar=None if is_pair else _METAVARS[setting.type],
             help=help or _help_text(setting),
+            hidden=bool(setting.unavailable),
         )
         self.group = setting.group
 
@@ -69,11 +71,22 @@ def _pair(name: str) -> str:
 
 
 def _help_text(setting: Setting) -> str:
-    facts = []
-    if setting.minimum is not None or setting.maximum is not None or setting.choices:
-        facts.append(setting.expected())
+    facts = [", ".join(setting.choices) or _range(setting)]
+    if setting.open_choices:
+        facts.append("or package.module:ClassName, or the name of an installed one")
     if setting.type is bool:
         facts.append(f"default: {'on' if setting.default else 'off'}")
     elif setting.default is not None:
         facts.append(f"default: {setting.default}")
-    return setting.help + (f" [{'; '.join(facts)}]" if facts else "")
+    told = "; ".join(fact for fact in facts if fact)
+    return setting.help + (f" [{told}]" if told else "")
+
+
+def _range(setting: Setting) -> str:
+    """The unit and the bounds, in the fewest words: `tokens, at least 1`."""
+    facts = [setting.unit]
+    if setting.minimum is not None:
+        facts.append(f"{'above' if setting.exclusive_minimum else 'at least'} {setting.minimum:g}")
+    if setting.maximum is not None:
+        facts.append(f"at most {setting.maximum:g}")
+    return ", ".join(fact for fact in facts if fact)

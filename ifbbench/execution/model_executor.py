@@ -1,14 +1,20 @@
 """The executor that runs a model with PyTorch."""
 
+from collections import deque
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch, IntArray
+from ifbbench.batching.batch import Batch, ContextChunk, StepOutputs
 from ifbbench.errors import InputError
+from ifbbench.execution.beams import beam_inputs, best_candidates, rows_to_copy
+from ifbbench.execution.numbers import ContextRows, WantedNumbers
 from ifbbench.execution.packing import PackedBatch, pack
+from ifbbench.execution.penalty import RepetitionPenalty
 from ifbbench.execution.sampling import Sampler
+from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
 from ifbbench.model.attention_plan import plan_attention
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import ForwardInputs, LlamaModel
@@ -17,8 +23,8 @@ from ifbbench.model.llama import ForwardInputs, LlamaModel
 class ModelExecutor:
     """Runs batches through `model` over a paged KV cache of its own, as `ifbbench.batching.batch.Executor` asks.
 
-    The newest token of each slot stays on the device, so an iteration can start before the host has seen the tokens of
-    the one before.
+    The newest token of each slot stays on the device, so a batch can start before the host has seen the tokens of the
+    one before.
     """
 
     def __init__(
@@ -30,54 +36,92 @@ class ModelExecutor:
             raise InputError(f"--max_seq_len: {max_seq_len} is more than the model's {positions} positions; expected "
                              f"at most {positions} (tokens). Lower it or leave it out.")
         self._model = model
-        self._tokens_per_block = tokens_per_block
+        self.tokens_per_block = tokens_per_block
         with torch.inference_mode():
             self._cache = PagedKvCache(model.config, num_blocks, tokens_per_block, model.device, model.dtype)
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._sampler = Sampler(num_slots)
-        self._submitted: Tensor | None = None
+        self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
+        self._wanted = WantedNumbers(num_slots)
+        self._under_way: deque[OutputsUnderWay] = deque()
 
     def submit(self, batch: Batch) -> None:
-        """Start one iteration. RuntimeError if the last one has not been collected."""
-        if self._submitted is not None:
-            raise RuntimeError("submit() before collect(): an iteration is under way already")
-        for chunk in batch.context:
-            request = chunk.request
-            self._sampler.assign(request.slot, request.sampling, request.original_prompt_len)
+        """Start one batch, to run after those submitted before. One that raises has started nothing."""
         with torch.inference_mode():
-            self._submitted = self._run(batch)
+            for chunk in batch.context:
+                self._assign(chunk)
+            self._under_way.append(OutputsUnderWay(self._run(batch), self._model.device))
 
-    def collect(self) -> IntArray:
-        """Token ids of the submitted iteration, [outputs]: its last chunks, then its generation requests."""
-        if self._submitted is None:
+    def collect(self) -> StepOutputs:
+        """Wait for the oldest batch under way. RuntimeError if there is none. With beams there are no `log_probs`:
+        the candidates' scores say as much."""
+        if not self._under_way:
             raise RuntimeError("collect() without submit(): no iteration is under way")
-        tokens: IntArray = self._submitted.to("cpu", torch.int32).numpy()
-        self._submitted = None
-        return tokens
+        return self._under_way.popleft().wait()
 
     def close(self) -> None:
         """Give back the KV cache's memory. The executor cannot be used afterwards."""
-        del self._cache
+        self._under_way.clear()
+        del self._cache, self._penalty
 
-    def _run(self, batch: Batch) -> Tensor:
+    def _assign(self, chunk: ContextChunk) -> None:
+        """The slot belongs to the chunk's request now."""
+        request = chunk.request
+        self._sampler.assign(request.slot, request.sampling, request.original_prompt_len)
+        self._penalty.assign(request, prompt_is_complete=chunk.is_last)
+        self._wanted.assign(request.slot, request.options)
+
+    def _run(self, batch: Batch) -> DeviceOutputs:
+        packed = pack(batch, self.tokens_per_block, self._cache.spare_row)
+        context_rows = ContextRows.of(batch, packed)
+        logits = self._logits(batch, packed, context_rows)
+        num_output_rows = len(packed.output_rows)
+        context_logits = {} if context_rows is None else context_rows.split(logits[num_output_rows:])
+        logits = logits[:num_output_rows]
+        generation_logits = self._wanted.generation_logits(logits, packed, batch.beam_width)
+        if batch.beam_width > 1:
+            scores = torch.from_numpy(beam_inputs(batch).scores.copy()).to(self._model.device)
+            candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
+            return DeviceOutputs(None, candidates, None, context_logits, generation_logits)
+        tokens = self._choose(logits, packed)
+        log_probs = self._wanted.log_probs(logits, tokens, packed)
+        return DeviceOutputs(tokens, None, log_probs, context_logits, generation_logits)
+
+    def _logits(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> Tensor:
+        """Logits [output rows + context logits' rows, vocabulary]."""
         if batch.num_tokens == 0:
-            return self._newest[:0]
-        packed = pack(batch, self._tokens_per_block)
-        logits = self._model.forward(self._inputs(batch, packed), self._cache)
-        tokens = self._sampler.choose(logits, packed.output_slots, packed.output_positions)
-        self._newest.index_copy_(0, self._on_device(packed.output_slots), tokens)
-        return tokens
-
-    def _inputs(self, batch: Batch, packed: PackedBatch) -> ForwardInputs:
-        generation_slots = self._on_device(batch.slots.astype(np.int64))
-        newest = self._newest.index_select(0, generation_slots)
-        return ForwardInputs(
-            tokens=torch.cat([self._on_device(packed.context_tokens), newest]),
-            positions=self._on_device(packed.positions),
-            cache_rows=self._on_device(packed.cache_rows),
-            output_rows=self._on_device(packed.output_rows),
-            groups=plan_attention(packed.spans, batch.block_tables, self._tokens_per_block, self._model.device),
+            return self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
+        if batch.beam_width > 1:
+            sources, destinations = rows_to_copy(batch, self.tokens_per_block)
+            if len(sources):
+                self._cache.copy_rows(self._on_device(sources), self._on_device(destinations))
+        wanted = packed.output_rows
+        if context_rows is not None:
+            wanted = np.concatenate([wanted, context_rows.rows])
+        return self._model.forward(
+            ForwardInputs(
+                tokens=torch.cat([self._on_device(packed.context_tokens), self._generation_tokens(batch)]),
+                positions=self._on_device(packed.positions),
+                cache_rows=self._on_device(packed.cache_rows),
+                output_rows=self._on_device(wanted),
+                groups=plan_attention(packed.spans, packed.block_tables, self.tokens_per_block, self._model.device),
+            ),
+            self._cache,
         )
+
+    def _generation_tokens(self, batch: Batch) -> Tensor:
+        """Newest token of each generation request and beam, [requests · beams]."""
+        if batch.beam_width > 1:
+            return self._on_device(beam_inputs(batch).tokens.astype(np.int64).ravel())
+        return self._newest.index_select(0, self._on_device(batch.slots.astype(np.int64)))
+
+    def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
+        """The new tokens, int64 [outputs], which become the newest of their slots."""
+        slots = packed.output_slots
+        tokens = self._sampler.choose(self._penalty.apply(logits, slots), slots, packed.output_positions)
+        self._penalty.note(tokens, slots)
+        self._newest.index_copy_(0, self._on_device(slots), tokens)
+        return tokens
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)

@@ -1,6 +1,6 @@
 """An executor that answers at once, to measure everything but the model."""
 
-from ifbbench.batching.batch import Batch
+from ifbbench.batching.batch import NO_OUTPUTS, Batch, StepOutputs
 
 
 class NullExecutor:
@@ -9,8 +9,9 @@ class NullExecutor:
     def submit(self, batch: Batch) -> None:
         """Take the batch; there is nothing to run."""
 
-    def collect(self) -> None:
-        """None: requests' tokens stay symbolic."""
+    def collect(self) -> StepOutputs:
+        """Nothing: requests' tokens stay symbolic."""
+        return NO_OUTPUTS
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.batching.batch import Batch, ContextChunk
+from ifbbench.batching.request_table import IntArray
 from ifbbench.model.attention_plan import QuerySpans
 
 Int64Array = NDArray[np.int64]
@@ -13,11 +14,14 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A batch's tokens in one row, contexts first. Rows count tokens; outputs are the rows that yield a token.
+    """A batch's tokens in one row, contexts first. Rows count tokens; output rows are those that yield a token, one
+    for each last chunk, then one for each generation request and beam.
 
-    context_tokens: [context tokens], ids (those of generation requests are on the device).
-    positions, cache_rows: [tokens]. output_rows: [outputs]. output_slots: [outputs], the slot that gets each new token.
+    context_tokens: [context rows], ids (those of generation requests are on the device).
+    positions, cache_rows: [rows]. output_rows: [output rows].
+    output_slots: [outputs], the slot that gets each new token; first those of the `num_last_chunks` last chunks.
     output_positions: [outputs], where each new token stands in its sequence.
+    block_tables: [slots · beams, blocks per sequence], the table rows that `spans` name.
     """
 
     context_tokens: Int64Array
@@ -26,43 +30,75 @@ class PackedBatch:
     output_rows: Int64Array
     output_slots: Int64Array
     output_positions: Int64Array
+    num_last_chunks: int
     spans: QuerySpans
+    block_tables: IntArray
 
 
-def pack(batch: Batch, tokens_per_block: int) -> PackedBatch:
-    """Lay out `batch`: its context chunks in order, then one token of each generation request."""
-    spans = _spans(batch)
+def pack(batch: Batch, tokens_per_block: int, spare_row: int) -> PackedBatch:
+    """Lay out `batch`: its context chunks in order, then one token of each generation request and beam.
+
+    spare_row: the cache row for the keys and values of padding. ValueError if chunks are to be padded that do not start
+    at the beginning of their prompt.
+    """
+    spans, real_lengths = _spans(batch)
+    tables = table_rows(batch.block_tables)
     owners = np.repeat(np.arange(len(spans.lengths)), spans.lengths)
-    positions = np.arange(len(owners)) - spans.first_rows[owners] + spans.starts[owners]
-    blocks = batch.block_tables[spans.slots[owners], positions // tokens_per_block].astype(np.int64)
+    offsets = np.arange(len(owners)) - spans.first_rows[owners]
+    positions = offsets + spans.starts[owners]
+    blocks = tables[spans.table_rows[owners], positions // tokens_per_block].astype(np.int64)
+    cache_rows = blocks * tokens_per_block + positions % tokens_per_block
+    if batch.padded:
+        cache_rows[offsets >= real_lengths[owners]] = spare_row
+    is_last = np.array([chunk.is_last for chunk in batch.context], dtype=np.bool_)
     yields = np.ones(len(spans.lengths), dtype=np.bool_)
-    yields[: len(batch.context)] = [chunk.is_last for chunk in batch.context]
-    outputs = spans.select(yields)
+    yields[: len(is_last)] = is_last
+    has_output = yields
+    if batch.beam_width > 1:  # an output has several rows then; its first stands for it
+        has_output = yields.copy()
+        has_output[len(is_last) :] = np.arange(len(yields) - len(is_last)) % batch.beam_width == 0
     return PackedBatch(
-        context_tokens=_context_tokens(batch.context),
+        context_tokens=_context_tokens(batch.context, spans),
         positions=positions,
-        cache_rows=blocks * tokens_per_block + positions % tokens_per_block,
-        output_rows=outputs.first_rows + outputs.lengths - 1,
-        output_slots=outputs.slots,
-        output_positions=outputs.ends,
+        cache_rows=cache_rows,
+        output_rows=(spans.first_rows + real_lengths - 1)[yields],
+        output_slots=spans.table_rows[has_output] // batch.block_tables.shape[1],
+        output_positions=(spans.starts + real_lengths)[has_output],
+        num_last_chunks=int(is_last.sum()),
         spans=spans,
+        block_tables=tables,
     )
 
 
-def _spans(batch: Batch) -> QuerySpans:
-    """Each context chunk and each generation token as a span of queries."""
+def table_rows(block_tables: IntArray) -> IntArray:
+    """Block tables [slots, beams, blocks] as [slots · beams, blocks]: beam b of slot s has the row s · beams + b."""
+    return block_tables.reshape(-1, block_tables.shape[2])
+
+
+def _spans(batch: Batch) -> tuple[QuerySpans, Int64Array]:
+    """Each context chunk and each generation token as a span of queries, and the spans' lengths without padding."""
     context = np.array([(chunk.length, chunk.start, chunk.request.slot) for chunk in batch.context], dtype=np.int64)
-    lengths, starts, slots = context.reshape(-1, 3).T
-    lengths = np.concatenate([lengths, np.ones(len(batch.slots), dtype=np.int64)])
-    return QuerySpans(
+    chunk_lengths, starts, slots = context.reshape(-1, 3).T
+    ones = np.ones(len(batch.slots) * batch.beam_width, dtype=np.int64)
+    real_lengths = lengths = np.concatenate([chunk_lengths, ones])
+    if batch.padded and len(chunk_lengths):
+        if starts.any():
+            raise ValueError("a padded batch has whole prompts only, but a chunk starts behind its prompt's beginning")
+        lengths = np.concatenate([np.full_like(chunk_lengths, chunk_lengths.max()), ones])
+    max_beams = batch.block_tables.shape[1]
+    generation = batch.slots.astype(np.int64)[:, None] * max_beams + np.arange(batch.beam_width)
+    spans = QuerySpans(
         first_rows=np.cumsum(lengths) - lengths,
         lengths=lengths,
-        starts=np.concatenate([starts, batch.positions.astype(np.int64)]),
-        slots=np.concatenate([slots, batch.slots.astype(np.int64)]),
+        starts=np.concatenate([starts, np.repeat(batch.positions.astype(np.int64), batch.beam_width)]),
+        table_rows=np.concatenate([slots * max_beams, generation.ravel()]),
     )
+    return spans, real_lengths
 
 
-def _context_tokens(context: tuple[ContextChunk, ...]) -> Int64Array:
-    if not context:
-        return np.empty(0, dtype=np.int64)
-    return np.concatenate([chunk.tokens() for chunk in context]).astype(np.int64)
+def _context_tokens(context: tuple[ContextChunk, ...], spans: QuerySpans) -> Int64Array:
+    """Ids of the chunks, one after the other, with zeros where a span is longer than its chunk."""
+    tokens = np.zeros(int(spans.lengths[: len(context)].sum()), dtype=np.int64)
+    for chunk, first in zip(context, spans.first_rows.tolist(), strict=False):
+        tokens[first : first + chunk.length] = chunk.tokens()
+    return tokens

@@ -1,7 +1,8 @@
 """How the next token is chosen from logits, for all rows of a batch at once.
 
-A sampled token depends on (request seed, output position) and its logits alone: the uniform number behind it is a hash
-of the two, so neither the batch around a request nor a pause changes what it says.
+A sampled token depends on (request seed, output position) and its logits alone, which a repetition penalty may have
+changed by the tokens before. The uniform number behind it is a hash of seed and position, so neither the batch around a
+request nor a pause changes what it says.
 """
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.request import SamplingParams
+from ifbbench.batching.sampling_params import SamplingParams
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -33,17 +33,19 @@ class QuerySpans:
     """Consecutive queries of one sequence each, as they lie in the packed batch. All arrays are [spans].
 
     first_rows: packed row of the first query. lengths: number of queries. starts: position of the first query, which
-    is also how many tokens of the sequence were cached before. slots: row of the block tables.
+    is also how many tokens of the sequence were cached before. table_rows: row of the block tables.
     """
 
     first_rows: Int64Array
     lengths: Int64Array
     starts: Int64Array
-    slots: Int64Array
+    table_rows: Int64Array
 
     def select(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> "QuerySpans":
         """The spans at these indices, or where this mask is true."""
-        return QuerySpans(self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.slots[chosen])
+        return QuerySpans(
+            self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.table_rows[chosen]
+        )
 
     @property
     def ends(self) -> Int64Array:
@@ -71,7 +73,8 @@ class AttentionGroup:
 def plan_attention(
     spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
 ) -> tuple[AttentionGroup, ...]:
-    """Groups that together cover every span once. block_tables: [slots, blocks per sequence], block ids.
+    """Groups that together cover every span once. block_tables: [sequences, blocks], block ids;
+    read before this returns, so they may change afterwards.
 
     Whole prompts, later chunks and generation tokens each have groups of their own: the first need neither cache nor
     mask, and the last have one query.
@@ -96,7 +99,7 @@ def _tiles(spans: QuerySpans) -> QuerySpans:
         first_rows=spans.first_rows[owner] + done,
         lengths=np.minimum(spans.lengths[owner] - done, QUERIES_PER_TILE),
         starts=spans.starts[owner] + done,
-        slots=spans.slots[owner],
+        table_rows=spans.table_rows[owner],
     )
 
 
@@ -132,7 +135,7 @@ def _cached_group(
     query_rows, output_rows, positions = _padded_queries(spans, num_rows)
     num_blocks = -(-spans.ends // tokens_per_block)
     width = int(num_blocks.max())
-    block_ids = block_tables[:, :width][spans.slots].astype(np.int64)
+    block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
     # Table entries beyond a sequence's end mean nothing. Its own first block stands in for them: always a valid id,
     # and no other sequence's numbers, whatever they are, come near this one's.
     block_ids = np.where(np.arange(width) < num_blocks[:, None], block_ids, block_ids[:, :1])

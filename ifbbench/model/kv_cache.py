@@ -11,7 +11,8 @@ class PagedKvCache:
 
     One pair of tensors a layer, each [blocks · tokens per block, KV heads, head size], changed in place: one tensor
     over all layers would be copied whole by torch.compile at each layer. A token's row in it is its cache row,
-    block id · tokens per block + position in block.
+    block id · tokens per block + position in block. `spare_row` lies in a block more, which no sequence has: the place
+    for keys and values that nobody is to read.
     """
 
     def __init__(
@@ -19,8 +20,9 @@ class PagedKvCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
+        self.spare_row = num_blocks * tokens_per_block
         self._heads = (config.num_kv_heads, config.head_dim)
-        shape = (num_blocks * tokens_per_block, *self._heads)
+        shape = ((num_blocks + 1) * tokens_per_block, *self._heads)
         # Zeros, not empty: padding reads rows that were never written, and masking does not undo a NaN.
         self._keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
@@ -29,6 +31,14 @@ class PagedKvCache:
         """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens]."""
         self._keys[layer].index_copy_(0, rows, keys)
         self._values[layer].index_copy_(0, rows, values)
+
+    def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
+        """Give the cache rows `destinations` [tokens] the keys and values of `sources` [tokens], in all layers.
+
+        All sources are read before any is written. No row may be among the destinations twice.
+        """
+        for storage in (*self._keys, *self._values):
+            storage.index_copy_(0, destinations, storage.index_select(0, sources))
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of sequences with the blocks `block_ids` [sequences, blocks].
@@ -39,5 +49,5 @@ class PagedKvCache:
 
     def _gather(self, storage: Tensor, block_ids: Tensor) -> Tensor:
         # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).
-        blocks = storage.view(self.num_blocks, -1).index_select(0, block_ids.flatten())
+        blocks = storage.view(self.num_blocks + 1, -1).index_select(0, block_ids.flatten())
         return blocks.view(block_ids.shape[0], -1, *self._heads).transpose(1, 2)

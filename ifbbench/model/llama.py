@@ -18,7 +18,8 @@ class ForwardInputs:
     """One iteration's packed batch on the device. All tensors are int64.
 
     tokens, positions, cache_rows: [tokens], the ids, their positions in their sequences and where their keys and
-    values go in the cache. output_rows: [outputs], the packed rows that yield a token. groups: the attention calls.
+    values go in the cache. output_rows: [outputs], the packed rows whose logits are wanted; a row may come
+    more than once. groups: the attention calls.
     """
 
     tokens: Tensor
@@ -39,7 +40,7 @@ class LlamaModel:
         self._rotary = RotaryEmbedding(config, self.device)
 
     def forward(self, inputs: ForwardInputs, cache: PagedKvCache) -> Tensor:
-        """Logits [outputs, vocabulary] of the rows that yield a token. Writes the batch's keys and values to `cache`.
+        """Logits [outputs, vocabulary] of `inputs.output_rows`. Writes the batch's keys and values to `cache`.
 
         Each weight is multiplied once, for all requests together.
         """
@@ -49,7 +50,7 @@ class LlamaModel:
         for index, layer in enumerate(self._weights.layers):
             attention = self._attention(index, layer, hidden, angles, inputs, cache)
             if index == last:
-                # The cache is complete; from here on only rows that yield a token matter.
+                # The cache is complete; from here on only the rows of wanted logits matter.
                 attention = attention.index_select(0, inputs.output_rows)
                 hidden = hidden.index_select(0, inputs.output_rows)
             hidden = hidden + layer.attention_output(attention)

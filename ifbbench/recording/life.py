@@ -46,7 +46,7 @@ class Span:
 class Life:
     """One request from its arrival to its end, in iterations; turned into seconds when it ends."""
 
-    __slots__ = ("arrival_s", "closed", "open", "produced", "request", "token_iterations")
+    __slots__ = ("arrival_s", "closed", "last_iteration", "open", "produced", "request", "token_iterations")
 
     def __init__(self, request: Request, arrival_s: float) -> None:
         self.request = request
@@ -54,6 +54,7 @@ class Life:
         self.open: Span | None = None
         # (name in the attribution, first iteration) of each closed span.
         self.closed: list[tuple[str, int]] = []
+        self.last_iteration = -1
         # Iterations that produced output tokens for the first time, as [first, last] stretches.
         self.token_iterations: list[tuple[int, int]] = []
         self.produced = 0
@@ -73,6 +74,7 @@ class Life:
             self.token_iterations.append((last - record["produced"] + 1, last))
             self.produced += record["produced"]
         self.closed.append((span.attribution(), span.first))
+        self.last_iteration = last
         return record
 
     def record(self, last: int) -> dict[str, Any] | None:

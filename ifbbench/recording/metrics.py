@@ -38,6 +38,7 @@ class RunMetrics:
     def __init__(self, total_requests: int) -> None:
         self.total = total_requests
         self.completed = self.failed = 0
+        self.slots = self.padded_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
         self.prompt_tokens = self.output_tokens = 0
         self.iterations = self.peak_used_blocks = self.max_blocks = self.tokens_per_block = 0
@@ -52,6 +53,8 @@ class RunMetrics:
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
         self.computed_tokens += record.budget_used
+        self.padded_slots += record.padding + record.idle
+        self.slots += record.budget_used + record.padding + record.idle
         self.peak_used_blocks = max(self.peak_used_blocks, record.cache.used_blocks)
         self.max_blocks, self.tokens_per_block = record.cache.max_blocks, record.cache.tokens_per_block
         self.bound_by[bound_by(record)] += 1
@@ -60,11 +63,13 @@ class RunMetrics:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, times = life.request, life.token_times(ends)
         first_scheduled = float(starts[_first_run(life)])
-        end = float(times[-1])
+        first, last = float(times[0]), float(times[-1])
+        # Later than the last token where a static batch held the request back.
+        end = float(ends[life.last_iteration])
         latencies: dict[str, float | None] = {
             "queue_time_s": first_scheduled - life.arrival_s,
-            "ttft_s": float(times[0]) - life.arrival_s,
-            "tpot_s": (end - float(times[0])) / (len(times) - 1) if len(times) > 1 else None,
+            "ttft_s": first - life.arrival_s,
+            "tpot_s": (last - first) / (len(times) - 1) if len(times) > 1 else None,
             "e2e_s": end - life.arrival_s,
         }
         for name, value in latencies.items():
@@ -80,7 +85,7 @@ class RunMetrics:
             **_identity(request.request_id, request.index, life.arrival_s, request.original_prompt_len, len(times)),
             **latencies,
             "first_scheduled_s": first_scheduled,
-            "first_token_s": float(times[0]),
+            "first_token_s": first,
             "end_s": end,
             "max_new_tokens": request.max_new_tokens + request.prompt_len - request.original_prompt_len,
             "pauses": request.pauses,
@@ -91,22 +96,23 @@ class RunMetrics:
             "error": None,
         }
 
-    def add_failure(self, request: Request, arrival_s: float, error: str) -> dict[str, Any]:
-        """Take in a request that got no tokens; returns its line of `requests.jsonl`."""
-        self.failed += 1
+    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> dict[str, Any]:
+        """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
+        `requests.jsonl`."""
+        self.failed += error is not None
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         nothing = dict.fromkeys(
             ("queue_time_s", "ttft_s", "tpot_s", "e2e_s", "first_scheduled_s", "first_token_s", "end_s")
         )
         return {
-            **_identity(request.request_id, request.index, arrival_s, request.original_prompt_len, 0),
+            **_identity(request.request_id, request.index, arrival_s, request.original_prompt_len, request.num_outputs),
             **nothing,
             "max_new_tokens": request.max_new_tokens,
-            "pauses": 0,
-            "recomputed_tokens": 0,
+            "pauses": request.pauses,
+            "recomputed_tokens": request.recomputed_tokens,
             "reused_tokens": 0,
             "attribution_s": {},
-            "outcome": "failed",
+            "outcome": "stopped" if error is None else "failed",
             "error": error,
         }
 
@@ -128,6 +134,7 @@ class RunMetrics:
             "pauses": self.pauses,
             "recomputed_tokens": self.recomputed_tokens,
             "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
+            "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
             "prefix_hit_rate": 0.0,
             "kv_blocks": {
                 "max": self.max_blocks,

@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from time import gmtime, strftime
 from typing import Any
 
 import numpy as np
 
 from ifbbench.batching.records import IterationRecord
 from ifbbench.batching.request import Request
+from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.recording.digest import ScheduleDigest
 from ifbbench.recording.jsonl_writer import JsonLinesWriter, replace_lines
 from ifbbench.recording.metrics import RunMetrics, bound_by
@@ -17,15 +17,15 @@ from ifbbench.recording.run_directory import OPEN_SPANS, write_json
 from ifbbench.recording.spans import SpanTracker
 
 FLUSH_INTERVAL_S = 1.0
-TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
 class Recorder:
     """An Observer that writes `iterations.jsonl`, `spans.jsonl` and `requests.jsonl` as the run goes, `summary.json` at
     its end, and `run.json` at both.
 
-    directory: an empty run directory. description: what `run.json` says of the run. max_requests: the engine's limit of
-    active requests. arrival_s(request): when the trace says that it comes, in seconds on the run's clock.
+    directory: an empty run directory. description: what `run.json` says of the run. statistics: makes the batch
+    manager's fields of an iteration. arrival_s(request): when the trace says that it comes, in seconds on the run's
+    clock.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class Recorder:
         directory: Path,
         description: dict[str, Any],
         total_requests: int,
-        max_requests: int,
+        statistics: IterationStatistics,
         arrival_s: Callable[[Request], float],
     ) -> None:
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
         self._description = description
-        self._max_requests = max_requests
+        self._statistics = statistics
         self._arrival_s = arrival_s
         write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
         self._iterations = JsonLinesWriter(directory / "iterations.jsonl")
@@ -50,8 +50,6 @@ class Recorder:
         self._starts = array("d")
         self._ends = array("d")
         self._flushed_s = 0.0
-        self._second = -1
-        self._timestamp = ""
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
@@ -69,8 +67,9 @@ class Recorder:
             self.flush()
             self._flushed_s = record.end_s
 
-    def refused(self, request: Request, error: str) -> None:
-        """Take in a request that was refused."""
+    def left(self, request: Request, error: str | None) -> None:
+        """Take in a request that was refused, failed or was stopped."""
+        self._tracker.drop(request, self.metrics.iterations)
         self._requests.write(self.metrics.add_failure(request, self._arrival_s(request), error))
 
     def flush(self) -> None:
@@ -97,31 +96,15 @@ class Recorder:
         return self._iterations, self._spans, self._requests
 
     def _iteration_line(self, record: IterationRecord) -> dict[str, Any]:
-        cache, context_tokens = record.cache, record.num_context_tokens
         left_out = record.left_out
         return {
-            "Timestamp": self._format_timestamp(record.timestamp),
-            "Iteration Counter": record.iteration,
-            "Active Request Count": record.active,
-            "Max Request Count": self._max_requests,
-            "Max KV cache blocks": cache.max_blocks,
-            "Free KV cache blocks": cache.max_blocks - cache.used_blocks,
-            "Used KV cache blocks": cache.used_blocks,
-            "Tokens per KV cache block": cache.tokens_per_block,
-            "Allocated total KV cache blocks": cache.allocated_total,
-            "Allocated new KV cache blocks": cache.allocated_total,
-            "Reused KV cache blocks": 0,
-            "Scheduled Requests": len(record.context) + record.num_generation,
-            "Context Requests": len(record.context),
-            "Generation Requests": record.num_generation,
-            "Total Context Tokens": context_tokens,
-            "MicroBatch ID": 0,
-            "Paused Requests": len(record.paused),
+            **self._statistics.fields(record),
             "ifbbench": {
                 "start_s": record.start_s,
                 "latency_ms": (record.end_s - record.start_s) * 1000,
                 "host_ms": (record.submit_s - record.start_s) * 1000,
                 "device_ms": (record.end_s - record.submit_s) * 1000,
+                **_pass_times(record),
                 "queued": record.queued,
                 "bound_by": bound_by(record),
                 "first_left_out": left_out
@@ -131,14 +114,17 @@ class Recorder:
                     for pause in record.paused
                 ],
                 "tokens_recomputed": record.recomputed,
-                "budget_used": context_tokens + record.num_generation,
-                "kv_fragmentation": round(cache.fragmentation, 6),
+                "budget_used": record.budget_used,
+                "kv_fragmentation": round(record.cache.fragmentation, 6),
             },
         }
 
-    def _format_timestamp(self, timestamp: float) -> str:
-        """The timestamp in UTC, formatted once a second."""
-        if int(timestamp) != self._second:
-            self._second = int(timestamp)
-            self._timestamp = strftime(TIMESTAMP_FORMAT, gmtime(self._second))
-        return self._timestamp
+
+def _pass_times(record: IterationRecord) -> dict[str, float]:
+    """Where the phases had a pass each: how long each took."""
+    if record.context_end_s is None:
+        return {}
+    return {
+        "context_pass_ms": (record.context_end_s - record.submit_s) * 1000,
+        "generation_pass_ms": (record.end_s - record.context_end_s) * 1000,
+    }

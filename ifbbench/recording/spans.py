@@ -1,7 +1,7 @@
 """From iterations to spans: follows every active request, touching only those that change what they do."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ifbbench.batching.capacity.policy import Limit
@@ -29,15 +29,35 @@ class SpanTracker:
     def add(self, record: IterationRecord, starts: Sequence[float]) -> Iterator[Life]:
         """Take in one iteration; yields the lives that end with it. `starts`: when each iteration so far began."""
         for request in record.activated:
+            if request.has_left:
+                continue
             self._activate(request, record.iteration, starts)
         self._pause(record)
         self._hold(record)
         self._run_context(record)
         self._block(record)
         for request in record.finished:
-            life = self._lives.pop(request.request_id)
+            life = self._forget(request)
+            assert life is not None
             self._put(life.end(record.iteration))
             yield life
+
+    def drop(self, request: Request, iteration: int) -> None:
+        """`request` left before its end, the next iteration being `iteration`."""
+        if request.request_id in self._lives and self._lives[request.request_id].request is request:
+            life = self._forget(request)
+            assert life is not None
+            self._put(life.end(iteration - 1))
+
+    def _forget(self, request: Request) -> Life | None:
+        for group in (self._partial, self._held, self._blocked):
+            group.pop(request.request_id, None)
+        return self._lives.pop(request.request_id, None)
+
+    def _still_here(self, requests: Iterable[Request]) -> dict[int, Life]:
+        """Those of `requests` that have not left since the iteration was scheduled, by id."""
+        ids = [request.request_id for request in requests if not request.has_left]
+        return {request_id: self._lives[request_id] for request_id in ids}
 
     def open_records(self, last_iteration: int) -> Iterator[dict[str, Any]]:
         """What is still open, as if it ended with `last_iteration`."""
@@ -68,7 +88,7 @@ class SpanTracker:
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
-        held = {request.request_id: self._lives[request.request_id] for request in record.held}
+        held = self._still_here(record.held)
         for request_id, life in self._held.items():
             if request_id not in held:
                 self._begin(life, self._generation_span(life, record.iteration, just_ran=True))
@@ -80,6 +100,8 @@ class SpanTracker:
     def _run_context(self, record: IterationRecord) -> None:
         partial_before, self._partial = self._partial, {}
         for chunk in record.context:
+            if chunk.request.has_left:
+                continue
             life = self._lives[chunk.request.request_id]
             partial_before.pop(chunk.request.request_id, None)
             phase = Phase.RECOMPUTE if chunk.request.pauses else Phase.CONTEXT
@@ -105,6 +127,8 @@ class SpanTracker:
         """Say of the first one left out what it waits for; all others wait for those before them."""
         blocked = {}
         for left_out in record.blocked:
+            if left_out.request.has_left:
+                continue
             life = self._lives[left_out.request.request_id]
             if life.open is not None and life.open.phase is Phase.WAITING:
                 blocked[left_out.request.request_id] = life

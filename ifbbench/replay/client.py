@@ -3,26 +3,62 @@
 from bisect import bisect_right
 from collections.abc import Callable
 
-from ifbbench.batching.records import Response
-from ifbbench.batching.request import IntArray, Request
-from ifbbench.clock import Clock
+import numpy as np
+
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import IntArray
+from ifbbench.batching.response import Response
+from ifbbench.clock import NANOSECONDS, Clock
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.replay.static_emulation import StaticEmulation
 from ifbbench.workload.trace import Trace, TraceRequest
+
+MILLISECONDS = 1000
+
+MakeRequest = Callable[[int, TraceRequest], Request]
+"""The engine's request for the one at this index of the trace, made when it is handed out."""
 
 
 class ReplayClient:
     """Owns the queue: requests of `trace`, in order of arrival.
 
-    make_request(index, request): the engine's request for the one at `index` of the trace, made when it is handed out.
+    concurrency: at most so many requests are outstanding, which is arrived and not answered; others arrive one by one
+        as places become free, with `keeps_arrivals` not before their time in the trace.
+    emulation: requests are handed out in batches; not together with `concurrency` (InputError).
+    wait_sleep_s: `wait` looks for requests at such intervals, not exactly when the next one comes.
     """
 
-    def __init__(self, trace: Trace, clock: Clock, make_request: Callable[[int, TraceRequest], Request]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        clock: Clock,
+        make_request: MakeRequest,
+        *,
+        concurrency: int | None = None,
+        keeps_arrivals: bool = True,
+        emulation: StaticEmulation | None = None,
+        wait_sleep_s: float | None = None,
+    ) -> None:
+        if concurrency is not None and emulation is not None:
+            raise InputError(
+                "--concurrency and --static_emulated_batch_size both say how many requests are outstanding; leave out "
+                "one of them."
+            )
         self.outputs: dict[int, IntArray] = {}
         self.answered = 0
         self._trace = trace
         self._clock = clock
         self._make_request = make_request
-        self._arrivals = [request.arrival_s for request in trace]
+        self._keeps_arrivals = keeps_arrivals or concurrency is None
+        self._arrivals = [request.arrival_s if self._keeps_arrivals else 0.0 for request in trace]
+        # Requests before `_num_placed` have a place, and so a known time of arrival.
+        self._num_placed = len(trace) if concurrency is None else min(concurrency, len(trace))
+        self._emulation = emulation
+        self._batch_end = 0
+        self._wait_sleep_s = wait_sleep_s
         self._next = 0
+        self._streamed: dict[int, list[IntArray]] = {}
 
     @property
     def done(self) -> bool:
@@ -30,30 +66,99 @@ class ReplayClient:
         return self.answered == len(self._arrivals)
 
     @property
-    def next_arrival_s(self) -> float | None:
-        """When the next request that has not been handed out arrives; None when all have been."""
-        return self._arrivals[self._next] if self._next < len(self._arrivals) else None
+    def next_event_s(self) -> float | None:
+        """When it is worth asking for requests again, on the run's clock; it may have passed already. None while that
+        takes a response, and when all requests have been handed out."""
+        if self._next == self._num_placed:
+            return None
+        if self._emulation is None or self._next < self._batch_end:
+            return _on_tick(self._arrivals[self._next])
+        if self._outstanding:
+            return None
+        return _on_tick(self._emulation.ready_s(self._arrivals, self._next))
+
+    def wait(self) -> None:
+        """Let time pass until it is worth asking for requests again. For when nothing is active: returns at once where
+        only a response could change that."""
+        event_s, now = self.next_event_s, self._clock.now()
+        if event_s is None or event_s <= now:
+            return
+        self._clock.wait_until(event_s if self._wait_sleep_s is None else now + self._wait_sleep_s)
 
     def get_requests(self, max_requests: int) -> list[Request]:
-        """Up to `max_requests` that have arrived by now; a negative number means no limit."""
-        arrived = bisect_right(self._arrivals, self._clock.now(), lo=self._next)
-        stop = arrived if max_requests < 0 else min(arrived, self._next + max_requests)
+        """Up to `max_requests` that are to be handed out by now; a negative number means no limit."""
+        stop = self._due()
+        if max_requests >= 0:
+            stop = min(stop, self._next + max_requests)
         handed_out = range(self._next, stop)
         self._next = stop
         return [self._make_request(index, self._trace.requests[index]) for index in handed_out]
 
     def queued(self) -> int:
         """How many have arrived and were not handed out."""
-        return bisect_right(self._arrivals, self._clock.now(), lo=self._next) - self._next
+        return self._arrived(self._clock.now()) - self._next
 
     def send_response(self, response: Response) -> None:
-        """Take the final response of a request."""
+        """Take a response: new tokens of a streaming request, or the final response of any."""
+        index = response.request.index
         if not response.is_final:
+            if response.output_tokens is not None:
+                self._streamed.setdefault(index, []).append(response.output_tokens)
             return
         self.answered += 1
-        if response.output_tokens is not None:
-            self.outputs[response.request.request_id] = response.output_tokens
+        self._free_place()
+        streamed = self._streamed.pop(index, [])
+        if response.error is None and response.output_tokens is not None:
+            tokens = np.concatenate([*streamed, response.output_tokens]) if streamed else response.output_tokens
+            self.outputs[response.request.request_id] = tokens
 
     def arrival_s(self, request: Request) -> float:
-        """When the trace says that `request` comes."""
+        """When `request` came, in seconds on the run's clock: as the trace says, or when there was a place for it."""
         return self._arrivals[request.index]
+
+    @property
+    def _outstanding(self) -> int:
+        return self._next - self.answered
+
+    def _arrived(self, now: float) -> int:
+        """The index behind the last request that has arrived."""
+        return bisect_right(self._arrivals, now, lo=self._next, hi=self._num_placed)
+
+    def _due(self) -> int:
+        """The index behind the last request to be handed out by now."""
+        now = self._clock.now()
+        arrived = self._arrived(now)
+        if self._emulation is None or arrived == self._next:
+            return arrived
+        is_next_batch = self._next == self._batch_end and not self._outstanding
+        if is_next_batch and now >= self._emulation.ready_s(self._arrivals, self._next):
+            self._batch_end = min(arrived, self._next + self._emulation.batch_size)
+        return self._batch_end
+
+    def _free_place(self) -> None:
+        """The next request without a place gets that of one answered now."""
+        if self._num_placed < len(self._arrivals):
+            # Times of the trace that do not count are 0, and never the later ones.
+            self._arrivals[self._num_placed] = max(self._arrivals[self._num_placed], self._clock.now())
+            self._num_placed += 1
+
+
+def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest) -> ReplayClient:
+    """The client that `config` asks for. InputError if its settings contradict each other."""
+    emulation = None
+    if config.static_emulated_batch_size is not None:
+        timeout_s = config.static_emulated_timeout / MILLISECONDS
+        emulation = StaticEmulation(config.static_emulated_batch_size, timeout_s)
+    return ReplayClient(
+        trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.request_rate is not None,
+        emulation=emulation, wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
+    )  # fmt: skip
+
+
+def _on_tick(seconds: float) -> float:
+    """The first whole nanosecond at or after `seconds`: a virtual clock, which has no others, can wait for it and is
+    then not a fraction too early."""
+    ticks = round(seconds * NANOSECONDS)
+    if ticks / NANOSECONDS < seconds:
+        ticks += 1
+    return ticks / NANOSECONDS

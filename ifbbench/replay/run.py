@@ -1,24 +1,27 @@
 """One run: a trace through the engine into a run directory."""
 
 import json
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.request import NO_END_TOKENS, Request, SamplingParams
+from ifbbench.batching.records import IterationRecord, Observer
+from ifbbench.batching.request import Request
+from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder
-from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.engine import Engine, build_engine, warm_up
+from ifbbench.replay.client import ReplayClient, make_client
+from ifbbench.replay.make_request import request_maker
 from ifbbench.workload.jsonl import write_trace
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.tokens import check_vocabulary, prompt_tokens
-from ifbbench.workload.trace import Trace, TraceRequest
+from ifbbench.workload.tokens import check_vocabulary
+from ifbbench.workload.trace import Trace
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -51,7 +54,7 @@ def run_trace(source: str | None, config: RunConfig, progress: Progress | None =
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    engine = build_engine(config)
+    engine = build_engine(config, max((request.beam_width for request in trace), default=1))
     if engine.makes_tokens:
         check_vocabulary(trace, engine.model.vocab_size)
     run_directory.prepare(directory, config.overwrite)
@@ -70,11 +73,13 @@ def _replay(
 ) -> tuple[dict[str, Any], ReplayClient]:
     warm_up(engine)
     clock = WallClock()
-    client = ReplayClient(trace, clock, _request_factory(engine))
+    client = make_client(engine.config, trace, clock, request_maker(engine))
     description = _describe(trace, engine, directory)
-    recorder = Recorder(directory, description, len(trace), engine.limits.max_batch_size, client.arrival_s)
+    statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
+    recorder = Recorder(directory, description, len(trace), statistics, client.arrival_s)
+    observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
     manager = BatchManager(
-        engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued
+        engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued
     )
     clock.restart()
     try:
@@ -92,6 +97,21 @@ def _replay(
     return summary, client
 
 
+class _StatisticsPrinter:
+    """An observer that also prints each iteration's statistics, one line of JSON, to stderr."""
+
+    def __init__(self, recorder: Recorder, statistics: IterationStatistics) -> None:
+        self._recorder = recorder
+        self._statistics = statistics
+
+    def iteration(self, record: IterationRecord) -> None:
+        self._recorder.iteration(record)
+        print(json.dumps(self._statistics.fields(record)), file=sys.stderr)
+
+    def left(self, request: Request, error: str | None) -> None:
+        self._recorder.left(request, error)
+
+
 def _loop(
     manager: BatchManager,
     client: ReplayClient,
@@ -102,30 +122,13 @@ def _loop(
 ) -> None:
     shown_s = 0.0
     while not client.done:
-        if not manager.step() and client.next_arrival_s is not None:
+        if not manager.step() and not client.done:
             recorder.flush()
-            clock.wait_until(client.next_arrival_s)
+            client.wait()
         if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = clock.now()
             blocks = f"{manager.kv_cache.pool.num_used}/{manager.kv_cache.num_blocks} KV blocks"
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")
-
-
-def _request_factory(engine: Engine) -> Callable[[int, TraceRequest], Request]:
-    config = engine.config
-    end_tokens = engine.model.eos_token_ids if config.stop_at_end_token else NO_END_TOKENS
-
-    def make_request(index: int, request: TraceRequest) -> Request:
-        tokens = prompt_tokens(request, engine.model.vocab_size, config.seed) if engine.makes_tokens else None
-        # One seed a request, so that its tokens do not depend on the others.
-        sampling = SamplingParams(config.temperature, config.top_k, config.top_p, config.seed + request.request_id)
-        return Request(
-            request.request_id, request.prompt_len, request.max_new_tokens, output_len=request.output_len,
-            prompt_tokens=tokens, index=index, priority=request.priority, beam_width=request.beam_width,
-            lora_task_id=request.lora_task_id, sampling=sampling, end_tokens=end_tokens,
-        )  # fmt: skip
-
-    return make_request
 
 
 def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:

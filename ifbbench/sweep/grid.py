@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from ifbbench.batching.capacity import find_policy
 from ifbbench.config import setting
 from ifbbench.errors import InputError
 
@@ -38,6 +39,8 @@ def parse_axis(text: str) -> Axis:
         if not value_text:
             raise InputError(f"--over {text}: a value is empty; expected {swept.expected()} between commas.")
         value = swept.check(value_text)
+        if swept.name == "policy":
+            find_policy(value)
         if value in values:
             raise InputError(f"--over {text}: {value_text} is there twice; give each value once.")
         values.append(value)

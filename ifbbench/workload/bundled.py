@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import ifbbench
 from ifbbench.errors import InputError
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".jsonl", ".json", ".csv")
@@ -27,7 +26,7 @@ def _bundled_files() -> list[Path]:
 
 def _directory() -> Path:
     """`datasets` inside an installed package, or beside it in a checkout."""
-    package = Path(ifbbench.__file__).parent
+    package = Path(__file__).parent.parent
     candidates = (package / "datasets", package.parent / "datasets")
     for directory in candidates:
         if directory.is_dir():

@@ -1,15 +1,17 @@
 """Drives a BatchManager over requests with arrivals, with executors that check what they are given."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ifbbench.batching.batch import Batch, Executor
-from ifbbench.batching.manager import BatchingConfig, BatchManager
-from ifbbench.batching.records import IterationRecord, Response
-from ifbbench.batching.request import IntArray, Request
+from ifbbench.batching.batch import Batch, Executor, StepOutputs
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.manager import BatchManager
+from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.request import Request
+from ifbbench.batching.response import Response
 from ifbbench.clock import VirtualClock
 
 MAX_STEPS = 100_000
@@ -40,25 +42,26 @@ class CheckingExecutor:
         self._tokens_per_block = tokens_per_block
         self._owners: dict[int, Request] = {}
         self._memory: dict[tuple[int, int], tuple[int, int]] = {}
-        self._answer: list[int] = []
+        self._answers: deque[list[int]] = deque()
 
     def submit(self, batch: Batch) -> None:
-        self._answer = []
+        answer: list[int] = []
         for chunk in batch.context:
             self._owners[chunk.request.slot] = chunk.request
             expected = [token_of(chunk.request, chunk.start + place) for place in range(chunk.length)]
             assert chunk.tokens().tolist() == expected
             self._compute(chunk.request, chunk.start, chunk.length, batch)
             if chunk.is_last:
-                self._answer.append(token_of(chunk.request, chunk.start + chunk.length))
+                answer.append(token_of(chunk.request, chunk.start + chunk.length))
         for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
             self._compute(self._owners[slot], position, 1, batch)
-            self._answer.append(token_of(self._owners[slot], position + 1))
+            answer.append(token_of(self._owners[slot], position + 1))
         context = [(chunk.request.request_id, chunk.length) for chunk in batch.context]
+        self._answers.append(answer)
         self.frames.append((context, [self._owners[slot].request_id for slot in batch.slots.tolist()]))
 
-    def collect(self) -> IntArray:
-        return np.array(self._answer, np.int32)
+    def collect(self) -> StepOutputs:
+        return StepOutputs(np.array(self._answers.popleft(), np.int32))
 
     def close(self) -> None:
         self._memory.clear()
@@ -66,7 +69,7 @@ class CheckingExecutor:
     def _compute(self, request: Request, start: int, length: int, batch: Batch) -> None:
         def place(position: int) -> tuple[int, int]:
             block, offset = divmod(position, self._tokens_per_block)
-            return int(batch.block_tables[request.slot, block]), offset
+            return int(batch.block_tables[request.slot, 0, block]), offset
 
         for position in range(start, start + length):
             self._memory[place(position)] = (request.request_id, position)
@@ -107,8 +110,8 @@ class _Client:
     def iteration(self, record: IterationRecord) -> None:
         self.records.append(record)
 
-    def refused(self, request: Request, error: str) -> None:
-        self.errors[request.request_id] = error
+    def left(self, request: Request, error: str | None) -> None:
+        self.errors[request.request_id] = error or ""
 
 
 def _check_nothing(manager: BatchManager, record: IterationRecord) -> None:

@@ -13,7 +13,8 @@ from ifbbench.batching.chunking import ChunkLimits
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.manager import KvCacheManager, Sequence
 from ifbbench.batching.micro_batch import MicroBatchScheduler
-from ifbbench.batching.request import Request, RequestTable
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import RequestTable
 from tests.batching import reference
 
 MAX_SEQ_LEN = 40
@@ -181,7 +182,7 @@ def check_micro_batch(requests, policy, spare, limits, in_flight):
     if limits.chunking_policy is None:
         # Without chunking a prompt is computed at once.
         requests = [request for request in requests if request.position in (0, request.prompt_len)]
-    active, cache = stand_up(requests, CacheGeometry(4, MAX_SEQ_LEN, MAX_SEQ_LEN), spare)
+    active, cache = stand_up(requests, CacheGeometry(4, MAX_SEQ_LEN, MAX_SEQ_LEN, max_beam_width=2), spare)
     decision = POLICY_CLASSES[policy](8).schedule(active, cache)
     entries = {entry.request_id: entry for entry in entries_of(active, cache)}
     order = fitting_order(active, decision)

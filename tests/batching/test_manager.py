@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from ifbbench.batching.manager import BatchingConfig
+from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.request import Request
+from ifbbench.batching.sampling_params import StopConditions
 from ifbbench.execution.null import NullExecutor
 from tests.batching.engine import CheckingExecutor, run, token_of, with_tokens
 
@@ -104,7 +105,7 @@ def test_tokens_that_do_not_fit_the_resumed_prompt_are_made_and_counted_again():
 
 def test_an_end_token_ends_a_request_early():
     ending = Request(3, 5, 10)
-    ending.end_tokens = (1_000_000, token_of(ending, 5 + 2))
+    ending.stop = StopConditions(end_tokens=(1_000_000, token_of(ending, 5 + 2)))
     result = run(SMALL, at_once(ending, Request(4, 5, 4)), CheckingExecutor(SMALL.tokens_per_block))
     outputs = {response.request.request_id: response.output_tokens for response in result.responses}
     lengths = {request_id: len(tokens) for request_id, tokens in outputs.items() if tokens is not None}

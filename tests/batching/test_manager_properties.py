@@ -8,10 +8,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.capacity import POLICY_CLASSES
 from ifbbench.batching.kv_cache.geometry import ceil_div
-from ifbbench.batching.manager import BatchingConfig
 from ifbbench.batching.request import Request
+from ifbbench.batching.sampling_params import StopConditions
 from tests.batching.engine import CheckingExecutor, Run, run, token_of, with_tokens
 
 
@@ -31,7 +32,7 @@ class Wish:
             request_id, self.prompt_len, self.max_new_tokens, output_len=self.output_len, priority=self.priority
         )
         if self.end is not None:
-            request.end_tokens = (token_of(request, self.prompt_len + self.end),)
+            request.stop = StopConditions((token_of(request, self.prompt_len + self.end),))
         return with_tokens(request)
 
 
@@ -89,7 +90,7 @@ def expected_outputs(wish: Wish, request: Request, config: BatchingConfig) -> li
     length = min(wish.output_len, wish.max_new_tokens, config.max_seq_len - prompt)
     tokens = [token_of(request, prompt + place) for place in range(length)]
     for place, token in enumerate(tokens):
-        if token in request.end_tokens:
+        if token in request.stop.end_tokens:
             return tokens[: place + 1]
     return tokens
 

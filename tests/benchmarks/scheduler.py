@@ -9,10 +9,14 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.capacity import POLICY_CLASSES
-from ifbbench.batching.manager import BatchingConfig, BatchManager
-from ifbbench.batching.records import IterationRecord, Observer, Response
+from ifbbench.batching.manager import BatchManager
+from ifbbench.batching.records import Observer, Unobserved
 from ifbbench.batching.request import Request
+from ifbbench.batching.response import Response
+from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
 from ifbbench.execution.null import NullExecutor
 from ifbbench.recording.environment import hardware, versions
@@ -24,17 +28,6 @@ ITERATIONS = 300
 LONGEST_PROMPT = 64
 MAX_SEQ_LEN = 4096
 TOKENS_PER_BLOCK = 32
-
-
-class NoRecording:
-    """An observer that keeps nothing."""
-
-    def iteration(self, record: IterationRecord) -> None:
-        """Let the record go."""
-
-    def refused(self, request: Request, error: str) -> None:
-        """The benchmark's requests all fit, so this is an error in it."""
-        raise ValueError(error)
 
 
 def requests_of(count: int) -> list[Request]:
@@ -84,7 +77,8 @@ def _manager(policy: str, requests: list[Request], observer: Observer, clock: Wa
 def recorded_iterations_per_second(policy: str, requests: list[Request]) -> float:
     """The same with everything written to a run directory on disk."""
     with TemporaryDirectory() as directory:
-        recorder = Recorder(Path(directory), {}, len(requests), len(requests), lambda request: 0.0)
+        statistics = IterationStatistics(BatchingType.INFLIGHT_FUSED, len(requests))
+        recorder = Recorder(Path(directory), {}, len(requests), statistics, lambda request: 0.0)
         rate = iterations_per_second(policy, requests, recorder)
         recorder.close(partial=True)
     return rate
@@ -96,7 +90,7 @@ def measure() -> list[dict[str, object]]:
         {
             "policy": policy,
             "active_requests": count,
-            "iterations_per_s": round(iterations_per_second(policy, requests_of(count), NoRecording())),
+            "iterations_per_s": round(iterations_per_second(policy, requests_of(count), Unobserved())),
             "iterations_per_s_recording": round(recorded_iterations_per_second(policy, requests_of(count))),
         }
         for policy in POLICY_CLASSES

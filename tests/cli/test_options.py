@@ -32,7 +32,7 @@ def config_of(monkeypatch):
 
 def error_of(*arguments: str) -> str:
     done = CliRunner().invoke(main, ["run", *arguments])
-    assert done.exit_code == 2
+    assert done.exit_code == 2, done.output
     assert done.stderr.count("\n") == 1
     return done.stderr
 
@@ -40,9 +40,16 @@ def error_of(*arguments: str) -> str:
 @pytest.mark.parametrize("setting", list(settings()), ids=lambda setting: setting.name)
 def test_help_shows_each_setting_with_its_aliases(setting):
     printed = CliRunner().invoke(main, ["run", "--help"]).output
+    is_shown = not setting.unavailable
     for name in (setting.name, *setting.aliases):
-        assert re.search(rf"--{name}\b", printed)
-        assert bool(re.search(rf"--no_{name}\b", printed)) == (setting.type is bool)
+        assert bool(re.search(rf"--{name}\b", printed)) == is_shown
+        assert bool(re.search(rf"--no_{name}\b", printed)) == (is_shown and setting.type is bool)
+
+
+def test_help_has_a_section_for_each_group():
+    printed = CliRunner().invoke(main, ["run", "--help"]).output
+    headings = re.findall(r"^([A-Z ]+) OPTIONS:$", printed, re.MULTILINE)
+    assert headings == ["COMMAND", "REPLAY", "SCHEDULING", "KV CACHE", "EXECUTION", "RECORDING"]
 
 
 def test_nothing_given_is_all_defaults(config_of):
@@ -66,9 +73,63 @@ def test_aliases(config_of):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        (["--type", "IFB"], {"type": "inflight_fused"}),
+        (["--type=v1"], {"type": "v1"}),
+        (["--type", "UIFB"], {"type": "inflight"}),
+        (["--early-stopping", "never"], {"early_stopping": "never"}),
+        (["--scheduler-policy", "GUARANTEED_NO_EVICT"], {"policy": "guaranteed_no_evict"}),
+        (["--policy", "own.policies:Mine"], {"policy": "own.policies:Mine"}),
+        (["--enable_trt_overlap"], {"enable_trt_overlap": True}),
+        (["--beam_width", "2", "--max_beam_width", "4"], {"beam_width": 2, "max_beam_width": 4}),
+        (["--static_emulated_batch_size", "8"], {"static_emulated_batch_size": 8}),
+        (["--static_emulated_timeout", "20"], {"static_emulated_timeout": 20}),
+        (["--end_id", "-1", "--pad-id=0"], {"eos_id": -1, "pad_id": 0}),
+        (["--streaming", "--return_log_probs"], {"streaming": True, "return_log_probs": True}),
+        (["--return-context-logits"], {"return_context_logits": True}),
+        (["--return_generation_logits"], {"return_generation_logits": True}),
+        (["--exclude_input_in_output_seq"], {"exclude_input_in_output_seq": True}),
+        (["--concurrency", "3", "--wait_sleep", "25"], {"concurrency": 3, "wait_sleep": 25}),
+        (["--repetition_penalty", "1.2"], {"repetition_penalty": 1.2}),
+        (["--length_penalty", "-0.5"], {"length_penalty": -0.5}),
+        (["--max_tokens", "640"], {"max_tokens_in_paged_kvcache": 640}),
+        (["--log_iteration_data"], {"log_iteration_data": True}),
+        (["--no_enable_block_reuse", "--sink_token_length", "0", "--host_cache_size", "0"], {}),
+    ],
+)
+def test_gpt_manager_benchmarks_options(config_of, arguments, values):
+    assert config_of(*arguments) == RunConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--enable_kv_cache_reuse"], "enable_kv_cache_reuse"),
+        (["--enable-block-reuse"], "enable_kv_cache_reuse"),
+        (["--max_attention_window", "512,1024"], "max_attention_window"),
+        (["--sink_token_len", "4"], "sink_token_len"),
+        (["--host_cache_size", "1000000"], "kv_host_cache_bytes"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused(arguments, name):
+    error = error_of(*arguments)
+    assert all(words in error for words in (f"--{name}", "not built yet", "leave it out"))
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "first_come"], ["--policy", "'first_come'", "guaranteed_no_evict"]),
+        (["--type", "continuous"], ["--type", "'continuous'", "v1, inflight, inflight_fused"]),
+        (["--early_stopping", "soon"], ["--early_stopping", "always, heuristic, never"]),
+        (["--eos_id", "-2"], ["--eos_id", "at least -1"]),
+        (["--repetition_penalty", "0"], ["--repetition_penalty", "above 0"]),
+        (["--concurrency", "0"], ["--concurrency", "at least 1 (requests)"]),
+        (["--static_emulated_batch_size", "0"], ["--static_emulated_batch_size", "at least 1 (requests)"]),
+        (
+            ["--policy", "first_come", "--device", "null"],
+            ["--policy", "'first_come'", "guaranteed_no_evict", "ifbbench.policies"],
+        ),
         (["--max_batch_size", "0"], ["--max_batch_size", "integer of at least 1"]),
         (["--max_num_tokens", "-1"], ["--max_num_tokens", "-1", "at least 1"]),
         (["--max_num_tokens", "many"], ["--max_num_tokens", "'many'", "an integer"]),

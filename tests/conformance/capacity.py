@@ -7,7 +7,8 @@ from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity import POLICY_CLASSES, LoraLimits
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.request import Request, RequestTable
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import RequestTable
 from tests.conformance.capacity_loop import CapacityLoop, Decided
 from tests.conformance.outcome import Case, Skip, expect_equal, require_features
 

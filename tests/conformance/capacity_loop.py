@@ -8,7 +8,8 @@ import numpy as np
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity import CapacityPolicy
 from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.request import Request, RequestTable
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

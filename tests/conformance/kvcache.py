@@ -9,7 +9,8 @@ import numpy as np
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.manager import KvCacheManager, OutOfBlocks
-from ifbbench.batching.request import Request, RequestTable
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import RequestTable
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
 OPS_SUPPORTED = {"beam", "rewind", "draft_tokens", "sink_tokens"}

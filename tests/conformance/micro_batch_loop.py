@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity import MaxRequests
 from ifbbench.batching.micro_batch import MicroBatchScheduler
-from ifbbench.batching.request import Request, RequestTable
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

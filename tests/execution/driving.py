@@ -1,5 +1,6 @@
 """A stand-in for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -8,28 +9,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch, ContextChunk
-from ifbbench.batching.request import GREEDY, Request, SamplingParams
+from ifbbench.batching.batch import Batch, BeamInputs, ContextChunk, StepOutputs
+from ifbbench.batching.beam_search import BeamSearch
+from ifbbench.batching.output_numbers import OutputNumbers
+from ifbbench.batching.request import Request
+from ifbbench.batching.sampling_params import (
+    GREEDY,
+    NO_STOP_CONDITIONS,
+    TOKENS_ONLY,
+    OutputOptions,
+    SamplingParams,
+    StopConditions,
+)
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 
+CPU = torch.device("cpu")
+
 
 @dataclass(eq=False)
 class FakeRequest:
-    """What an executor reads of a request, and its progress."""
+    """What an executor reads of a request, and its progress. With beams, `outputs` stays empty and `search` counts."""
 
     request_id: int
     prompt: NDArray[np.int32]
     num_outputs: int
     sampling: SamplingParams = GREEDY
+    options: OutputOptions = TOKENS_ONLY
+    stop: StopConditions = NO_STOP_CONDITIONS
+    beam_width: int = 1
     slot: int = -1
     original_prompt_len: int = field(init=False)
     computed: int = 0
+    num_scheduled: int = 0
     outputs: list[int] = field(default_factory=list)
+    numbers: OutputNumbers = field(init=False)
+    search: BeamSearch = field(init=False)
 
     def __post_init__(self) -> None:
         self.original_prompt_len = len(self.prompt)
+        self.numbers = OutputNumbers(len(self.prompt))
+        self.search = BeamSearch(self.beam_width, self.sampling, self.stop, self.num_outputs)
 
     @property
     def prompt_len(self) -> int:
@@ -38,7 +59,7 @@ class FakeRequest:
     @property
     def num_cached(self) -> int:
         """Tokens whose keys and values are cached in the generation phase: all but the newest."""
-        return self.original_prompt_len + len(self.outputs) - 1
+        return self.original_prompt_len + self.num_scheduled - 1
 
     @property
     def in_context(self) -> bool:
@@ -46,7 +67,7 @@ class FakeRequest:
 
     @property
     def is_done(self) -> bool:
-        return len(self.outputs) >= self.num_outputs
+        return self.num_scheduled >= self.num_outputs or (self.beam_width > 1 and self.search.over)
 
     def tokens_between(self, start: int, stop: int) -> NDArray[np.int32]:
         return self.prompt[start:stop]
@@ -57,46 +78,89 @@ class FakeRequest:
         self.prompt = np.concatenate([self.prompt, np.array(joined, np.int32)])
         self.computed = 0
 
+    def take(self, outputs: StepOutputs, place: int) -> None:
+        """Keep output number `place`."""
+        position = len(self.outputs)
+        if outputs.log_probs is not None:
+            self.numbers.add_log_prob(position, float(outputs.log_probs[place]))
+        if place in outputs.generation_logits:
+            self.numbers.add_generation(position, outputs.generation_logits[place])
+        if outputs.tokens is not None:
+            self.outputs.append(int(outputs.tokens[place]))
+        if (best := outputs.candidates) is not None:
+            is_last = self.search.num_tokens + 1 == self.num_outputs
+            self.search.advance(best.tokens[place], best.beams[place], best.scores[place], is_last=is_last)
+
 
 class RecordingModel(LlamaModel):
-    """A model that keeps the logits of its last pass."""
+    """A model that keeps the inputs and logits of its last pass."""
 
+    last_inputs: ForwardInputs
     last_logits: Tensor
 
     def forward(self, inputs: ForwardInputs, cache: PagedKvCache) -> Tensor:
+        self.last_inputs = inputs
         self.last_logits = super().forward(inputs, cache)
         return self.last_logits
 
 
 class Driver:
-    """Runs requests on `executor`; blocks lie in an order drawn from `seed`, and slots are reused."""
+    """Runs requests on `executor`; blocks lie in an order drawn from `seed`, and slots are reused.
 
-    def __init__(self, executor: ModelExecutor, num_slots: int, num_blocks: int, seed: int = 0) -> None:
+    Beams share the full blocks of their prompt. padded: run prompts as static batching does.
+    """
+
+    def __init__(
+        self, executor: ModelExecutor, num_slots: int, num_blocks: int, seed: int = 0, max_beams: int = 1
+    ) -> None:
         self.executor = executor
         self.random = np.random.default_rng(seed)
         shuffled = self.random.permutation(num_blocks).astype(np.int32)
-        self.tables = shuffled[: num_blocks // num_slots * num_slots].reshape(num_slots, -1)
+        num_sequences = num_slots * max_beams
+        self.own_blocks = shuffled[: num_blocks // num_sequences * num_sequences].reshape(num_slots, max_beams, -1)
+        self.tables = self.own_blocks.copy()
         self.free_slots = list(range(num_slots))
+        self.padded = False
         self.iteration = 0
+        self.under_way: deque[tuple[tuple[ContextChunk, ...], list[FakeRequest]]] = deque()
 
-    def step(self, context: list[tuple[FakeRequest, int]], generation: list[FakeRequest]) -> NDArray[np.int32]:
+    def step(self, context: list[tuple[FakeRequest, int]], generation: list[FakeRequest]) -> StepOutputs:
         """One iteration: (request, tokens) chunks and generation requests. Returns what collect() returned."""
+        self.submit(context, generation)
+        return self.collect()
+
+    def submit(self, context: list[tuple[FakeRequest, int]], generation: list[FakeRequest]) -> None:
+        """The first half of `step`; several may come before their `collect`."""
         chunks = tuple(ContextChunk(cast(Request, request), request.computed, length) for request, length in context)
-        slots = np.array([request.slot for request in generation], np.int32)
-        positions = np.array([request.num_cached for request in generation], np.int32)
-        self.executor.submit(Batch(self.iteration, chunks, slots, positions, self.tables))
-        tokens = self.executor.collect()
+        for request, _ in context:
+            self._share_prompt(request)
+        tables = self.tables.copy()
+        self.executor.submit(self._batch(chunks, context, generation, tables))
+        tables[:] = -9  # nobody may look at them any more
         self.iteration += 1
         for request, length in context:
             request.computed += length
         yielding = [request for request, _ in context if not request.in_context] + generation
-        assert len(tokens) == len(yielding)
-        for request, token in zip(yielding, tokens.tolist(), strict=True):
-            request.outputs.append(token)
-        return tokens
+        for request in yielding:
+            request.num_scheduled += 1
+        self.under_way.append((chunks, yielding))
+
+    def collect(self) -> StepOutputs:
+        """The second half of `step`, for the oldest batch under way."""
+        outputs = self.executor.collect()
+        chunks, yielding = self.under_way.popleft()
+        answer = outputs.tokens if outputs.candidates is None else outputs.candidates.tokens
+        assert answer is not None
+        assert len(answer) == len(yielding)
+        for place, request in enumerate(yielding):
+            request.take(outputs, place)
+        for index, logits in outputs.context_logits.items():
+            assert len(logits) == chunks[index].length
+            cast(FakeRequest, chunks[index].request).numbers.add_context(chunks[index].start, logits)
+        return outputs
 
     def run(self, requests: list[FakeRequest], largest_chunk: int | None = None, pauses: int = 0) -> None:
-        """Run all requests to their end, in mixed batches with chunks of random size and random pauses."""
+        """Run all requests, of one beam width, in mixed batches with chunks of random size and random pauses."""
         waiting = list(requests)
         active: list[FakeRequest] = []
         while waiting or active:
@@ -113,25 +177,56 @@ class Driver:
                 started[0].pause()
                 pauses -= 1
 
+    def _batch(
+        self, chunks: tuple[ContextChunk, ...], context: list[tuple[FakeRequest, int]], generation: list[FakeRequest],
+        tables: NDArray[np.int32],
+    ) -> Batch:
+        slots = np.array([request.slot for request in generation], np.int32)
+        positions = np.array([request.num_cached for request in generation], np.int32)
+        widest = max(generation + [request for request, _ in context], key=lambda request: request.beam_width,
+                     default=None)
+        if widest is None or widest.beam_width == 1:
+            return Batch(self.iteration, chunks, slots, positions, tables, padded=self.padded)
+        beams = self._beams(generation) if generation else None
+        count = max(2, 1 + len(widest.stop.end_tokens)) * widest.beam_width
+        return Batch(self.iteration, chunks, slots, positions, tables, widest.beam_width, beams, count, self.padded)
+
+    def _beams(self, generation: list[FakeRequest]) -> BeamInputs:
+        size = self.executor.tokens_per_block
+        searches = [request.search for request in generation]
+        return BeamInputs(
+            tokens=np.stack([search.tokens for search in searches]),
+            parents=np.stack([search.parents for search in searches]),
+            scores=np.stack([search.scores for search in searches]),
+            private_from=np.array([request.prompt_len // size * size for request in generation], np.int32),
+        )
+
+    def _share_prompt(self, request: FakeRequest) -> None:
+        shared = request.prompt_len // self.executor.tokens_per_block
+        self.tables[request.slot] = self.own_blocks[request.slot]
+        if request.beam_width > 1:
+            self.tables[request.slot, 1:, :shared] = self.tables[request.slot, 0, :shared]
+
     def _chunk(self, request: FakeRequest, largest: int | None) -> int:
         left = request.prompt_len - request.computed
         return left if largest is None else min(left, int(self.random.integers(1, largest + 1)))
 
 
 def requests_of(
-    lengths: list[tuple[int, int]], vocab_size: int, seed: int = 0, sampling: SamplingParams = GREEDY
+    lengths: list[tuple[int, int]], vocab_size: int, seed: int = 0, sampling: SamplingParams = GREEDY,
+    beam_width: int = 1, stop: StopConditions = NO_STOP_CONDITIONS,
 ) -> list[FakeRequest]:
     """Requests of (prompt, output) lengths with prompts drawn from `seed`."""
     random = np.random.default_rng(seed)
-    return [FakeRequest(index, random.integers(0, vocab_size, prompt).astype(np.int32), output, sampling)
+    return [FakeRequest(index, random.integers(0, vocab_size, prompt).astype(np.int32), output, sampling, stop=stop,
+                        beam_width=beam_width)
             for index, (prompt, output) in enumerate(lengths)]
 
 
-def driver_of(model: LlamaModel, num_slots: int, tokens_per_block: int, longest: int, seed: int = 0) -> Driver:
+def driver_of(
+    model: LlamaModel, num_slots: int, tokens_per_block: int, longest: int, seed: int = 0, max_beams: int = 1
+) -> Driver:
     """A driver over a fresh executor whose slots hold sequences of up to `longest` tokens."""
-    num_blocks = num_slots * -(-longest // tokens_per_block) + 3
+    num_blocks = num_slots * max_beams * -(-longest // tokens_per_block) + 3
     executor = ModelExecutor(model, num_slots, num_blocks, tokens_per_block)
-    return Driver(executor, num_slots, num_blocks, seed)
-
-
-CPU = torch.device("cpu")
+    return Driver(executor, num_slots, num_blocks, seed, max_beams)

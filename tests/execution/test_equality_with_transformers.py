@@ -1,52 +1,22 @@
 """The decoder says what transformers' LlamaForCausalLM says, however the scheduler cuts and places the work."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
 from ifbbench.config import RunConfig
 from ifbbench.execution.build import load_model
-from ifbbench.model.config import load_model_config
-from ifbbench.model.weights import load_weights
-from tests.execution.driving import CPU, FakeRequest, RecordingModel, driver_of, requests_of
-
-transformers = pytest.importorskip("transformers")
-
-# Token ids [1, tokens] to an object with `logits`.
-Reference = Callable[[torch.Tensor], Any]
+from tests.execution.driving import FakeRequest, driver_of, requests_of
+from tests.execution.transformers_reference import Reference, checkpoint, reference_logits
 
 LENGTHS = [(5, 9), (70, 12), (1, 6), (33, 1), (130, 10), (16, 16), (64, 5), (2, 20), (301, 4)]
 LONGEST = 320
 NEAR_TIE = 1e-4
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
-
-
-def checkpoint(directory: Path, **changes: object) -> tuple[RecordingModel, Reference]:
-    """A random small checkpoint as our model and as transformers' own."""
-    torch.manual_seed(0)
-    fields: dict[str, Any] = {"vocab_size": 199, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
-              "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 512,
-              "initializer_range": 0.15}
-    fields.update(changes)
-    shard_size = fields.pop("max_shard_size", "5GB")
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).float().eval()
-    for name, parameter in reference.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    reference.save_pretrained(directory, max_shard_size=shard_size)
-    config = load_model_config(directory)
-    return RecordingModel(config, load_weights(config, directory, CPU, torch.float32)), reference
-
-
-def reference_logits(reference: Reference, tokens: list[int]) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one sequence."""
-    with torch.inference_mode():
-        logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
-        return logits
 
 
 def assert_greedy(reference: Reference, request: FakeRequest) -> None:
@@ -110,5 +80,13 @@ def test_tiny_model_by_name_is_seeded_and_not_degenerate() -> None:
 def test_half_precision_runs(dtype: str) -> None:
     loaded = load_model(RunConfig(device="cpu", dtype=dtype))
     requests = requests_of([(12, 4), (40, 4)], loaded.config.vocab_size)
+    requests[0].sampling = SamplingParams(repetition_penalty=1.5)
+    requests[0].options = OutputOptions(False, True, True, True)
     driver_of(loaded.model, 2, 16, 64).run(requests, largest_chunk=16)
     assert all(len(request.outputs) == 4 for request in requests)
+    logits = requests[0].numbers.generation_logits()
+    assert logits is not None
+    assert logits.dtype == np.float32
+    beams = requests_of([(12, 4), (40, 4)], loaded.config.vocab_size, beam_width=2)
+    driver_of(loaded.model, 2, 16, 64, max_beams=2).run(beams, largest_chunk=16)
+    assert all(len(request.search.final()) == 2 for request in beams)

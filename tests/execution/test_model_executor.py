@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.batch import Batch, Executor
+from ifbbench.batching.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
+from ifbbench.batching.request_table import IntArray
+from ifbbench.batching.sampling_params import SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.null import NullExecutor
@@ -27,6 +29,11 @@ def empty_batch(tables: np.ndarray) -> Batch:
     return Batch(0, (), NO_REQUESTS, NO_REQUESTS, tables)
 
 
+def tokens_of(outputs: StepOutputs) -> IntArray:
+    assert outputs.tokens is not None
+    return outputs.tokens
+
+
 def test_tokens_come_for_last_chunks_then_generation_in_batch_order(model: LlamaModel) -> None:
     lengths = [(9, 3), (20, 3), (30, 3), (6, 3)]
     alone = requests_of(lengths, SMALL.vocab_size)
@@ -37,24 +44,24 @@ def test_tokens_come_for_last_chunks_then_generation_in_batch_order(model: Llama
     for slot, request in enumerate((third, first, fourth, second)):
         request.slot = slot
     driver.step([(first, 9), (second, 20)], [])
-    tokens = driver.step([(third, 12), (fourth, 6)], [second, first])
+    tokens = tokens_of(driver.step([(third, 12), (fourth, 6)], [second, first]))
     assert tokens.dtype == np.int32
     assert tokens.tolist() == [alone[3].outputs[0], alone[1].outputs[1], alone[0].outputs[1]]
-    assert driver.step([(third, 18)], [first]).tolist() == [alone[2].outputs[0], alone[0].outputs[2]]
+    assert tokens_of(driver.step([(third, 18)], [first])).tolist() == [alone[2].outputs[0], alone[0].outputs[2]]
 
 
 def test_first_chunks_alone_yield_nothing(model: LlamaModel) -> None:
     (request,) = requests_of([(9, 3)], SMALL.vocab_size)
     request.slot = 0
-    assert driver_of(model, 1, 4, 16).step([(request, 5)], []).tolist() == []
+    assert tokens_of(driver_of(model, 1, 4, 16).step([(request, 5)], [])).tolist() == []
 
 
 def test_empty_batch_and_single_token(model: LlamaModel) -> None:
     driver = driver_of(model, 2, 4, 16)
-    assert driver.step([], []).tolist() == []
+    assert tokens_of(driver.step([], [])).tolist() == []
     (request,) = requests_of([(1, 1)], SMALL.vocab_size)
     request.slot = 1
-    assert len(driver.step([(request, 1)], [])) == 1
+    assert len(tokens_of(driver.step([(request, 1)], []))) == 1
 
 
 def test_meaningless_table_entries_are_never_read(model: LlamaModel) -> None:
@@ -62,19 +69,57 @@ def test_meaningless_table_entries_are_never_read(model: LlamaModel) -> None:
     driver_of(model, 2, 4, 40).run(requests)
     again = requests_of([(9, 8), (30, 3)], SMALL.vocab_size)
     driver = driver_of(model, 2, 4, 40)
-    driver.tables[0, -(-16 // 4) :] = -7
+    driver.own_blocks[0, 0, -(-16 // 4) :] = -7
     driver.run(again)
     assert [request.outputs for request in again] == [request.outputs for request in requests]
 
 
-def test_one_iteration_at_a_time(model: LlamaModel) -> None:
+def test_batches_under_way_are_answered_in_the_order_of_their_submission(model: LlamaModel) -> None:
+    sampled = SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=4)
+    one_by_one = requests_of([(9, 4), (20, 3)], SMALL.vocab_size, sampling=sampled)
+    ahead = requests_of([(9, 4), (20, 3)], SMALL.vocab_size, sampling=sampled)
+    waiting, early = driver_of(model, 2, 4, 40), driver_of(model, 2, 4, 40)
+    for first, second in (one_by_one, ahead):
+        first.slot, second.slot = 0, 1
+    plan = [(((0, 9),), ()), (((1, 13),), (0,)), (((1, 7),), (0,)), ((), (1, 0)), ((), (1,))]
+    for context, generation in plan:
+        waiting.step([(one_by_one[i], size) for i, size in context], [one_by_one[i] for i in generation])
+        early.submit([(ahead[i], size) for i, size in context], [ahead[i] for i in generation])
+        if len(early.under_way) == 3:
+            early.collect()
+    while early.under_way:
+        early.collect()
+    assert [request.outputs for request in ahead] == [request.outputs for request in one_by_one]
+    assert [len(request.outputs) for request in ahead] == [4, 3]
+
+
+def test_collect_without_submit_is_an_error(model: LlamaModel) -> None:
     executor = ModelExecutor(model, 1, 4, 4)
-    tables = np.zeros((1, 4), np.int32)
     with pytest.raises(RuntimeError, match="no iteration"):
         executor.collect()
-    executor.submit(empty_batch(tables))
-    with pytest.raises(RuntimeError, match="under way"):
-        executor.submit(empty_batch(tables))
+    executor.submit(empty_batch(np.zeros((1, 1, 4), np.int32)))
+    executor.collect()
+    with pytest.raises(RuntimeError, match="no iteration"):
+        executor.collect()
+
+
+def test_a_submit_that_raises_has_started_nothing(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = requests_of([(9, 3), (5, 1)], SMALL.vocab_size)
+    first.slot, second.slot = 0, 1
+    driver = driver_of(model, 2, 4, 16)
+    driver.submit([(first, 9)], [])
+    with monkeypatch.context() as broken:
+        broken.setattr(LlamaModel, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.submit([(second, 5)], [first])
+    driver.submit([(second, 5)], [first])
+    driver.collect()
+    driver.collect()
+    with pytest.raises(RuntimeError, match="no iteration"):
+        driver.executor.collect()
+    alone = requests_of([(9, 2), (5, 1)], SMALL.vocab_size)
+    driver_of(model, 2, 4, 16).run(alone)
+    assert [first.outputs, second.outputs] == [request.outputs for request in alone]
 
 
 def test_longer_sequences_than_the_model_has_positions_are_refused(model: LlamaModel) -> None:
@@ -84,6 +129,6 @@ def test_longer_sequences_than_the_model_has_positions_are_refused(model: LlamaM
 
 def test_null_executor_makes_no_tokens() -> None:
     executor: Executor = NullExecutor()
-    executor.submit(empty_batch(np.zeros((1, 1), np.int32)))
-    assert executor.collect() is None
+    executor.submit(empty_batch(np.zeros((1, 1, 1), np.int32)))
+    assert executor.collect() is NO_OUTPUTS
     executor.close()

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.manager import BatchingConfig, BatchManager
+from ifbbench.batching.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.manager import BatchManager
 from ifbbench.batching.request import Request
+from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import VirtualClock
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
@@ -22,12 +24,15 @@ class TickingExecutor:
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.batches: list[Batch] = []
+        self.collected = 0
 
     def submit(self, batch: Batch) -> None:
         self.batches.append(batch)
 
-    def collect(self) -> None:
-        self.clock.advance(self.batches[-1].num_tokens * NANOSECONDS_PER_TOKEN)
+    def collect(self) -> StepOutputs:
+        self.clock.advance(self.batches[self.collected].num_tokens * NANOSECONDS_PER_TOKEN)
+        self.collected += 1
+        return NO_OUTPUTS
 
     def close(self) -> None:
         self.batches.clear()
@@ -65,7 +70,8 @@ def run(
     clock = VirtualClock()
     client = ReplayClient(trace, clock, _request)
     recorder = Recorder(
-        run_directory.prepare(directory, overwrite=False), {"name": "virtual"}, len(trace), config.max_batch_size,
+        run_directory.prepare(directory, overwrite=False), {"name": "virtual"}, len(trace),
+        IterationStatistics(config.batching_type, config.max_batch_size),
         client.arrival_s,
     )  # fmt: skip
     manager = BatchManager(
@@ -76,8 +82,8 @@ def run(
             raise Interrupted
         if manager.step():
             manager.kv_cache.check_consistency()
-        elif client.next_arrival_s is not None:
-            clock.wait_until(client.next_arrival_s)
+        else:
+            client.wait()
     return recorder.close(partial=not client.done)
 
 

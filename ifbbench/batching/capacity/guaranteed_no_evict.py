@@ -17,6 +17,8 @@ class GuaranteedNoEvict:
     hold, they go on past it. (TensorRT-LLM's scheduler would stand still for ever.)
     """
 
+    may_pause = False
+
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
         self.max_num_requests = max_num_requests
         self.lora = lora

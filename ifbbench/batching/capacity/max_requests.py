@@ -10,6 +10,8 @@ from ifbbench.batching.kv_cache.manager import KvCacheManager
 class MaxRequests:
     """Let the first `max_num_requests` of the list run; never pause."""
 
+    may_pause = False
+
     def __init__(self, max_num_requests: int) -> None:
         self.max_num_requests = max_num_requests
 

@@ -23,6 +23,8 @@ class MaxUtilization:
     LoRA pages could bind. (TensorRT-LLM's `MaxUtilizationScheduler`, with the same outcome.)
     """
 
+    may_pause = True
+
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
         self.max_num_requests = max_num_requests
         self.lora = lora

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.pool import BlockPool, OutOfBlocks
-from ifbbench.batching.request import IntArray, Request
+from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import IntArray
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class KvCacheManager:
 
     registered: [slots], tokens in each sequence, the sink bubble included.
     blocks_held: [slots], blocks of one beam.
-    block_tables: [slots, blocks per sequence], block ids of beam 0; entries beyond `blocks_held` are meaningless.
+    block_tables: [slots, beams, blocks per sequence], block ids; entries beyond `blocks_held` are meaningless.
     """
 
     def __init__(self, geometry: CacheGeometry, num_blocks: int, slots: int) -> None:
@@ -58,7 +59,8 @@ class KvCacheManager:
         self.sequences: dict[int, Sequence] = {}
         self.registered = np.zeros(slots, np.int64)
         self.blocks_held = np.zeros(slots, np.int64)
-        self.block_tables: IntArray = np.zeros((slots, geometry.max_blocks_per_sequence), np.int32)
+        shape = (slots, geometry.max_beam_width, geometry.max_blocks_per_sequence)
+        self.block_tables: IntArray = np.zeros(shape, np.int32)
         # Of each slot's request: the most tokens it may register, and its blocks when complete (shared, per beam).
         self._limit = np.zeros(slots, np.int64)
         self._context_blocks = np.zeros(slots, np.int64)
@@ -135,7 +137,7 @@ class KvCacheManager:
         shared = [self.pool.take(references=beam_width) for _ in range(count - private)]
         beams = [shared + [self.pool.take() for _ in range(private)] for _ in range(beam_width)]
         self.sequences[slot] = Sequence(beams)
-        self.block_tables[slot, :count] = beams[0]
+        self.block_tables[slot, :beam_width, :count] = beams
         self.blocks_held[slot] = count
         self._beam_width[slot] = beam_width
 
@@ -151,9 +153,9 @@ class KvCacheManager:
 
     def _grow(self, slot: int) -> None:
         held = int(self.blocks_held[slot])
-        for beam in self.sequences[slot].beams:
+        for number, beam in enumerate(self.sequences[slot].beams):
             beam.append(self.pool.take())
-        self.block_tables[slot, held] = self.sequences[slot].beams[0][-1]
+            self.block_tables[slot, number, held] = beam[-1]
         self.blocks_held[slot] = held + 1
 
     def remove_token(self, slot: int) -> None:

@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batch import Executor
-from ifbbench.batching.manager import BatchingConfig, BatchManager
-from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.manager import BatchManager
 from ifbbench.batching.request import Request
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
-from ifbbench.replay.resolve import batching_config, resolve_limits
 
 WARM_UP_PROMPT_LEN = 8
 WARM_UP_NEW_TOKENS = 3
@@ -43,23 +43,25 @@ class Engine:
         }
 
 
-def build_engine(config: RunConfig) -> Engine:
-    """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together."""
+def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
+    """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
+
+    beam_width: the most beams of a request, where the settings do not say."""
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
     if config.device == "null":
-        resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=False)
-        limits = batching_config(resolved, kv_tokens_that_fit=None)
+        resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=False, trace_beam_width=beam_width)
+        limits = batching_config(resolved, kv_tokens_that_fit=None, vocab_size=None)
         return Engine(NullExecutor(), _with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False)
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
     from ifbbench.execution import build
 
     device = build.choose_device(config)
-    resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=device.type == "cpu")
+    resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     loaded = build.load_model(resolved)
-    limits = batching_config(resolved, build.default_kv_tokens(resolved, model, device))
+    limits = batching_config(resolved, build.default_kv_tokens(resolved, model, device), model.vocab_size)
     try:
         executor = build.make_executor(
             loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len
@@ -87,20 +89,8 @@ def warm_up(engine: Engine) -> None:
         del requests[:count]
         return taken
 
-    manager = BatchManager(
-        engine.limits, engine.executor, WallClock(), get_requests, lambda response: None, _Unobserved()
-    )
+    manager = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     while manager.step():
-        pass
-
-
-class _Unobserved:
-    """Nobody watches the warm-up."""
-
-    def iteration(self, record: IterationRecord) -> None:
-        pass
-
-    def refused(self, request: Request, error: str) -> None:
         pass
 
 

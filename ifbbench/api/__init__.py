@@ -1,0 +1,1 @@
+"""The batch manager as a Python API: what a server or a script drives."""

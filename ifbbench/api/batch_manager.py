@@ -1,0 +1,207 @@
+"""The batch manager of the TensorRT-LLM documentation: callbacks around the token generation loop, and its thread."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSignals, ReturnStats, SendResponse
+from ifbbench.api.engine import build_engine
+from ifbbench.api.resolve import batching_config, resolve_limits
+from ifbbench.batching.batch import Executor
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.manager import BatchManager as TokenGenerationLoop
+from ifbbench.batching.manager import ExecutorFailed
+from ifbbench.batching.statistics import IterationStatistics
+from ifbbench.clock import WallClock
+from ifbbench.config import RunConfig, from_mapping
+from ifbbench.errors import IfbbenchError, InputError
+
+# How often an idle worker asks for requests.
+IDLE_POLL_S = 0.001
+# So many failed steps in a row, and the executor is taken for broken.
+MAX_FAILURES = 3
+
+_log = logging.getLogger("ifbbench")
+
+
+class BatchManagerFailed(IfbbenchError):
+    """The loop has ended before its time; every request that it had fetched got an error response."""
+
+
+class BatchManager:
+    """In-flight batching behind four callbacks. A worker thread runs the token generation loop from construction to
+    `close()` (or the end of a `with` block), and calls all callbacks; they should return soon.
+
+    executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which stays
+        the caller's to close. An executor needs `max_seq_len` and `max_tokens` among the optional parameters.
+    model_type: "V1", "InflightBatching" or "InflightFusedBatching" (or v1, uifb, ifb).
+    max_beam_width: most beams of a request. Those of an iteration all have the same width.
+    scheduler_policy: "guaranteed_no_evict", "max_utilization", "static_batch" or "package.module:ClassName".
+    get_inference_requests(max_requests): a list of at most so many `InferenceRequest`; negative means no limit. Called
+        at the start of each iteration, and when idle each millisecond.
+    send_response(request_id, tensors, is_final, error): see `response_tensors`. Each request object gets exactly one
+        final response, after all that the manager held for it is free. A non-empty error is always final.
+    poll_stop_signals(): ids of requests to stop, at the end of each iteration; they get what they have so far, as final
+        response. Unknown ids are ignored.
+    return_batch_manager_stats(json): the iteration's statistics, at its end, while anything is active.
+    optional_params: settings of `ifbbench run` by name, and `kv_cache_config`, a mapping of max_tokens,
+        free_gpu_memory_fraction and so on. enable_trt_overlap, enable_chunked_context, max_batch_size, …
+    start: False leaves the thread out; then `step()` is the loop.
+
+    Raises InputError if the parameters do not fit together. A callback that raises is logged, and the loop goes on; if
+    one of them, or the executor, fails three times in a row, the loop ends, all requests get an error response, and
+    `close()` raises BatchManagerFailed.
+    """
+
+    def __init__(
+        self,
+        executor_or_model: Executor | str | Path,
+        model_type: str,
+        max_beam_width: int,
+        scheduler_policy: str,
+        get_inference_requests: GetInferenceRequests,
+        send_response: SendResponse,
+        poll_stop_signals: PollStopSignals | None = None,
+        return_batch_manager_stats: ReturnStats | None = None,
+        optional_params: Mapping[str, Any] | None = None,
+        *,
+        start: bool = True,
+    ) -> None:
+        settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params or {})
+        limits, executor, self._owned_executor = _engine(executor_or_model, settings)
+        statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
+        self._callbacks = Callbacks(
+            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics
+        )
+        self._loop = TokenGenerationLoop(
+            limits, executor, WallClock(), self._callbacks.get_requests, self._callbacks.send, self._callbacks,
+            poll_stop_signals=self._callbacks.poll,
+        )  # fmt: skip
+        self._closing, self._aborting, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._failures = 0
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if start:
+            # A daemon, so that a program that forgets to close the manager ends all the same.
+            self._thread = threading.Thread(target=self._work, name="ifbbench-batch-manager", daemon=True)
+            self._thread.start()
+
+    @property
+    def config(self) -> BatchingConfig:
+        """The limits that it runs with."""
+        return self._loop.config
+
+    @property
+    def kv_cache(self) -> KvCacheManager:
+        """To look at. With a worker thread, only after `close()`."""
+        return self._loop.kv_cache
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the worker thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def step(self) -> bool:
+        """One iteration of a manager without a thread; False when no request is active."""
+        if self._thread is not None:
+            raise RuntimeError("step() is the worker thread's; make the manager with start=False to call it yourself")
+        return self._step()
+
+    def close(self) -> None:
+        """Wait until no request is active and none comes any more, then end. Raises BatchManagerFailed if the loop has
+        ended before. From within a callback it only asks for the end."""
+        self._closing.set()
+        self._finish()
+
+    def abort(self) -> None:
+        """End at once. Every request that was fetched and is not complete gets an error response."""
+        self._aborting.set()
+        self._finish()
+
+    def __enter__(self) -> "BatchManager":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    # The worker.
+
+    def _finish(self) -> None:
+        self._wake.set()
+        if self._thread is threading.current_thread():
+            return
+        if self._thread is None:
+            self._work()
+        else:
+            self._thread.join()
+        if self._owned_executor is not None:
+            self._owned_executor.close()
+            self._owned_executor = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise BatchManagerFailed(f"the batch manager ended early: {error}") from error
+
+    def _work(self) -> None:
+        """Run iterations until there is nothing to do and nothing will come."""
+        try:
+            while not self._aborting.is_set():
+                # Asked before the step, so that requests made before the call of close() are seen.
+                closing = self._closing.is_set()
+                if self._step():
+                    continue
+                if closing:
+                    return
+                self._wake.wait(IDLE_POLL_S)
+            self._loop.abort("the batch manager was aborted")
+        except Exception as error:
+            _log.exception("the batch manager ends: %s", error)
+            self._error = error
+            self._loop.abort(f"the batch manager ended: {error}")
+
+    def _step(self) -> bool:
+        try:
+            worked = self._loop.step()
+            self._failures = 0
+        except ExecutorFailed as error:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            _log.exception("%s; its requests had an error response", error)
+            worked = True
+        for request_id, error_text in self._callbacks.take_undelivered():
+            self._loop.stop(request_id, error_text)
+        if self._callbacks.failure is not None:
+            raise self._callbacks.failure
+        return worked
+
+
+def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Mapping[str, Any]) -> RunConfig:
+    flat = dict(optional_params)
+    cache = flat.pop("kv_cache_config", None) or {}
+    if not isinstance(cache, Mapping):
+        raise InputError(f"kv_cache_config: expected a mapping of its settings, not {type(cache).__name__}.")
+    named = {"type": model_type, "max_beam_width": max_beam_width, "policy": policy}
+    return from_mapping({**flat, **cache, **named})
+
+
+def _engine(
+    executor_or_model: Executor | str | Path, settings: RunConfig
+) -> tuple[BatchingConfig, Executor, Executor | None]:
+    """The limits, the executor, and the executor again if it is the manager's own."""
+    if isinstance(executor_or_model, str | Path):
+        engine = build_engine(settings.with_values(model=str(executor_or_model)), settings.max_beam_width or 1)
+        return engine.limits, engine.executor, engine.executor
+    for name in ("max_seq_len", "max_tokens_in_paged_kvcache"):
+        if getattr(settings, name) is None:
+            raise InputError(f"{name}: an executor does not tell its size; expected it among the optional parameters.")
+    resolved = resolve_limits(settings, settings.max_seq_len or 0, on_cpu=True)
+    return batching_config(resolved, None, vocab_size=None), executor_or_model, None

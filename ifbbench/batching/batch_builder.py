@@ -1,0 +1,77 @@
+"""From an iteration's decision to the batches that run it: takes the KV blocks they write to, and packs them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.batching.active import ActiveRequests
+from ifbbench.batching.batch import Batch, BeamInputs, ContextChunk
+from ifbbench.batching.batching_type import BatchingType
+from ifbbench.batching.beam_search import BeamSearch
+from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.request import Request
+
+Rows = NDArray[np.int64]
+_NO_ROWS: Rows = np.zeros(0, np.int64)
+
+
+class BatchBuilder:
+    """Builds the passes of an iteration: one, or one for each phase (InflightBatching)."""
+
+    def __init__(self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCacheManager) -> None:
+        self._passes_apart = batching_type is BatchingType.INFLIGHT
+        self._padded = batching_type is BatchingType.V1
+        self._active = active
+        self._kv_cache = kv_cache
+
+    def build(self, iteration: int, context: list[Request], rows: Rows, idle: Rows = _NO_ROWS) -> tuple[Batch, ...]:
+        """The passes that run the chunks of `context` and a step of the generation requests in `rows`.
+
+        idle: rows of complete requests that a static batch computes on with; they write over their last position."""
+        chunks = tuple(self._chunk(request) for request in context)
+        registered = self._kv_cache.registered
+        bubble = self._kv_cache.geometry.bubble
+        positions = np.concatenate([registered[rows], registered[idle] - 1]) - bubble
+        self._kv_cache.add_tokens(rows)
+        rows = np.concatenate([rows, idle])
+        if chunks and len(rows) and self._passes_apart:
+            return self._pass(iteration, chunks, _NO_ROWS, _NO_ROWS), self._pass(iteration, (), rows, positions)
+        if not chunks and not len(rows):
+            return ()
+        return (self._pass(iteration, chunks, rows, positions),)
+
+    def _chunk(self, request: Request) -> ContextChunk:
+        if request.is_first_chunk:
+            self._kv_cache.add_request(request)
+        return ContextChunk(request, request.position, request.chunk)
+
+    def _pass(self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows) -> Batch:
+        tables = self._kv_cache.block_tables
+        slots, positions32 = rows.astype(np.int32), positions.astype(np.int32)
+        if tables.shape[1] == 1:
+            return Batch(iteration, chunks, slots, positions32, tables, padded=self._padded)
+        requests = [self._active.by_slot[row] for row in rows.tolist()]
+        width = (requests[0] if requests else chunks[0].request).beam_width
+        beams = self._beams(requests) if width > 1 else None
+        return Batch(
+            iteration, chunks, slots, positions32, tables, width, beams, self._num_candidates(), self._padded
+        )
+
+    def _num_candidates(self) -> int:
+        """The same for all passes of an iteration, so that their outputs can be put together."""
+        return max(
+            BeamSearch.num_candidates(request.beam_width, request.stop) for request in self._active.by_slot.values()
+        )
+
+    def _beams(self, requests: list[Request]) -> BeamInputs | None:
+        """What the searches of `requests` decided; None without any, and from executors that make no tokens."""
+        searches = [request.search for request in requests if request.search is not None]
+        if not searches:
+            return None
+        size = self._kv_cache.geometry.tokens_per_block
+        return BeamInputs(
+            tokens=np.stack([search.tokens for search in searches]),
+            parents=np.stack([search.parents for search in searches]),
+            scores=np.stack([search.scores for search in searches]),
+            # A prompt that ends within a block has that block once for each beam.
+            private_from=np.array([request.prompt_len // size * size for request in requests], np.int32),
+        )

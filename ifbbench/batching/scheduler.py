@@ -1,0 +1,78 @@
+"""One iteration's scheduling: the capacity policy, then the micro-batch scheduler, and what both together mean."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.batching.active import ActiveRequests
+from ifbbench.batching.capacity import CapacityDecision, CapacityPolicy, LeftOut, Pause
+from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.lockstep import Lockstep
+from ifbbench.batching.micro_batch import MicroBatch, MicroBatchScheduler
+from ifbbench.batching.request import Request
+
+_NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What an iteration shall do.
+
+    context: requests with a chunk to run. rows: table rows of the generation requests to run. idle: rows of complete
+    members of a static batch. held: generation requests that do not run. paused: in the order of the decision.
+    blocked: the first requests that each scheduler left out, and those paused.
+    """
+
+    context: list[Request]
+    rows: NDArray[np.int64]
+    idle: NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
+    held: list[Request] = field(default_factory=list)
+    paused: list[Pause] = field(default_factory=list)
+    blocked: tuple[LeftOut, ...] = ()
+
+    @property
+    def does_nothing(self) -> bool:
+        return not (self.context or len(self.rows) or len(self.idle) or self.paused)
+
+
+class Scheduler:
+    """Both schedulers over the same requests and cache. Decides, and changes nothing but the sizes of chunks."""
+
+    def __init__(
+        self,
+        policy: CapacityPolicy,
+        micro_batch: MicroBatchScheduler,
+        active: ActiveRequests,
+        kv_cache: KvCacheManager,
+        lockstep: Lockstep | None,
+    ) -> None:
+        self._policy = policy
+        self._micro_batch = micro_batch
+        self._active = active
+        self._kv_cache = kv_cache
+        self._lockstep = lockstep
+
+    def plan(self) -> Plan:
+        """Schedule one iteration."""
+        fitting = self._policy.schedule(self._active, self._kv_cache)
+        selected = self._micro_batch.schedule(self._active, fitting)
+        held = fitting.held + selected.held
+        plan = Plan(selected.context, _NO_ROWS, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
+        if self._lockstep is not None:
+            plan.held = held + self._lockstep.complete
+            plan.idle = self._lockstep.idle_rows
+        plan.rows = self._rows_without([*plan.held, *(pause.victim for pause in plan.paused)])
+        return plan
+
+    def _rows_without(self, held: list[Request]) -> NDArray[np.int64]:
+        rows = self._active.generation_rows
+        if held:
+            rows = rows[~np.isin(rows, [request.slot for request in held])]
+        return rows
+
+
+def _blocked(fitting: CapacityDecision, selected: MicroBatch) -> tuple[LeftOut, ...]:
+    paused = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
+    found = [item for item in (fitting.left_out, selected.left_out) if item is not None]
+    return tuple(paused + found)

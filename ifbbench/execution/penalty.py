@@ -1,0 +1,69 @@
+"""Repetition penalty: tokens that a sequence has already become less likely (Keskar et al., arXiv:1909.05858)."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ifbbench.batching.request import Request
+
+Int64Array = NDArray[np.int64]
+
+
+class RepetitionPenalty:
+    """Which ids the request in each slot has in prompt and output, and the penalty on them.
+
+    The ids stay on the device, so a step need not wait until the host has seen the tokens of the step before. They take
+    no memory before a request with a penalty comes.
+    """
+
+    def __init__(self, num_slots: int, vocabulary: int, device: torch.device) -> None:
+        self._penalties = np.ones(num_slots, dtype=np.float32)
+        self._shape = (num_slots, vocabulary)
+        self._device = device
+        self._seen: Tensor | None = None
+
+    def assign(self, request: Request, *, prompt_is_complete: bool) -> None:
+        """From now on the request's slot is its own. Once its prompt is complete, its ids are noted: what a pause has
+        joined to the prompt and what was found in the cache are among them."""
+        slot, penalty = request.slot, request.sampling.repetition_penalty
+        self._penalties[slot] = penalty
+        if penalty == 1.0 or not prompt_is_complete:
+            return
+        if self._seen is None:
+            self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        ids = torch.from_numpy(request.tokens_between(0, request.prompt_len).astype(np.int64))
+        self._seen[slot].zero_().index_fill_(0, ids.to(self._device, non_blocking=True), True)
+
+    def apply(self, logits: Tensor, slots: Int64Array) -> Tensor:
+        """`logits` [rows, vocabulary] of the requests in `slots` [rows], penalised: in float32 if any row is.
+
+        Each id that occurs, however often, has its logit divided by the penalty if positive and multiplied if negative.
+        `logits` itself does not change.
+        """
+        if self._seen is None:
+            return logits
+        rows = self._penalised(slots)
+        if len(rows) == 0:
+            return logits
+        index = self._on_device(rows)
+        penalties = torch.from_numpy(self._penalties[slots[rows]]).to(self._device).unsqueeze(1)
+        plain = logits.index_select(0, index).float()
+        lowered = torch.where(plain < 0, plain * penalties, plain / penalties)
+        seen = self._seen.index_select(0, self._on_device(slots[rows]))
+        return logits.float().index_copy(0, index, torch.where(seen, lowered, plain))
+
+    def note(self, tokens: Tensor, slots: Int64Array) -> None:
+        """The requests in `slots` [rows] have got `tokens`, int64 [rows] on the device."""
+        if self._seen is None:
+            return
+        rows = self._penalised(slots)
+        if len(rows):
+            places = self._on_device(slots[rows] * self._shape[1]) + tokens.index_select(0, self._on_device(rows))
+            self._seen.view(-1).index_fill_(0, places, True)
+
+    def _penalised(self, slots: Int64Array) -> NDArray[np.intp]:
+        return np.flatnonzero(self._penalties[slots] != 1.0)
+
+    def _on_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,0 +1,95 @@
+"""Settings that contradict each other are refused, and those that a batching type leaves no choice of are forced."""
+
+import logging
+
+import pytest
+
+from ifbbench.api.resolve import batching_config, resolve_limits
+from ifbbench.batching.batching_type import BatchingType
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+
+
+def resolved(trace_beam_width=1, **settings):
+    return resolve_limits(RunConfig(**settings), 256, on_cpu=True, trace_beam_width=trace_beam_width)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"enable_trt_overlap": True, "beam_width": 2}, ["--enable_trt_overlap", "refused with beam width above 1"]),
+        ({"enable_trt_overlap": True, "max_beam_width": 2}, ["refused with beam width above 1"]),
+        ({"enable_trt_overlap": True, "trace_beam_width": 2}, ["refused with beam width above 1"]),
+        ({"streaming": True, "beam_width": 2}, ["--streaming", "beam width above 1"]),
+        ({"temperature": 0.5, "beam_width": 2}, ["--temperature", "beam search"]),
+        ({"repetition_penalty": 1.5, "beam_width": 2}, ["--repetition_penalty", "beam search"]),
+        ({"max_beam_width": 2, "beam_width": 4}, ["--max_beam_width: 2", "--beam_width 4"]),
+        ({"max_num_tokens": 3, "beam_width": 4}, ["--max_num_tokens: 3", "4 beams"]),
+        ({"concurrency": 3, "static_emulated_batch_size": 4}, ["--concurrency", "--static_emulated_batch_size"]),
+        ({"enable_chunked_context": True, "max_num_tokens": 31}, ["--max_num_tokens: 31", "chunk of 32"]),
+        ({"device": "null", "return_log_probs": True}, ["--return_log_probs", "--device null"]),
+        ({"device": "null", "return_context_logits": True}, ["--return_context_logits", "--device null"]),
+        ({"device": "null", "return_generation_logits": True}, ["--return_generation_logits", "--device null"]),
+        ({"policy": "first_come"}, ["--policy: 'first_come'", "guaranteed_no_evict"]),
+    ],
+)
+def test_contradictions(settings, words):
+    with pytest.raises(InputError) as caught:
+        resolved(**settings)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_beam_width"),
+    [
+        ({}, 1),
+        ({"beam_width": 3}, 3),
+        ({"trace_beam_width": 4}, 4),
+        ({"trace_beam_width": 4, "beam_width": 1}, 1),
+        ({"max_beam_width": 5}, 5),
+        ({"max_beam_width": 2, "trace_beam_width": 4}, 2),
+    ],
+)
+def test_the_most_beams(settings, max_beam_width):
+    assert resolved(**settings).max_beam_width == max_beam_width
+
+
+def test_v1_forces_what_static_batches_need(caplog):
+    config = resolved(
+        type="v1", policy="max_utilization", enable_chunked_context=True, streaming=True, enable_trt_overlap=True,
+        max_num_tokens=100,
+    )  # fmt: skip
+    assert (config.type, config.policy) == ("v1", "guaranteed_no_evict")
+    assert [config.enable_chunked_context, config.streaming, config.enable_trt_overlap] == [False, False, False]
+    assert config.max_input_len == 100
+    assert caplog.messages == [
+        "--type v1 runs under policy guaranteed_no_evict, not max_utilization.",
+        "--type v1 turns --enable_chunked_context off.",
+        "--type v1 turns --streaming off.",
+        "--type v1 turns --enable_trt_overlap off.",
+    ]
+    assert {(record.name, record.levelno) for record in caplog.records} == {("ifbbench", logging.WARNING)}
+
+
+@pytest.mark.parametrize("settings", [{"type": "v1"}, {"streaming": True, "enable_trt_overlap": True}])
+def test_no_warning_where_nothing_is_forced(settings, caplog):
+    config = resolved(**settings)
+    assert all(getattr(config, name) == value for name, value in settings.items())
+    assert caplog.messages == []
+
+
+def test_the_engine_gets_every_limit():
+    config = resolved(type="UIFB", beam_width=3, tokens_per_block=16, policy="MAX_UTILIZATION", max_batch_size=2)
+    limits = batching_config(config, None, vocab_size=512)
+    assert (limits.batching_type, limits.policy) == (BatchingType.INFLIGHT, "max_utilization")
+    assert (limits.max_beam_width, limits.enable_overlap, limits.vocab_size) == (3, False, 512)
+    assert limits.num_blocks == 2 * 3 * 256 // 16
+    assert batching_config(resolved(enable_trt_overlap=True), None, vocab_size=None).enable_overlap
+
+
+@pytest.mark.parametrize("name", ["eos_id", "pad_id"])
+def test_token_ids_beyond_the_vocabulary(name):
+    config = resolved(**{name: 512})
+    with pytest.raises(InputError, match=f"--{name}: 512 is not a token id of model tiny; expected at most 511"):
+        batching_config(config, None, vocab_size=512)
+    assert batching_config(config, None, vocab_size=None).vocab_size is None
