@@ -1,5 +1,6 @@
 """The batch manager of the TensorRT-LLM documentation: callbacks around the token generation loop, and its thread."""
 
+import atexit
 import logging
 import threading
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from ifbbench.errors import IfbbenchError, InputError
 IDLE_POLL_S = 0.001
 # So many failed steps in a row, and the executor is taken for broken.
 MAX_FAILURES = 3
+# How long a program that ends without close() waits for the iteration under way.
+EXIT_PATIENCE_S = 5.0
 
 _log = logging.getLogger("ifbbench")
 
@@ -83,12 +86,15 @@ class BatchManager:
         )  # fmt: skip
         self._closing, self._aborting, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._failures = 0
-        self._error: Exception | None = None
+        self._in_step = self._ended = False
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if start:
             # A daemon, so that a program that forgets to close the manager ends all the same.
             self._thread = threading.Thread(target=self._work, name="ifbbench-batch-manager", daemon=True)
             self._thread.start()
+            # Python would stop it in the middle of an iteration, which PyTorch answers by killing the process.
+            atexit.register(self._end_with_the_program)
 
     @property
     def config(self) -> BatchingConfig:
@@ -109,7 +115,16 @@ class BatchManager:
         """One iteration of a manager without a thread; False when no request is active."""
         if self._thread is not None:
             raise RuntimeError("step() is the worker thread's; make the manager with start=False to call it yourself")
-        return self._step()
+        if self._ended:
+            raise RuntimeError("the batch manager has ended")
+        try:
+            worked = self._step()
+        except Exception as error:
+            self._fail(error)
+            raise
+        if self._aborting.is_set():
+            self._work()
+        return worked
 
     def close(self) -> None:
         """Wait until no request is active and none comes any more, then end. Raises BatchManagerFailed if the loop has
@@ -137,12 +152,16 @@ class BatchManager:
 
     def _finish(self) -> None:
         self._wake.set()
-        if self._thread is threading.current_thread():
-            return
         if self._thread is None:
-            self._work()
+            if self._in_step:
+                return
+            if not self._ended:
+                self._work()
+        elif self._thread is threading.current_thread():
+            return
         else:
             self._thread.join()
+            atexit.unregister(self._end_with_the_program)
         if self._owned_executor is not None:
             self._owned_executor.close()
             self._owned_executor = None
@@ -150,27 +169,48 @@ class BatchManager:
             error, self._error = self._error, None
             raise BatchManagerFailed(f"the batch manager ended early: {error}") from error
 
+    def _end_with_the_program(self) -> None:
+        self._aborting.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(EXIT_PATIENCE_S)
+
     def _work(self) -> None:
         """Run iterations until there is nothing to do and nothing will come."""
         try:
             while not self._aborting.is_set():
                 # Asked before the step, so that requests made before the call of close() are seen.
                 closing = self._closing.is_set()
-                if self._step():
+                if self._step() or self._callbacks.expects_requests:
                     continue
                 if closing:
                     return
                 self._wake.wait(IDLE_POLL_S)
             self._loop.abort("the batch manager was aborted")
-        except Exception as error:
-            _log.exception("the batch manager ends: %s", error)
-            self._error = error
-            self._loop.abort(f"the batch manager ended: {error}")
+        except BaseException as error:  # also SystemExit, which would end the thread without a word
+            self._fail(error)
+        finally:
+            self._ended = True
+
+    def _fail(self, error: BaseException) -> None:
+        _log.error("the batch manager ends: %s", error, exc_info=error)
+        self._error = error
+        self._ended = True
+        self._loop.abort(f"the batch manager ended: {error}")
 
     def _step(self) -> bool:
+        self._in_step = True
+        try:
+            return self._guarded_step()
+        finally:
+            self._in_step = False
+
+    def _guarded_step(self) -> bool:
+        iterations = self._callbacks.num_iterations
         try:
             worked = self._loop.step()
-            self._failures = 0
+            if self._callbacks.num_iterations > iterations:
+                self._failures = 0
         except ExecutorFailed as error:
             self._failures += 1
             if self._failures >= MAX_FAILURES:

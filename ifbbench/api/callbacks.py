@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,7 +12,7 @@ from ifbbench.batching.records import IterationRecord
 from ifbbench.batching.request import Request
 from ifbbench.batching.response import Response
 from ifbbench.batching.statistics import IterationStatistics
-from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.errors import IfbbenchError
 
 GetInferenceRequests = Callable[[int], Collection[InferenceRequest]]
 SendResponse = Callable[[int, Tensors, bool, str], Any]
@@ -46,32 +47,37 @@ class Callbacks:
         self._statistics = statistics
         # Set when there is no point in going on; the loop looks at it between iterations, where all is in order.
         self.failure: CallbackFailed | None = None
+        # Whether the last call for requests brought any, or raised: then there may be more of them.
+        self.expects_requests = False
+        # Iterations that have ended, failed ones included.
+        self.num_iterations = 0
         self._failures: dict[str, int] = {}
         self._undelivered: dict[int, str] = {}
 
     def get_requests(self, max_requests: int) -> list[Request]:
         """New requests; those that cannot even be read are answered here."""
+        items = self._fetch(max_requests)
+        self.expects_requests = items is None or len(items) > 0
         requests = []
-        for item in self._guarded("get_inference_requests", self._get, max_requests) or ():
-            if not isinstance(item, InferenceRequest):
-                kind = type(item).__name__
-                self._failed("get_inference_requests", TypeError(f"expected InferenceRequest, not {kind}"))
-                continue
+        for item in items or ():
             try:
                 requests.append(engine_request(item))
-            except InputError as error:
-                self._guarded("send_response", self._send, item.request_id, {}, True, str(error))
+            except Exception as error:  # whatever it is, it is wrong with this request alone
+                self._deliver(item.request_id, {}, True, str(error))
         return requests
 
     def send(self, response: Response) -> None:
         """Deliver a response. Where a stream cannot be delivered, its request is to be stopped."""
         request_id = response.request.request_id
-        try:
-            self._send(request_id, response_tensors(response), response.is_final, response.error or "")
-        except Exception as error:
-            _log.exception("send_response raised for request %d", request_id)
-            if not response.is_final:
-                self._undelivered[request_id] = f"send_response raised: {error}"
+        if response.is_final:
+            # With a hole in its stream, what it has is of no use.
+            hole = self._undelivered.pop(request_id, "")
+            error = response.error or hole
+            self._deliver(request_id, {} if error else response_tensors(response), True, error)
+        elif request_id not in self._undelivered:
+            failure = self._deliver(request_id, response_tensors(response), False, "")
+            if failure is not None:
+                self._undelivered[request_id] = f"send_response raised: {failure}"
 
     def take_undelivered(self) -> list[tuple[int, str]]:
         """Requests whose stream broke since the last call, each with its error."""
@@ -83,15 +89,43 @@ class Callbacks:
         """Ids of requests to stop."""
         if self._poll is None:
             return ()
-        return self._guarded("poll_stop_signals", self._poll) or ()
+        poll = self._poll
+        return self._guarded("poll_stop_signals", lambda: [operator.index(item) for item in poll() or ()]) or ()
 
     def iteration(self, record: IterationRecord) -> None:
         """Tell the client the iteration's statistics."""
+        self.num_iterations += 1
         if self._return_stats is not None:
             self._guarded("return_batch_manager_stats", self._return_stats, json.dumps(self._statistics.fields(record)))
 
     def left(self, request: Request, error: str | None) -> None:
         """Its response says it all."""
+
+    def _fetch(self, max_requests: int) -> list[InferenceRequest] | None:
+        """What the client hands out, or None if it raises. What is no request is left out, and counts like raising."""
+        name = "get_inference_requests"
+        try:
+            given = self._get(max_requests)
+            items = [] if given is None else list(given)
+        except Exception as error:
+            self._failed(name, error)
+            return None
+        wrong = [item for item in items if not isinstance(item, InferenceRequest)]
+        if wrong:
+            self._failed(name, TypeError(f"expected InferenceRequest, not {type(wrong[0]).__name__}"))
+        else:
+            self._failures[name] = 0
+        return [item for item in items if isinstance(item, InferenceRequest)]
+
+    def _deliver(self, request_id: int, tensors: Tensors, is_final: bool, error: str) -> Exception | None:
+        """Call send_response; returns what it raised."""
+        try:
+            self._send(request_id, tensors, is_final, error)
+        except Exception as failure:
+            self._failed("send_response", failure, f" for request {request_id}")
+            return failure
+        self._failures["send_response"] = 0
+        return None
 
     def _guarded(self, name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
         """What the callback returns, or None if it raises."""
@@ -103,9 +137,9 @@ class Callbacks:
         self._failures[name] = 0
         return result
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _failed(self, name: str, error: Exception, about: str = "") -> None:
         self._failures[name] = self._failures.get(name, 0) + 1
-        _log.error("%s failed: %s", name, error, exc_info=error)
+        _log.error("%s failed%s: %s", name, about, error, exc_info=error)
         if self._failures[name] >= MAX_FAILURES:
             self.failure = CallbackFailed(f"{name} failed {MAX_FAILURES} times in a row: {error}")
             self.failure.__cause__ = error

@@ -1,14 +1,14 @@
 """A request as a client makes it, and its way into the engine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
-from ifbbench.batching.sampling_params import GREEDY, OutputOptions, SamplingParams, StopConditions
+from ifbbench.batching.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
 
@@ -53,15 +53,10 @@ def engine_request(request: InferenceRequest) -> Request:
     if not 0 <= request_id <= MAX_REQUEST_ID:
         raise InputError(f"request_id {request_id}: expected an unsigned 64-bit integer")
     tokens = _token_ids("input_ids", request.input_ids)
-    end_id = NO_TOKEN if request.end_id is None else _integer("end_id", request.end_id)
+    end_id = NO_TOKEN if request.end_id is None else _token_id("end_id", request.end_id)
     stop_ids = _token_ids("stop_ids", request.stop_ids).tolist()
     end_tokens = tuple(token for token in (end_id, *stop_ids) if token >= 0)
-    sequences = [tuple(_token_ids("stop_sequences", sequence).tolist()) for sequence in request.stop_sequences]
-    if not all(sequences):
-        raise InputError("stop_sequences: one is empty; expected at least one token id in each")
-    if not isinstance(request.sampling, SamplingParams):
-        raise InputError(f"sampling: expected SamplingParams, not {type(request.sampling).__name__}")
-    pad_id = max(end_id, 0) if request.pad_id is None else _integer("pad_id", request.pad_id)
+    pad_id = max(end_id, 0) if request.pad_id is None else _token_id("pad_id", request.pad_id)
     return Request(
         request_id,
         len(tokens),
@@ -69,14 +64,47 @@ def engine_request(request: InferenceRequest) -> Request:
         prompt_tokens=tokens,
         priority=_number("priority", request.priority),
         beam_width=_integer("beam_width", request.beam_width),
-        lora_task_id=request.lora_task_id,
-        sampling=request.sampling,
+        lora_task_id=None if request.lora_task_id is None else _integer("lora_task_id", request.lora_task_id),
+        sampling=_sampling(request.sampling),
         options=OutputOptions(
             request.streaming, request.return_log_probs, request.return_context_logits,
             request.return_generation_logits, request.exclude_input_from_output, pad_id,
         ),
-        stop=StopConditions(end_tokens, tuple(sequences)),
+        stop=StopConditions(end_tokens, _stop_sequences(request.stop_sequences)),
     )  # fmt: skip
+
+
+def _sampling(params: Any) -> SamplingParams:
+    """The parameters with numbers in the place of numbers; whether they make sense is for the engine to say."""
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"sampling: expected SamplingParams, not {type(params).__name__}")
+    if params.early_stopping not in list(EarlyStopping):
+        raise InputError(f"early_stopping {params.early_stopping!r}: expected one of {', '.join(EarlyStopping)}")
+    numbers = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+    return replace(
+        params,
+        # More than any vocabulary has is all of it.
+        top_k=min(_integer("top_k", params.top_k), np.iinfo(np.int32).max),
+        seed=_integer("seed", params.seed),
+        early_stopping=EarlyStopping(params.early_stopping),
+        **{name: _number(name, getattr(params, name)) for name in numbers},
+    )
+
+
+def _stop_sequences(sequences: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(sequences, Iterable):
+        raise InputError(f"stop_sequences: expected sequences of token ids, not {type(sequences).__name__}")
+    read = tuple(tuple(_token_ids("stop_sequences", sequence).tolist()) for sequence in sequences)
+    if not all(read):
+        raise InputError("stop_sequences: one is empty; expected at least one token id in each")
+    return read
+
+
+def _token_id(name: str, value: Any) -> int:
+    token, limits = _integer(name, value), np.iinfo(np.int32)
+    if not limits.min <= token <= limits.max:
+        raise InputError(f"{name} {token}: expected a token id")
+    return token
 
 
 def _integer(name: str, value: Any) -> int:
@@ -88,7 +116,10 @@ def _integer(name: str, value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise InputError(f"{name} {value!r}: expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InputError(f"{name}: expected a finite number") from error
 
 
 def _token_ids(name: str, values: Any) -> IntArray:

@@ -32,9 +32,10 @@ def response_tensors(response: Response) -> Tensors:
         "context_logits": np.zeros((1, 1, 1), np.float32) if context is None else context[None],
         "generation_logits": _padded(generation) if generation else np.zeros((1, 1, 1, 1), np.float32),
     }
-    if response.cumulative_log_probs is not None:
-        tensors["output_log_probs"] = _padded(response.log_probs)
-        tensors["cum_log_probs"] = response.cumulative_log_probs[None]
+    if response.request.options.return_log_probs:
+        cumulative = response.cumulative_log_probs
+        tensors["output_log_probs"] = _padded(response.log_probs or (np.zeros(0, np.float32),))
+        tensors["cum_log_probs"] = np.zeros((1, 1), np.float32) if cumulative is None else cumulative[None]
     return tensors
 
 

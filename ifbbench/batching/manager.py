@@ -11,15 +11,13 @@ from ifbbench.batching.batch import Batch, Executor
 from ifbbench.batching.batch_builder import BatchBuilder
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.capacity import CapacityPolicy, LeftOut, Limit
+from ifbbench.batching.capacity import CapacityPolicy
 from ifbbench.batching.capacity.load import find_policy
-from ifbbench.batching.chunking import ChunkLimits
 from ifbbench.batching.confirm import confirm
 from ifbbench.batching.flight import Flight
 from ifbbench.batching.kv_cache.manager import KvCacheManager
 from ifbbench.batching.kv_cache.pool import OutOfBlocks
 from ifbbench.batching.lockstep import Lockstep
-from ifbbench.batching.micro_batch import MicroBatchScheduler
 from ifbbench.batching.records import CacheState, IterationRecord, Observer, Unobserved
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import RequestTable
@@ -74,9 +72,7 @@ class BatchManager:
         limits = _admission_limits(config, self._policy)
         self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse)
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
-        self._scheduler = Scheduler(
-            self._policy, _micro_batch_scheduler(config), self.active, self.kv_cache, self._lockstep
-        )
+        self._scheduler = Scheduler(config, self._policy, self.active, self.kv_cache, self._lockstep)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
         self._in_flight: deque[Flight] = deque()
         self._activated: list[Request] = []
@@ -100,7 +96,8 @@ class BatchManager:
         elif self._in_flight:
             self._land()
         elif len(self.active):
-            raise SchedulerStalled(self._why_stalled(plan))
+            raise SchedulerStalled(f"policy {self.config.policy} runs none of {len(self.active)} active requests "
+                                   f"(blocked: {plan.reasons})")
         self._stop_on_signals()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -269,30 +266,12 @@ class BatchManager:
             num_generation_tokens=int(beams),
             held=plan.held,
             paused=plan.paused,
-            left_out=self._first_left_out(plan),
+            left_out=plan.first_left_out(self._admission.waiting),
             blocked=plan.blocked,
-            cache=self._cache_state(),
+            cache=CacheState.of(self.kv_cache),
             idle=len(plan.idle),
             padding=sum(longest - chunk.length for chunk in context) if self._lockstep else 0,
         )
-
-    def _first_left_out(self, plan: Plan) -> LeftOut | None:
-        if plan.blocked:
-            return min(plan.blocked, key=lambda left_out: left_out.request.order)
-        if self._admission.waiting:
-            return LeftOut(self._admission.waiting[0], Limit.BATCH_SIZE)
-        return None
-
-    def _cache_state(self) -> CacheState:
-        cache = self.kv_cache
-        return CacheState(
-            cache.num_blocks, cache.pool.num_used, cache.geometry.tokens_per_block, cache.pool.allocated_total,
-            cache.fragmentation(),
-        )  # fmt: skip
-
-    def _why_stalled(self, plan: Plan) -> str:
-        reasons = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
-        return f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {reasons})"
 
 
 def _admission_limits(config: BatchingConfig, policy: CapacityPolicy) -> AdmissionLimits:
@@ -301,10 +280,3 @@ def _admission_limits(config: BatchingConfig, policy: CapacityPolicy) -> Admissi
         config.vocab_size,
         pause_truncates=config.chunk_unit is None and getattr(policy, "may_pause", True),
     )  # fmt: skip
-
-
-def _micro_batch_scheduler(config: BatchingConfig) -> MicroBatchScheduler:
-    if config.chunk_unit is None:
-        return MicroBatchScheduler(config.max_batch_size, config.max_num_tokens)
-    limits = ChunkLimits(config.chunk_unit, config.max_num_tokens)
-    return MicroBatchScheduler(config.max_batch_size, config.max_num_tokens, config.chunking_policy, limits)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ifbbench.batching.batch import ContextChunk
 from ifbbench.batching.capacity.policy import LeftOut, Pause
+from ifbbench.batching.kv_cache.manager import KvCacheManager
 from ifbbench.batching.request import Request
 
 
@@ -17,6 +18,17 @@ class CacheState:
     tokens_per_block: int
     allocated_total: int
     fragmentation: float
+
+    @classmethod
+    def of(cls, cache: KvCacheManager) -> "CacheState":
+        """The cache as it is now."""
+        return cls(
+            max_blocks=cache.num_blocks,
+            used_blocks=cache.pool.num_used,
+            tokens_per_block=cache.geometry.tokens_per_block,
+            allocated_total=cache.pool.allocated_total,
+            fragmentation=cache.fragmentation(),
+        )
 
 
 @dataclass(slots=True)

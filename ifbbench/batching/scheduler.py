@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.batching.active import ActiveRequests
-from ifbbench.batching.capacity import CapacityDecision, CapacityPolicy, LeftOut, Pause
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.capacity import CapacityDecision, CapacityPolicy, LeftOut, Limit, Pause
+from ifbbench.batching.chunking import ChunkLimits
 from ifbbench.batching.kv_cache.manager import KvCacheManager
 from ifbbench.batching.lockstep import Lockstep
 from ifbbench.batching.micro_batch import MicroBatch, MicroBatchScheduler
@@ -35,20 +37,31 @@ class Plan:
     def does_nothing(self) -> bool:
         return not (self.context or len(self.rows) or len(self.idle) or self.paused)
 
+    @property
+    def reasons(self) -> str:
+        """Whom each scheduler left out first, and why."""
+        return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
+
+    def first_left_out(self, waiting: list[Request]) -> LeftOut | None:
+        """The first request that does not run, or whose chunk was cut. `waiting`: those that are not active yet."""
+        if self.blocked:
+            return min(self.blocked, key=lambda left_out: left_out.request.order)
+        return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None
+
 
 class Scheduler:
     """Both schedulers over the same requests and cache. Decides, and changes nothing but the sizes of chunks."""
 
     def __init__(
         self,
+        config: BatchingConfig,
         policy: CapacityPolicy,
-        micro_batch: MicroBatchScheduler,
         active: ActiveRequests,
         kv_cache: KvCacheManager,
         lockstep: Lockstep | None,
     ) -> None:
         self._policy = policy
-        self._micro_batch = micro_batch
+        self._micro_batch = _micro_batch_scheduler(config)
         self._active = active
         self._kv_cache = kv_cache
         self._lockstep = lockstep
@@ -70,6 +83,13 @@ class Scheduler:
         if held:
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows
+
+
+def _micro_batch_scheduler(config: BatchingConfig) -> MicroBatchScheduler:
+    if config.chunk_unit is None:
+        return MicroBatchScheduler(config.max_batch_size, config.max_num_tokens)
+    limits = ChunkLimits(config.chunk_unit, config.max_num_tokens)
+    return MicroBatchScheduler(config.max_batch_size, config.max_num_tokens, config.chunking_policy, limits)
 
 
 def _blocked(fitting: CapacityDecision, selected: MicroBatch) -> tuple[LeftOut, ...]:

@@ -38,7 +38,7 @@ class RunMetrics:
     def __init__(self, total_requests: int) -> None:
         self.total = total_requests
         self.completed = self.failed = 0
-        self.slots = self.padded_slots = 0
+        self.slots = self.padded_slots = self.empty_generation_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
         self.prompt_tokens = self.output_tokens = 0
         self.iterations = self.peak_used_blocks = self.max_blocks = self.tokens_per_block = 0
@@ -53,6 +53,7 @@ class RunMetrics:
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
         self.computed_tokens += record.budget_used
+        self.empty_generation_slots += record.idle
         self.padded_slots += record.padding + record.idle
         self.slots += record.budget_used + record.padding + record.idle
         self.peak_used_blocks = max(self.peak_used_blocks, record.cache.used_blocks)
@@ -134,6 +135,7 @@ class RunMetrics:
             "pauses": self.pauses,
             "recomputed_tokens": self.recomputed_tokens,
             "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
+            "empty_generation_slots": self.empty_generation_slots,
             "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
             "prefix_hit_rate": 0.0,
             "kv_blocks": {

@@ -115,6 +115,7 @@ class Recorder:
                 ],
                 "tokens_recomputed": record.recomputed,
                 "budget_used": record.budget_used,
+                **({"padding_tokens": record.padding} if record.padding else {}),
                 "kv_fragmentation": round(record.cache.fragmentation, 6),
             },
         }

@@ -89,7 +89,7 @@ def _replay(
         raise
     except Exception as error:
         raise RunFailed(
-            f"the run broke off in iteration {manager.iteration}: {error} "
+            f"the run broke off after {manager.iteration} iterations: {error} "
             f"({client.answered} of {len(trace)} requests were done; what was recorded is in {directory})"
         ) from error
     finally:

@@ -1,7 +1,7 @@
 """gptManagerBenchmark's figures, under its names and in its order: stdout lines and a CSV of one row.
 
-Percentiles are its own nearest rank, not the interpolated ones of summary.json. Token times are always recorded, so
-its streaming figures are always there.
+Percentiles are its own nearest rank, not the interpolated ones of summary.json. As there, figures of single tokens are
+only told of streaming runs (summary.json has them of every run).
 """
 
 import csv
@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 from ifbbench.report.load import RunData
@@ -19,8 +20,7 @@ def benchmark_figures(run: RunData) -> dict[str, float]:
     done = run.completed
     total_s = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else math.nan
     output_tokens = int(done["output_len"].sum())
-    per_token_ms = done["tpot_s"].dropna() * 1000
-    return {
+    overall = {
         "num_samples": len(done),
         "num_error_samples": len(run.requests) - len(done),
         "total_latency(ms)": total_s * 1000,
@@ -29,6 +29,13 @@ def benchmark_figures(run: RunData) -> dict[str, float]:
         **_spread("sequence_latency(ms)", done["e2e_s"] * 1000),
         # Without speculative decoding each decoding step of a request yields exactly one token.
         "avg_acceptance_rate(tokens/decoding steps)": 1.0 if output_tokens else 0.0,
+    }
+    return overall | _streaming_figures(done) if run.config.get("streaming") else overall
+
+
+def _streaming_figures(done: pd.DataFrame) -> dict[str, float]:
+    per_token_ms = done["tpot_s"].dropna() * 1000
+    return {
         **_spread("time_to_first_token(ms)", done["ttft_s"] * 1000),
         **_spread("inter_token_latency(ms)", per_token_ms),
         **_spread("user_tokens_per_second(tokens/sec/user)", 1000 / per_token_ms[per_token_ms > 0]),

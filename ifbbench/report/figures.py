@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST, distribution
 from ifbbench.report.load import RunData
@@ -37,6 +38,11 @@ def _request_figures(run: RunData) -> dict[str, Any]:
     }
 
 
+def _total(iterations: pd.DataFrame, column: str) -> int:
+    """The sum of a column that need not be there."""
+    return int(iterations[column].fillna(0).sum()) if column in iterations else 0
+
+
 def _iteration_figures(run: RunData) -> dict[str, Any]:
     iterations = run.iterations
     shares = iterations["bound_by"].value_counts(normalize=True)
@@ -45,8 +51,12 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
         "peak_used": iterations["used_kv_cache_blocks"].max(),
         "tokens_per_block": iterations["tokens_per_kv_cache_block"].max(),
     }
+    empty, padding = (_total(iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
+    used = _total(iterations, "budget_used")
     return {
         "iterations": len(iterations),
+        "empty_generation_slots": empty,
+        "padding_waste": (empty + padding) / (used + empty + padding) if used else 0.0,
         "pauses": int(iterations["pauses"].sum()),
         "recomputed_tokens": int(iterations["tokens_recomputed"].fillna(0).sum()),
         "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},

@@ -1,6 +1,7 @@
 """What a run prints when it is done: how fast, how long, what bound it, and what failed."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,14 @@ LATENCIES = {
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
+# What the line of settings says of how requests were batched, and when.
+WAYS_OF_BATCHING: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "static batches (V1)": lambda config: config.get("type") == "v1",
+    "a pass for each phase": lambda config: config.get("type") == "inflight",
+    "overlap": lambda config: bool(config.get("enable_trt_overlap")),
+    "beams": lambda config: (config.get("max_beam_width") or 1) > 1,
+    "streaming": lambda config: bool(config.get("streaming")),
+}
 BAR_CELLS = 24
 FAILURES_SHOWN = 5
 
@@ -46,8 +55,9 @@ def settings_line(run: RunData) -> str:
     config, trace = run.config, run.run.get("trace") or {}
     chunking = "chunked context" if config.get("enable_chunked_context") else None
     sizes = [f"{name} {config[name]}" for name in ("max_batch_size", "max_num_tokens") if config.get(name)]
+    ways = [name for name, wanted in WAYS_OF_BATCHING.items() if wanted(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, where, config.get("dtype")]
+    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *ways, where, config.get("dtype")]
     return " · ".join(str(part) for part in parts if part)
 
 
@@ -94,6 +104,9 @@ def _throughput_table(known: dict[str, Any]) -> Table:
         ("Total throughput", f"{significant(known['total_throughput_tokens_per_s'])} tokens/s", "KV blocks, peak use",
          f"{count(peak)} of {count(most)} ({percent(peak / most)})" if peak is not None and most else NOTHING),
     ]  # fmt: skip
+    if known.get("padding_waste"):
+        rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",
+                     percent(known["padding_waste"])))  # fmt: skip
     for row in rows:
         table.add_row(*row)
     return table

@@ -22,10 +22,13 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def run_of_four(directory: Path) -> RunData:
+NOT_STREAMING = 12  # so many of them when not streaming
+
+
+def run_of_four(directory: Path, streaming: bool = True) -> RunData:
     """Four requests with latencies of 1, 2, 3 and 4 s from arrivals at 0, 0, 1 and 1 s; a fifth failed."""
     directory.mkdir()
-    (directory / "run.json").write_text('{"name": "four", "config": {}}')
+    (directory / "run.json").write_text(json.dumps({"name": "four", "config": {"streaming": streaming}}))
     sizes = [(1, None), (11, 0.15), (26, 0.1), (12, 0.25)]
     rows: list[dict[str, object]] = [
         {"request_id": str(number), "index": number, "arrival_s": float(number // 2), "prompt_len": 10,
@@ -49,6 +52,10 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     # The request with one token has no gap.
     assert [round(value, 9) for value in values[18:24]] == [round(500 / 3, 9), 250, 100, 250, 250, 150]
     assert [round(value, 9) for value in values[25:]] == [10.0, 4.0, 10.0, 10.0, round(1000 / 150, 9)]
+
+
+def test_figures_of_tokens_are_told_of_streaming_runs_alone(tmp_path: Path) -> None:
+    assert list(benchmark_figures(run_of_four(tmp_path / "four", streaming=False))) == COLUMNS[:NOT_STREAMING]
 
 
 def test_lines_have_two_decimals(tmp_path: Path) -> None:

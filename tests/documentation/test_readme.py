@@ -1,0 +1,54 @@
+"""The code of the README runs, and does what the text around it says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def code_with(text: str) -> str:
+    """The one Python example of the README that has `text` in it."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (found,) = (block for block in blocks if text in block)
+    return str(found)
+
+
+def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(code_with("get_inference_requests"))
+    answer = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+        env={"PYTHONPATH": str(README.parent), "PATH": ""},
+    )  # fmt: skip
+    lines = answer.stdout.splitlines()
+    for request_id, tokens in ((1, 8), (4, 3 + 5)):
+        (line,) = (line for line in lines if line.startswith(f"request {request_id} (final): "))
+        assert len(json.loads(line.partition(": ")[2])) == tokens
+    streamed = [json.loads(line.partition(": ")[2]) for line in lines if line.startswith("request 2")]
+    assert [len(piece) for piece in streamed] == [1, 1, 1, 1]
+    assert any(line.startswith("request 3 failed: ") for line in lines)
+
+
+def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shortest.py").write_text(code_with("ShortestRemainingOutputFirst"))
+    lengths = [40, 30, 10, 20, 5]
+    rows = [
+        {"request_id": index, "arrival_s": 0.0, "prompt_len": 8, "output_len": length, "max_new_tokens": length}
+        for index, length in enumerate(lengths)
+    ]
+    Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Room for one of the longest at a time.
+    arguments = ["--device", "null", "--tokens_per_block", "8", "--max_tokens_in_paged_kvcache", "48", "--quiet"]
+    policy = ["--policy", "shortest:ShortestRemainingOutputFirst", "--output", "run"]
+    result = CliRunner().invoke(main, ["run", "trace.jsonl", *arguments, *policy])
+    assert result.exit_code == 0, result.output
+    requests = [json.loads(line) for line in Path("run/requests.jsonl").read_text().splitlines()]
+    started = sorted(requests, key=lambda row: row["first_scheduled_s"])
+    assert [row["output_len"] for row in started] == sorted(lengths)
