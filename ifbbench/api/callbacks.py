@@ -89,8 +89,7 @@ class Callbacks:
         """Ids of requests to stop."""
         if self._poll is None:
             return ()
-        poll = self._poll
-        return self._guarded("poll_stop_signals", lambda: [operator.index(item) for item in poll() or ()]) or ()
+        return self._guarded("poll_stop_signals", _ids_of, self._poll) or ()
 
     def iteration(self, record: IterationRecord) -> None:
         """Tell the client the iteration's statistics."""
@@ -143,3 +142,8 @@ class Callbacks:
         if self._failures[name] >= MAX_FAILURES:
             self.failure = CallbackFailed(f"{name} failed {MAX_FAILURES} times in a row: {error}")
             self.failure.__cause__ = error
+
+
+def _ids_of(poll: PollStopSignals) -> list[int]:
+    ids = poll()
+    return [] if ids is None else [operator.index(request_id) for request_id in ids]

@@ -2,7 +2,7 @@
 
 import logging
 
-from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.batching_config import V1_POLICY, BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.capacity import find_policy
 from ifbbench.batching.kv_cache.geometry import ceil_div
@@ -11,7 +11,6 @@ from ifbbench.errors import InputError
 
 CPU_MAX_BATCH_SIZE = 16
 GPU_MAX_BATCH_SIZE = 2048
-V1_POLICY = "guaranteed_no_evict"
 
 _log = logging.getLogger("ifbbench")
 

@@ -26,17 +26,18 @@ class BatchBuilder:
     def build(self, iteration: int, context: list[Request], rows: Rows, idle: Rows = _NO_ROWS) -> tuple[Batch, ...]:
         """The passes that run the chunks of `context` and a step of the generation requests in `rows`.
 
-        idle: rows of complete requests that a static batch computes on with; they write over their last position."""
+        idle: rows of complete requests that a static batch computes on with; they write over their last position. There
+        is no pass for them alone."""
         chunks = tuple(self._chunk(request) for request in context)
         registered = self._kv_cache.registered
         bubble = self._kv_cache.geometry.bubble
         positions = np.concatenate([registered[rows], registered[idle] - 1]) - bubble
         self._kv_cache.add_tokens(rows)
+        if not chunks and not len(rows):
+            return ()
         rows = np.concatenate([rows, idle])
         if chunks and len(rows) and self._passes_apart:
             return self._pass(iteration, chunks, _NO_ROWS, _NO_ROWS), self._pass(iteration, (), rows, positions)
-        if not chunks and not len(rows):
-            return ()
         return (self._pass(iteration, chunks, rows, positions),)
 
     def _chunk(self, request: Request) -> ContextChunk:

@@ -7,6 +7,8 @@ from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 
 MICRO_BATCHES_WITH_OVERLAP = 2
+# Static batches leave no choice.
+V1_POLICY = "guaranteed_no_evict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class BatchingConfig:
     def __post_init__(self) -> None:
         if self.enable_overlap and self.max_beam_width > 1:
             raise ValueError("overlap works with beam width 1 only")
+        if self.enable_overlap and self.batching_type is BatchingType.V1:
+            raise ValueError("static batches (V1) do not overlap")
 
     @property
     def num_slots(self) -> int:

@@ -11,8 +11,8 @@ class Lockstep:
     """Holds complete members of the batch back until the last one is complete too.
 
     Until then they are computed on with: outputs are padded to the longest. That nobody joins in between is what the
-    policy STATIC_BATCH sees to. (TensorRT-LLM's `TrtGptModelV1`, which runs a batch's whole generation in one call;
-    here each step is an iteration, so that token times are known.)
+    scheduler sees to. (TensorRT-LLM's `TrtGptModelV1`, which runs a batch's whole generation in one call; here each step
+    is an iteration, so that token times are known.)
     """
 
     def __init__(self, active: ActiveRequests) -> None:
@@ -22,7 +22,7 @@ class Lockstep:
     @property
     def complete(self) -> list[Request]:
         """Members that wait for the others."""
-        return self._complete
+        return list(self._complete)
 
     @property
     def idle_rows(self) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.admission import Admission, AdmissionLimits
 from ifbbench.batching.batch import Batch, Executor
 from ifbbench.batching.batch_builder import BatchBuilder
-from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.batching_config import V1_POLICY, BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.capacity import CapacityPolicy
 from ifbbench.batching.capacity.load import find_policy
@@ -66,8 +66,7 @@ class BatchManager:
         self._observer = observer or Unobserved()
         self._queued = queued
         self._poll_stop_signals = poll_stop_signals
-        # A static batch takes nobody in until it has drained, which is what the policy of that name does.
-        policy = find_policy("static_batch" if config.batching_type is BatchingType.V1 else config.policy)
+        policy = find_policy(V1_POLICY if config.batching_type is BatchingType.V1 else config.policy)
         self._policy = policy(config.max_batch_size)
         limits = _admission_limits(config, self._policy)
         self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse)
@@ -77,7 +76,7 @@ class BatchManager:
         self._in_flight: deque[Flight] = deque()
         self._activated: list[Request] = []
         self._makes_tokens = False
-        self._failure: Exception | None = None
+        self._failure: ExecutorFailed | None = None
 
     def step(self) -> bool:
         """Run one iteration; False when no request is active, in which case nothing was done.
@@ -91,17 +90,19 @@ class BatchManager:
         plan = self._plan()
         if not plan.does_nothing:
             self._submit(plan, start_s)
-            while len(self._in_flight) >= self.config.num_micro_batches:
+            could_not_submit = self._in_flight[-1].error is not None
+            # Nothing is built upon a batch that does not run.
+            while self._in_flight and (could_not_submit or len(self._in_flight) >= self.config.num_micro_batches):
                 self._land()
         elif self._in_flight:
             self._land()
-        elif len(self.active):
+        elif len(self.active) and self._failure is None:
             raise SchedulerStalled(f"policy {self.config.policy} runs none of {len(self.active)} active requests "
                                    f"(blocked: {plan.reasons})")
         self._stop_on_signals()
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise ExecutorFailed(f"the executor failed in iteration {self.iteration - 1}: {failure}") from failure
+            raise failure
         return True
 
     def stop(self, request_id: int, error: str | None = None) -> None:
@@ -192,11 +193,12 @@ class BatchManager:
         if flight.error is not None:
             self._fail(flight, flight.error)
             return
-        self._makes_tokens = outputs.tokens is not None or outputs.candidates is not None
+        if flight.batches:
+            self._makes_tokens = outputs.tokens is not None or outputs.candidates is not None
         done = confirm(flight, outputs, self.active)
         flight.record.finished = self._lockstep.hold_back(done) if self._lockstep else done
         self._observer.iteration(flight.record)
-        if self.table.num_special:
+        if self.table.num_special and self._lockstep is None:
             self._stream(flight)
         for request in flight.record.finished:
             response = self._response(request, is_final=True)
@@ -217,7 +219,8 @@ class BatchManager:
 
     def _fail(self, flight: Flight, error: Exception) -> None:
         """The executor failed: all requests of the batch end, for nobody knows what is in their KV blocks."""
-        self._failure = error
+        self._failure = ExecutorFailed(f"the executor failed in iteration {flight.record.iteration}: {error}")
+        self._failure.__cause__ = error
         self._observer.iteration(flight.record)
         for row in flight.rows():
             if row in self.active.by_slot:
@@ -269,7 +272,7 @@ class BatchManager:
             left_out=plan.first_left_out(self._admission.waiting),
             blocked=plan.blocked,
             cache=CacheState.of(self.kv_cache),
-            idle=len(plan.idle),
+            idle=len(plan.idle) if batches else 0,
             padding=sum(longest - chunk.length for chunk in context) if self._lockstep else 0,
         )
 

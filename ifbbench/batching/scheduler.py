@@ -68,15 +68,25 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Schedule one iteration."""
+        if self._lockstep is not None and self._active.generation:
+            return self._next_static_step(self._lockstep)
         fitting = self._policy.schedule(self._active, self._kv_cache)
         selected = self._micro_batch.schedule(self._active, fitting)
         held = fitting.held + selected.held
         plan = Plan(selected.context, _NO_ROWS, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
-        if self._lockstep is not None:
-            plan.held = held + self._lockstep.complete
-            plan.idle = self._lockstep.idle_rows
         plan.rows = self._rows_without([*plan.held, *(pause.victim for pause in plan.paused)])
         return plan
+
+    def _next_static_step(self, lockstep: Lockstep) -> Plan:
+        """A static batch that has started runs to its end; there is nothing to decide until then."""
+        waiting = self._active.context[:1]
+        return Plan(
+            context=[],
+            rows=self._rows_without(lockstep.complete),
+            idle=lockstep.idle_rows,
+            held=lockstep.complete,
+            blocked=tuple(LeftOut(request, Limit.STATIC_BATCH) for request in waiting),
+        )
 
     def _rows_without(self, held: list[Request]) -> NDArray[np.int64]:
         rows = self._active.generation_rows

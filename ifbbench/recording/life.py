@@ -65,11 +65,15 @@ class Life:
         self.open = span
         return record
 
-    def end(self, last: int) -> dict[str, Any] | None:
-        """Close the open stretch after iteration `last`; returns its record, or None if it never came to be."""
+    def end(self, last: int, most_produced: int | None = None) -> dict[str, Any] | None:
+        """Close the open stretch after iteration `last`; returns its record, or None if it never came to be.
+
+        most_produced: how many output tokens it can have made at most, where that is known otherwise."""
         record, span, self.open = self.record(last), self.open, None
         if record is None or span is None:
             return None
+        if most_produced is not None and "produced" in record:
+            record["produced"] = max(0, min(record["produced"], most_produced))
         if span.phase is Phase.GENERATION and record["produced"]:
             self.token_iterations.append((last - record["produced"] + 1, last))
             self.produced += record["produced"]

@@ -88,7 +88,7 @@ class RunMetrics:
             "first_scheduled_s": first_scheduled,
             "first_token_s": first,
             "end_s": end,
-            "max_new_tokens": request.max_new_tokens + request.prompt_len - request.original_prompt_len,
+            "max_new_tokens": _asked_for(request),
             "pauses": request.pauses,
             "recomputed_tokens": request.recomputed_tokens,
             "reused_tokens": 0,
@@ -108,7 +108,7 @@ class RunMetrics:
         return {
             **_identity(request.request_id, request.index, arrival_s, request.original_prompt_len, request.num_outputs),
             **nothing,
-            "max_new_tokens": request.max_new_tokens,
+            "max_new_tokens": _asked_for(request),
             "pauses": request.pauses,
             "recomputed_tokens": request.recomputed_tokens,
             "reused_tokens": 0,
@@ -164,3 +164,8 @@ def _identity(request_id: int, index: int, arrival_s: float, prompt_len: int, ou
         "prompt_len": prompt_len,
         "output_len": output_len,
     }
+
+
+def _asked_for(request: Request) -> int:
+    """Output tokens reserved at first: pauses join tokens to the prompt, and take as many off."""
+    return request.max_new_tokens + request.prompt_len - request.original_prompt_len

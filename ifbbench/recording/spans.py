@@ -47,7 +47,8 @@ class SpanTracker:
         if request.request_id in self._lives and self._lives[request.request_id].request is request:
             life = self._forget(request)
             assert life is not None
-            self._put(life.end(iteration - 1))
+            # An iteration that failed made no token, though it ran.
+            self._put(life.end(iteration - 1, most_produced=request.num_outputs - life.produced))
 
     def _forget(self, request: Request) -> Life | None:
         for group in (self._partial, self._held, self._blocked):
@@ -81,6 +82,8 @@ class SpanTracker:
 
     def _pause(self, record: IterationRecord) -> None:
         for pause in record.paused:
+            if pause.victim.has_left:
+                continue
             victim = pause.victim.request_id
             self._begin(self._lives[victim], Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id))
             for group in (self._partial, self._held, self._blocked):

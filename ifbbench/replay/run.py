@@ -129,6 +129,9 @@ def _loop(
             shown_s = clock.now()
             blocks = f"{manager.kv_cache.pool.num_used}/{manager.kv_cache.num_blocks} KV blocks"
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")
+    # With overlap, an iteration may still be under way for nobody.
+    while manager.step():
+        pass
 
 
 def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A client as a server has one: its threads submit, and the manager's callbacks take and answer. It notes everything."""
+"""A client as a server has one: its threads submit, the manager's callbacks take and answer. It notes everything."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ from ifbbench import InferenceRequest
 from ifbbench.api.tensors import Tensors
 
 # Long enough for a busy machine; what waits so long hangs.
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Client:
     def get_inference_requests(self, max_requests: int) -> list[InferenceRequest]:
         self._note("get")
         self.asked.append(max_requests)
-        taken = []
+        taken: list[InferenceRequest] = []
         with self._lock:
             while self._queue and (max_requests < 0 or len(taken) < max_requests):
                 answer = self._queue.popleft()

@@ -1,5 +1,6 @@
 """Batch managers for tests: small limits, and executors whose tokens are known or that fail."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from ifbbench import BatchManager, InferenceRequest
 from ifbbench.batching.batch import Batch, Executor, StepOutputs
 from ifbbench.batching.request import Request
-from tests.api.client import Client
+from tests.api.client import PATIENCE_S, Client
 from tests.batching.engine import CheckingExecutor, token_of
 
 TOKENS_PER_BLOCK = 4
@@ -100,3 +101,12 @@ def check_nothing_leaked(manager: BatchManager) -> None:
     """All blocks are back."""
     manager.kv_cache.check_consistency()
     assert manager.kv_cache.free_blocks == manager.kv_cache.num_blocks
+
+
+def close_when_ended(manager: BatchManager) -> None:
+    """Close the manager once its loop has ended by itself."""
+    deadline = time.monotonic() + PATIENCE_S
+    while manager.is_running:
+        assert time.monotonic() < deadline, "the loop does not end"
+        time.sleep(0.001)
+    manager.close()

@@ -16,6 +16,7 @@ from ifbbench.batching.records import IterationRecord
 from ifbbench.batching.request import Request
 from ifbbench.batching.response import Response
 from ifbbench.clock import VirtualClock
+from tests.batching.executors import Broken
 
 MAX_STEPS = 100_000
 
@@ -174,6 +175,7 @@ class Loop:
 
     def step(self, count: int = 1) -> bool:
         """Do `count` steps; False if the last one had nothing to do."""
+        was_busy = True
         for _ in range(count):
             try:
                 was_busy = self.manager.step()
@@ -182,17 +184,18 @@ class Loop:
         return was_busy
 
     def run(self, check: "Check | None" = None, survives: bool = False, max_steps: int = MAX_STEPS) -> Run:
-        """Go on until all requests have ended. `check` sees every iteration. survives: failures of the executor are
-        noted, and do not end the run."""
+        """Go on until all requests have ended. `check` sees every iteration. survives: that the executor is Broken is
+        noted, and does not end the run; what else it raises is a check of its own."""
         busy, told = True, len(self.client.records)
         while busy or self.client.waiting:
             assert self.client.now < max_steps, "the run does not come to its end"
             try:
                 busy = self.step()
             except ExecutorFailed as failure:
-                if not survives:
+                if not survives or not isinstance(failure.__cause__, Broken):
                     raise
                 self.result.failures.append(failure)
+                busy = True
             for record in self.client.records[told:]:
                 told += 1
                 if check is not None:

@@ -28,12 +28,12 @@ class SpyExecutor:
     def submit(self, batch: Batch) -> None:
         self._owners.update({chunk.request.slot: chunk.request for chunk in batch.context})
         requests = [chunk.request for chunk in batch.context] + [self._owners[slot] for slot in batch.slots.tolist()]
-        self._under_way.append((batch.iteration, [(request, request.pauses) for request in requests]))
-        iterations = {iteration for iteration, _ in self._under_way}
-        self.most_iterations_under_way = max(self.most_iterations_under_way, len(iterations))
         self.log.append(("submit", batch.iteration))
         self.batches.append(batch)
         self._executor.submit(batch)
+        self._under_way.append((batch.iteration, [(request, request.pauses) for request in requests]))
+        iterations = {iteration for iteration, _ in self._under_way}
+        self.most_iterations_under_way = max(self.most_iterations_under_way, len(iterations))
 
     def collect(self) -> StepOutputs:
         iteration, requests = self._under_way.popleft()

@@ -1,7 +1,6 @@
 """What holds for every run of the batch manager, whatever the requests, limits and policy."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,69 +8,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.capacity import POLICY_CLASSES
-from ifbbench.batching.kv_cache.geometry import ceil_div
-from ifbbench.batching.request import Request
-from ifbbench.batching.sampling_params import StopConditions
-from tests.batching.engine import CheckingExecutor, Run, run, token_of, with_tokens
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A request to be made; `end` is the output position whose token ends it early, if it gets there."""
-
-    at: int
-    prompt_len: int
-    max_new_tokens: int
-    output_len: int
-    priority: float
-    end: int | None
-
-    def request(self, request_id: int) -> Request:
-        request = Request(
-            request_id, self.prompt_len, self.max_new_tokens, output_len=self.output_len, priority=self.priority
-        )
-        if self.end is not None:
-            request.stop = StopConditions((token_of(request, self.prompt_len + self.end),))
-        return with_tokens(request)
-
-
-wishes = st.builds(
-    Wish,
-    at=st.integers(0, 15),
-    prompt_len=st.integers(1, 26),
-    max_new_tokens=st.integers(1, 20),
-    output_len=st.integers(1, 20),
-    priority=st.sampled_from([0.2, 0.5, 0.5, 0.5, 0.9]),
-    end=st.one_of(st.none(), st.none(), st.integers(0, 19)),
-)
-
-
-@st.composite
-def configs(draw) -> BatchingConfig:
-    """Limits as the engine resolves them: a chunk unit is at most max_num_tokens, without chunks a prompt is too."""
-    max_seq_len = draw(st.integers(4, 45))
-    max_num_tokens = draw(st.integers(1, 40))
-    chunk_unit = draw(st.one_of(st.none(), st.integers(1, max_num_tokens)))
-    longest = max_seq_len - 1 if chunk_unit else min(max_seq_len - 1, max_num_tokens)
-    return BatchingConfig(
-        policy=draw(st.sampled_from(sorted(POLICY_CLASSES))),
-        max_batch_size=draw(st.integers(1, 7)),
-        max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len,
-        max_input_len=longest,
-        tokens_per_block=draw(st.sampled_from([1, 2, 3, 4, 8])),
-        num_blocks=draw(st.integers(1, 40)),
-        chunk_unit=chunk_unit,
-        chunking_policy=draw(st.sampled_from(["first_come_first_served", "equal_progress"])),
-    )
-
-
-def is_possible(request: Request, config: BatchingConfig) -> bool:
-    """Whether the engine has to take the request, by the rules of admission."""
-    prompt = request.prompt_len
-    longest = min(prompt + request.max_new_tokens, config.max_seq_len)
-    return prompt <= config.max_input_len and ceil_div(longest, config.tokens_per_block) <= config.num_blocks
+from tests.batching.engine import CheckingExecutor, Run, run
+from tests.batching.strategies import Wish, configs, expected_outputs, is_possible, wishes
 
 
 def check_iteration(manager, record):
@@ -82,17 +20,6 @@ def check_iteration(manager, record):
     assert record.context or record.num_generation or record.paused
     if config.policy != "max_utilization":
         assert record.paused == []
-
-
-def expected_outputs(wish: Wish, request: Request, config: BatchingConfig) -> list[int]:
-    """The tokens that the request must get, in whatever way it was scheduled."""
-    prompt = wish.prompt_len
-    length = min(wish.output_len, wish.max_new_tokens, config.max_seq_len - prompt)
-    tokens = [token_of(request, prompt + place) for place in range(length)]
-    for place, token in enumerate(tokens):
-        if token in request.stop.end_tokens:
-            return tokens[: place + 1]
-    return tokens
 
 
 def check_run(config: BatchingConfig, wanted: list[Wish]) -> Run:
@@ -130,7 +57,7 @@ def check_totals(result: Run, executor: CheckingExecutor) -> None:
     assert executor.computed.total() == once + again.total()
 
 
-runs = {"config": configs(), "wanted": st.lists(wishes, min_size=1, max_size=14)}
+runs = {"config": configs(), "wanted": st.lists(wishes(), min_size=1, max_size=14)}
 
 
 @settings(max_examples=500)
@@ -148,7 +75,7 @@ def test_every_run_ends_well_within_its_limits_at_length(config, wanted):
 
 
 @settings(max_examples=150)
-@given(config=configs(), wanted=st.lists(wishes, min_size=2, max_size=10))
+@given(config=configs(), wanted=st.lists(wishes(), min_size=2, max_size=10))
 def test_equal_priorities_start_first_come_first_served(config, wanted):
     limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     whole_prompts = BatchingConfig(

@@ -34,7 +34,8 @@ def test_an_iteration_with_both_phases_submits_the_context_then_the_generation()
 
 def test_both_passes_count_towards_one_budget():
     # 12 tokens: beside a generation request there is room for a prompt of 11.
-    arrivals = [(0, with_tokens(Request(0, 5, 4))), (1, with_tokens(Request(1, 11, 2))), (1, with_tokens(Request(2, 1, 1)))]
+    later = [Request(1, 11, 2), Request(2, 1, 1)]
+    arrivals = at_once(Request(0, 5, 4)) + [(1, with_tokens(request)) for request in later]
     result, _, _ = spied(TWO_PASSES, arrivals)
     assert [record.budget_used for record in result.records] == [5, 12, 3, 1]
     assert len(result.completed) == 3

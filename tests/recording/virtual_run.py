@@ -1,12 +1,14 @@
 """Runs of the batch manager on a virtual clock, recorded: quick, and the same to the last byte each time."""
 
 import json
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ifbbench.batching.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.manager import BatchManager
+from ifbbench.batching.manager import BatchManager, ExecutorFailed
 from ifbbench.batching.request import Request
 from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import VirtualClock
@@ -19,10 +21,12 @@ NANOSECONDS_PER_TOKEN = 1_000_000
 
 
 class TickingExecutor:
-    """Answers without tokens; an iteration takes a millisecond for each token of its batch."""
+    """Answers without tokens; a batch takes a millisecond for each of its tokens. Those numbered in `fails_in` fail
+    after that time."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, fails_in: Container[int] = ()) -> None:
         self.clock = clock
+        self.fails_in = fails_in
         self.batches: list[Batch] = []
         self.collected = 0
 
@@ -32,6 +36,8 @@ class TickingExecutor:
     def collect(self) -> StepOutputs:
         self.clock.advance(self.batches[self.collected].num_tokens * NANOSECONDS_PER_TOKEN)
         self.collected += 1
+        if self.collected - 1 in self.fails_in:
+            raise RuntimeError("the device gave up")
         return NO_OUTPUTS
 
     def close(self) -> None:
@@ -65,8 +71,12 @@ def run(
     directory: Path,
     stop_after: int | None = None,
     kill_after: int | None = None,
+    stops: Mapping[int, Collection[int]] = MappingProxyType({}),
+    fails_in: Container[int] = (),
 ) -> dict[str, Any]:
-    """Run to the end, or for `stop_after` iterations; returns the summary. Raises Interrupted after `kill_after`."""
+    """Run to the end, or for `stop_after` iterations; returns the summary. Raises Interrupted after `kill_after`.
+
+    stops: ids of requests to stop once that many iterations were submitted. fails_in: batches that fail."""
     clock = VirtualClock()
     client = ReplayClient(trace, clock, _request)
     recorder = Recorder(
@@ -75,16 +85,26 @@ def run(
         client.arrival_s,
     )  # fmt: skip
     manager = BatchManager(
-        config, TickingExecutor(clock), clock, client.get_requests, client.send_response, recorder, client.queued
-    )
+        config, TickingExecutor(clock, fails_in), clock, client.get_requests, client.send_response, recorder,
+        client.queued, lambda: stops.get(manager.iteration, ()),
+    )  # fmt: skip
     while not client.done and manager.iteration != stop_after:
         if manager.iteration == kill_after:
             raise Interrupted
-        if manager.step():
-            manager.kv_cache.check_consistency()
-        else:
+        if not _step(manager):
             client.wait()
+    while client.done and _step(manager):
+        """Whatever is still under way."""
     return recorder.close(partial=not client.done)
+
+
+def _step(manager: BatchManager) -> bool:
+    try:
+        was_busy = manager.step()
+    except ExecutorFailed:
+        was_busy = True
+    manager.kv_cache.check_consistency()
+    return was_busy
 
 
 def _request(index: int, row: TraceRequest) -> Request:
