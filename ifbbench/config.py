@@ -67,7 +67,7 @@ class RunConfig:
     exclude_input_in_output_seq: bool = _setting(False, "Responses leave out the prompt.", "replay")
     eos_id: int | None = _setting(None, "Token id that ends a request before its recorded output length; -1 is none.",
                                   "replay", minimum=-1, aliases=("end_id",))
-    pad_id: int | None = _setting(None, "Token id that pads prompts where they are padded.", "replay", minimum=0)
+    pad_id: int | None = _setting(None, "Token id that fills up shorter beams in a response.", "replay", minimum=0)
     seed: int = _setting(0, "Seed of prompts, arrivals, weights and sampling.", "replay",
                          minimum=0, aliases=("random_seed",))
 

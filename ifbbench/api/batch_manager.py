@@ -13,6 +13,7 @@ from ifbbench.api.engine import build_engine
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batch import Executor
 from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.kv_cache.manager import KvCacheManager
 from ifbbench.batching.manager import BatchManager as TokenGenerationLoop
 from ifbbench.batching.manager import ExecutorFailed
@@ -40,7 +41,7 @@ class BatchManager:
     `close()` (or the end of a `with` block), and calls all callbacks; they should return soon.
 
     executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which stays
-        the caller's to close. An executor needs `max_seq_len` and `max_tokens` among the optional parameters.
+        the caller's to close. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional parameters.
     model_type: "V1", "InflightBatching" or "InflightFusedBatching" (or v1, uifb, ifb).
     max_beam_width: most beams of a request. Those of an iteration all have the same width.
     scheduler_policy: "guaranteed_no_evict", "max_utilization", "static_batch" or "package.module:ClassName".
@@ -78,8 +79,9 @@ class BatchManager:
         limits, executor, self._owned_executor = _engine(executor_or_model, settings)
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
         self._callbacks = Callbacks(
-            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics
-        )
+            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
+            may_stream=limits.batching_type is not BatchingType.V1,
+        )  # fmt: skip
         self._loop = TokenGenerationLoop(
             limits, executor, WallClock(), self._callbacks.get_requests, self._callbacks.send, self._callbacks,
             poll_stop_signals=self._callbacks.poll,

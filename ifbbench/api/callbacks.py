@@ -4,6 +4,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from ifbbench.api.inference_request import InferenceRequest, engine_request
@@ -39,12 +40,14 @@ class Callbacks:
         poll_stop_signals: PollStopSignals | None,
         return_batch_manager_stats: ReturnStats | None,
         statistics: IterationStatistics,
+        may_stream: bool,
     ) -> None:
         self._get = get_inference_requests
         self._send = send_response
         self._poll = poll_stop_signals
         self._return_stats = return_batch_manager_stats
         self._statistics = statistics
+        self._may_stream = may_stream
         # Set when there is no point in going on; the loop looks at it between iterations, where all is in order.
         self.failure: CallbackFailed | None = None
         # Whether the last call for requests brought any, or raised: then there may be more of them.
@@ -61,10 +64,17 @@ class Callbacks:
         requests = []
         for item in items or ():
             try:
-                requests.append(engine_request(item))
+                requests.append(engine_request(self._as_allowed(item)))
             except Exception as error:  # whatever it is, it is wrong with this request alone
                 self._deliver(item.request_id, {}, True, str(error))
         return requests
+
+    def _as_allowed(self, item: InferenceRequest) -> InferenceRequest:
+        """A static batch answers at its end: what would have been a stream comes in one piece then."""
+        if self._may_stream or item.streaming is not True:
+            return item
+        _log.warning("request %s: static batches (V1) answer at their end; streaming is off", item.request_id)
+        return replace(item, streaming=False, exclude_input_from_output=True)
 
     def send(self, response: Response) -> None:
         """Deliver a response. Where a stream cannot be delivered, its request is to be stopped."""

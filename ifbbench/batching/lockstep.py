@@ -11,8 +11,8 @@ class Lockstep:
     """Holds complete members of the batch back until the last one is complete too.
 
     Until then they are computed on with: outputs are padded to the longest. That nobody joins in between is what the
-    scheduler sees to. (TensorRT-LLM's `TrtGptModelV1`, which runs a batch's whole generation in one call; here each step
-    is an iteration, so that token times are known.)
+    scheduler sees to. (TensorRT-LLM's `TrtGptModelV1`, which runs a batch's whole generation in one call; here each
+    step is an iteration, so that token times are known.)
     """
 
     def __init__(self, active: ActiveRequests) -> None:

@@ -1,7 +1,7 @@
 """What overlap hides: a device that takes 5 ms a batch and a host that takes 2 ms an iteration, with overlap on and off.
 
-`python -m tests.benchmarks.overlap` prints one JSON object. Without overlap an iteration takes the sum of both, with it
-the longer of the two.
+`python -m tests.benchmarks.overlap` prints one JSON object. Without overlap an iteration takes the sum of both, with
+it the longer of the two.
 """
 
 import json
