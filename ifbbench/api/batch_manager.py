@@ -41,7 +41,8 @@ class BatchManager:
     `close()` (or the end of a `with` block), and calls all callbacks; they should return soon.
 
     executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which stays
-        the caller's to close. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional parameters.
+        the caller's to close. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional
+        parameters.
     model_type: "V1", "InflightBatching" or "InflightFusedBatching" (or v1, uifb, ifb).
     max_beam_width: most beams of a request. Those of an iteration all have the same width.
     scheduler_policy: "guaranteed_no_evict", "max_utilization", "static_batch" or "package.module:ClassName".

@@ -12,7 +12,7 @@ from ifbbench.workload.trace import TraceRequest
 def request_maker(engine: Engine) -> MakeRequest:
     """What turns (index, row) into a request for `engine`; prompts that the trace does not record are drawn then."""
     config = engine.config
-    stop, options = _stop_conditions(engine), _output_options(config)
+    end_tokens, options = _end_tokens(engine), _output_options(config)
 
     def make_request(index: int, row: TraceRequest) -> Request:
         return Request(
@@ -28,7 +28,7 @@ def request_maker(engine: Engine) -> MakeRequest:
             # One seed a request, so that its tokens do not depend on the others.
             sampling=_sampling(config, seed=config.seed + row.request_id),
             options=options,
-            stop=stop,
+            stop=StopConditions(end_tokens + row.stop_ids),
         )
 
     return make_request
@@ -41,10 +41,11 @@ def _sampling(config: RunConfig, seed: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def _stop_conditions(engine: Engine) -> StopConditions:
+def _end_tokens(engine: Engine) -> tuple[int, ...]:
+    """Token ids that end every request."""
     end_tokens = engine.model.eos_token_ids if engine.config.stop_at_end_token else ()
     end_id = engine.config.eos_id
-    return StopConditions(end_tokens if end_id is None or end_id < 0 else (*end_tokens, end_id))
+    return end_tokens if end_id is None or end_id < 0 else (*end_tokens, end_id)
 
 
 def _output_options(config: RunConfig) -> OutputOptions:

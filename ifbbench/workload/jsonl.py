@@ -15,7 +15,7 @@ class JsonlFormat:
     """Rows with `arrival_s` (seconds), `prompt_tokens` or `prompt_len`, and `output_len` or `max_new_tokens`.
 
     Either of the last two stands in for the other. Optional: `request_id` (default: the row's number, from 0),
-    `priority`, `beam_width`, `lora_task_id`. Other keys are ignored.
+    `priority`, `beam_width`, `lora_task_id`, `stop_ids`. Other keys are ignored.
     """
 
     name = "ifbbench"
@@ -41,6 +41,7 @@ class JsonlFormat:
             priority=number(record, "priority", 0.0, 1.0) if has(record, "priority") else DEFAULT_PRIORITY,
             beam_width=integer(record, "beam_width") if has(record, "beam_width") else 1,
             lora_task_id=integer(record, "lora_task_id", 0, MAX_ID) if has(record, "lora_task_id") else None,
+            stop_ids=token_ids(record, "stop_ids") if has(record, "stop_ids") else (),
         )
 
 
@@ -95,4 +96,6 @@ def _line(request: TraceRequest) -> str:
         record["beam_width"] = request.beam_width
     if request.lora_task_id is not None:
         record["lora_task_id"] = request.lora_task_id
+    if request.stop_ids:
+        record["stop_ids"] = request.stop_ids
     return json.dumps(record, separators=(",", ":")) + "\n"

@@ -13,6 +13,7 @@ class TraceRequest:
     `arrival_s` is in seconds from the start of the trace. `max_new_tokens` is what the client reserves and all that
     schedulers may see; `output_len` is how many tokens the request really makes, known to the stop check alone.
     `prompt_tokens` is None where the trace records only lengths; such prompts are drawn from the seed when needed.
+    `stop_ids` are token ids that end the request, should it make one before `output_len`.
     """
 
     request_id: int
@@ -24,6 +25,7 @@ class TraceRequest:
     priority: float = DEFAULT_PRIORITY
     beam_width: int = 1
     lora_task_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

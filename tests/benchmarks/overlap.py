@@ -1,4 +1,4 @@
-"""What overlap hides: a device that takes 5 ms a batch and a host that takes 2 ms an iteration, with overlap on and off.
+"""What overlap hides: a device that takes 5 ms a batch, a host that takes 2 ms an iteration, with overlap on and off.
 
 `python -m tests.benchmarks.overlap` prints one JSON object. Without overlap an iteration takes the sum of both, with
 it the longer of the two.

@@ -113,6 +113,27 @@ def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path, trace: Path
     assert len({tuple(row["response_tokens"]) for row in answers[0]}) > 1
 
 
+def test_stop_ids_of_the_trace_end_its_requests_alone(checkpoint: Path, trace: Path, tmp_path: Path) -> None:
+    def run(source: Path, name: str) -> list[list[int]]:
+        config = RunConfig(model=str(checkpoint), device="cpu", quiet=True, output=str(tmp_path / name),
+                           responses_json=str(tmp_path / f"{name}.json"))  # fmt: skip
+        run_trace(str(source), config)
+        return [row["response_tokens"] for row in json.loads((tmp_path / f"{name}.json").read_text())]
+
+    whole = run(trace, "whole")
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    longest = max(range(len(rows)), key=lambda index: len(set(whole[index])))
+    stop = whole[longest][len(whole[longest]) // 2]
+    rows[longest]["stop_ids"] = [VOCABULARY - 1, stop] if stop != VOCABULARY - 1 else [stop]
+    with_stop = tmp_path / "with_stop.jsonl"
+    with_stop.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    stopped = run(with_stop, "stopped")
+    ends = [place for place, token in enumerate(whole[longest]) if token in rows[longest]["stop_ids"]]
+    assert stopped[longest] == whole[longest][: ends[0] + 1]
+    assert stopped[:longest] + stopped[longest + 1 :] == whole[:longest] + whole[longest + 1 :]
+
+
 def test_end_token_ends_a_request_early(checkpoint: Path, trace: Path, tmp_path: Path) -> None:
     answers = {}
     for name, stop in (("whole", False), ("stopped", True)):

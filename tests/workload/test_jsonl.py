@@ -72,6 +72,7 @@ def test_rows_come_out_by_arrival_and_stably(tmp_path):
         ({"priority": 1.5}, "'priority' is 1.5"),
         ({"beam_width": 0}, "'beam_width' is 0"),
         ({"lora_task_id": "x"}, "'lora_task_id' is 'x'"),
+        ({"stop_ids": [7, -1]}, "'stop_ids[1]' is -1"),
     ],
 )
 def test_bad_row_is_named_with_line_and_field(tmp_path, change, complaint):
@@ -105,6 +106,7 @@ requests = st.builds(
     priority=st.floats(0, 1),
     beam_width=st.integers(1, 8),
     lora_task_id=st.none() | st.integers(0, MAX_ID),
+    stop_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
 ) | st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=5).map(
     lambda tokens: TraceRequest(0, 0.0, len(tokens), 1, 1, prompt_tokens=tuple(tokens))
 )
