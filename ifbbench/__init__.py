@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
     from ifbbench.api.inference_request import InferenceRequest
+    from ifbbench.batching.kv_cache.retention import Retention, RetentionRange
     from ifbbench.batching.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["BatchManager", "BatchManagerFailed", "InferenceRequest", "SamplingParams", "__version__"]
+__all__ = [
+    "BatchManager", "BatchManagerFailed", "InferenceRequest", "Retention", "RetentionRange", "SamplingParams",
+    "__version__",
+]  # fmt: skip
 
 # Imported when first asked for, so that `import ifbbench` and `ifbbench --help` stay quick.
 _HOMES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
     "InferenceRequest": "ifbbench.api.inference_request",
+    "Retention": "ifbbench.batching.kv_cache.retention",
+    "RetentionRange": "ifbbench.batching.kv_cache.retention",
     "SamplingParams": "ifbbench.batching.sampling_params",
 }
 

@@ -26,6 +26,9 @@ BATCHING_TYPE_ALIASES = {
 }  # fmt: skip
 EARLY_STOPPING = ("always", "heuristic", "never")
 DTYPES = ("float32", "bf16", "fp16")
+KV_CACHE_DTYPES = (*DTYPES, "fp8")
+DTYPE_BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+WINDOW_MODES = ("cyclic", "linear")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
@@ -112,13 +115,22 @@ class RunConfig:
                                                      "kv cache", minimum=0.0, exclusive_minimum=True, maximum=0.99,
                                                      aliases=("free_gpu_memory_fraction",))
     enable_kv_cache_reuse: bool = _setting(False, "Reuse KV cache blocks of equal prefixes.", "kv cache",
-                                           aliases=("enable_block_reuse",), unavailable="reuse of KV cache blocks")
-    max_attention_window: int | None = _setting(None, "Attend to the last N tokens only.", "kv cache", unit="tokens",
-                                                unavailable="a sliding attention window")
-    sink_token_len: int = _setting(0, "With an attention window, keep the first N tokens too.", "kv cache",
-                                   unit="tokens", aliases=("sink_token_length",), unavailable="sink tokens")
-    kv_host_cache_bytes: int = _setting(0, "Size of the KV cache in host memory.", "kv cache", unit="bytes",
-                                        aliases=("host_cache_size",), unavailable="a KV cache in host memory")
+                                           aliases=("enable_block_reuse",))
+    enable_partial_reuse: bool = _setting(True, "With reuse: also blocks of which only a beginning is equal.",
+                                          "kv cache")
+    copy_on_partial_reuse: bool = _setting(True, "With partial reuse: copy blocks that others need, too.", "kv cache")
+    max_attention_window: str | None = _setting(None, "Attend to the last N tokens only; N1,N2,… go round the layers. "
+                                                      "Default: the model's.", "kv cache", unit="tokens")
+    sink_token_len: int = _setting(0, "Of a window, this many tokens are the first ones (StreamingLLM).", "kv cache",
+                                   minimum=0, unit="tokens", aliases=("sink_token_length",))
+    window_mode: str = _setting("cyclic", "Places of tokens outside of the window: written over, or kept.", "kv cache",
+                                choices=WINDOW_MODES)
+    kv_host_cache_bytes: int = _setting(0, "KV cache in host memory, for blocks pushed off the device.", "kv cache",
+                                        minimum=0, unit="bytes", aliases=("host_cache_size",))
+    kv_cache_dtype: str | None = _setting(None, "Data type of the KV cache. Default: that of the weights.", "kv cache",
+                                          choices=KV_CACHE_DTYPES)
+    kv_cache_type: str = _setting("paged", "Blocks, or one piece of memory for each request's longest sequence.",
+                                  "kv cache", choices=("paged", "contiguous"))
 
     # Execution.
     device: str = _setting("auto", "Where the model runs; null is an executor that answers at once.", "execution",

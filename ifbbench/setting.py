@@ -14,7 +14,6 @@ class Setting:
 
     choices: the values of a text; case does not matter, and dashes are underscores. value_aliases: other words for
         them. open_choices: other texts are taken too, and judged where they are used.
-    unavailable: what the setting would do, where that is not built yet; then it takes no value but its default.
     """
 
     name: str
@@ -30,12 +29,9 @@ class Setting:
     value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
     open_choices: bool = False
     aliases: tuple[str, ...] = ()
-    unavailable: str = ""
 
     def check(self, value: Any) -> Any:
         """Return `value` as this setting's type, or raise InputError saying what was expected."""
-        if self.unavailable:
-            return self._check_unavailable(value)
         if value is None:
             if self.default is None:
                 return None
@@ -72,15 +68,6 @@ class Setting:
         if self.open_choices:
             return value
         raise self._error(value)
-
-    def _check_unavailable(self, value: Any) -> Any:
-        try:
-            is_default = value == self.default or _convert(value, self.type) == self.default
-        except (TypeError, ValueError, KeyError):
-            is_default = False
-        if is_default:
-            return self.default
-        raise InputError(f"--{self.name}: {value!r} asks for {self.unavailable}, which is not built yet; leave it out.")
 
     def _error(self, value: Any) -> InputError:
         return InputError(f"--{self.name}: {value!r} is not valid; expected {self.expected()}.")

@@ -1,9 +1,8 @@
-"""Settings: the values they take, in whatever words, and those that are not built yet."""
+"""Settings: the values they take, in whatever words."""
 
 import pytest
 
 from ifbbench.config import RunConfig, from_mapping, setting, settings
-from ifbbench.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -45,20 +44,23 @@ def test_defaults_are_valid(each):
     assert each.check(each.default) == each.default
 
 
-UNAVAILABLE = [each for each in settings() if each.unavailable]
-
-
-def test_what_is_not_built_yet():
-    names = ["enable_kv_cache_reuse", "max_attention_window", "sink_token_len", "kv_host_cache_bytes"]
-    assert [each.name for each in UNAVAILABLE] == names
-
-
-@pytest.mark.parametrize("each", UNAVAILABLE, ids=lambda each: each.name)
-@pytest.mark.parametrize("value", ["1", "512,1024", "on"])
-def test_a_setting_that_is_not_built_yet_takes_its_default_alone(each, value):
-    with pytest.raises(InputError, match=f"--{each.name}: '{value}' asks for {each.unavailable}, which is not built"):
-        each.check(value)
-    assert from_mapping({each.name: each.default}) == RunConfig()
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("enable_block_reuse", "true", True),
+        ("enable_partial_reuse", "0", False),
+        ("copy_on_partial_reuse", False, False),
+        ("max_attention_window", 128, "128"),
+        ("max_attention_window", "512,1024", "512,1024"),
+        ("sink_token_length", "4", 4),
+        ("window_mode", "LINEAR", "linear"),
+        ("host_cache_size", 2**30, 2**30),
+        ("kv_cache_dtype", "FP8", "fp8"),
+        ("kv_cache_type", "Contiguous", "contiguous"),
+    ],
+)
+def test_settings_of_the_cache(name, given, taken):
+    assert from_mapping({name: given}) == RunConfig(**{setting(name).name: taken})
 
 
 @pytest.mark.parametrize(("name", "value"), [("enable_block_reuse", "False"), ("host_cache_size", "0")])

@@ -4,14 +4,20 @@ import logging
 
 import pytest
 
+from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batching_type import BatchingType
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.model.config import ModelConfig
 
 
 def resolved(trace_beam_width=1, **settings):
     return resolve_limits(RunConfig(**settings), 256, on_cpu=True, trace_beam_width=trace_beam_width)
+
+
+def limits_of(config, vocab_size=None):
+    return batching_config(config, cache_layout(config, ModelConfig.tiny(), memory_bytes=None), vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,15 @@ def resolved(trace_beam_width=1, **settings):
         ({"device": "null", "return_context_logits": True}, ["--return_context_logits", "--device null"]),
         ({"device": "null", "return_generation_logits": True}, ["--return_generation_logits", "--device null"]),
         ({"policy": "first_come"}, ["--policy: 'first_come'", "guaranteed_no_evict"]),
+        (
+            {"kv_cache_type": "contiguous", "policy": "max_utilization"},
+            ["--kv_cache_type contiguous", "policy max_utilization pauses for blocks"],
+        ),
+        ({"kv_cache_type": "contiguous", "enable_kv_cache_reuse": True}, ["--enable_kv_cache_reuse", "a paged cache"]),
+        ({"kv_cache_type": "contiguous", "kv_host_cache_bytes": 10**6}, ["--kv_host_cache_bytes", "a paged cache"]),
+        ({"max_attention_window": "9,99", "enable_kv_cache_reuse": True}, ["one attention window"]),
+        ({"max_attention_window": "9,99", "kv_host_cache_bytes": 10**6}, ["one attention window"]),
+        ({"max_attention_window": "9,x", "kv_host_cache_bytes": 10**6}, ["--max_attention_window: '9,x'"]),
     ],
 )
 def test_contradictions(settings, words):
@@ -71,6 +86,12 @@ def test_v1_forces_what_static_batches_need(caplog):
     assert {(record.name, record.levelno) for record in caplog.records} == {("ifbbench", logging.WARNING)}
 
 
+def test_v1_turns_reuse_off_and_so_takes_any_cache(caplog):
+    config = resolved(type="v1", enable_kv_cache_reuse=True, kv_cache_type="contiguous", policy="max_utilization")
+    assert (config.enable_kv_cache_reuse, config.kv_cache_type) == (False, "contiguous")
+    assert "--type v1 turns --enable_kv_cache_reuse off." in caplog.messages
+
+
 @pytest.mark.parametrize("settings", [{"type": "v1"}, {"streaming": True, "enable_trt_overlap": True}])
 def test_no_warning_where_nothing_is_forced(settings, caplog):
     config = resolved(**settings)
@@ -80,16 +101,16 @@ def test_no_warning_where_nothing_is_forced(settings, caplog):
 
 def test_the_engine_gets_every_limit():
     config = resolved(type="UIFB", beam_width=3, tokens_per_block=16, policy="MAX_UTILIZATION", max_batch_size=2)
-    limits = batching_config(config, None, vocab_size=512)
+    limits = limits_of(config, vocab_size=512)
     assert (limits.batching_type, limits.policy) == (BatchingType.INFLIGHT, "max_utilization")
     assert (limits.max_beam_width, limits.enable_overlap, limits.vocab_size) == (3, False, 512)
     assert limits.num_blocks == 2 * 3 * 256 // 16
-    assert batching_config(resolved(enable_trt_overlap=True), None, vocab_size=None).enable_overlap
+    assert limits_of(resolved(enable_trt_overlap=True)).enable_overlap
 
 
 @pytest.mark.parametrize("name", ["eos_id", "pad_id"])
 def test_token_ids_beyond_the_vocabulary(name):
     config = resolved(**{name: 512})
     with pytest.raises(InputError, match=f"--{name}: 512 is not a token id of model tiny; expected at most 511"):
-        batching_config(config, None, vocab_size=512)
-    assert batching_config(config, None, vocab_size=None).vocab_size is None
+        limits_of(config, vocab_size=512)
+    assert limits_of(config).vocab_size is None

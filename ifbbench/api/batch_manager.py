@@ -8,19 +8,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSignals, ReturnStats, SendResponse
 from ifbbench.api.engine import build_engine
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batch import Executor
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.interface import KvCache
 from ifbbench.batching.manager import BatchManager as TokenGenerationLoop
 from ifbbench.batching.manager import ExecutorFailed
 from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig, from_mapping
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.model.config import ModelConfig
 
 # How often an idle worker asks for requests.
 IDLE_POLL_S = 0.001
@@ -105,7 +107,7 @@ class BatchManager:
         return self._loop.config
 
     @property
-    def kv_cache(self) -> KvCacheManager:
+    def kv_cache(self) -> KvCache:
         """To look at. With a worker thread, only after `close()`."""
         return self._loop.kv_cache
 
@@ -247,4 +249,6 @@ def _engine(
         if getattr(settings, name) is None:
             raise InputError(f"{name}: an executor does not tell its size; expected it among the optional parameters.")
     resolved = resolve_limits(settings, settings.max_seq_len or 0, on_cpu=True)
-    return batching_config(resolved, None, vocab_size=None), executor_or_model, None
+    # How many layers there are is the executor's business; the size of the cache was given.
+    layout = cache_layout(resolved, ModelConfig.tiny(), memory_bytes=None)
+    return batching_config(resolved, layout, vocab_size=None), executor_or_model, None

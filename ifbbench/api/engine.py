@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batch import Executor
 from ifbbench.batching.batching_config import BatchingConfig
@@ -51,8 +52,10 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
     if config.device == "null":
-        resolved = resolve_limits(config, model.max_position_embeddings, on_cpu=False, trace_beam_width=beam_width)
-        limits = batching_config(resolved, kv_tokens_that_fit=None, vocab_size=None)
+        # Nothing is computed, so the model's positions are no limit to what is asked for.
+        longest = max(model.max_position_embeddings, config.max_seq_len or 0)
+        resolved = resolve_limits(config, longest, on_cpu=False, trace_beam_width=beam_width)
+        limits = batching_config(resolved, cache_layout(resolved, model, memory_bytes=None), vocab_size=None)
         return Engine(NullExecutor(), _with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False)
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
@@ -61,15 +64,17 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     loaded = build.load_model(resolved)
-    limits = batching_config(resolved, build.default_kv_tokens(resolved, model, device), model.vocab_size)
+    layout = cache_layout(resolved, model, build.kv_memory(resolved, device))
+    limits = batching_config(resolved, layout, model.vocab_size)
     try:
         executor = build.make_executor(
-            loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len
-        )
+            loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, layout=layout,
+            kv_cache_dtype=resolved.kv_cache_dtype,
+        )  # fmt: skip
     except (RuntimeError, MemoryError) as error:  # torch tells of missing memory by a RuntimeError
+        held_by = "--max_batch_size or --max_seq_len" if layout.is_contiguous else "--max_tokens_in_paged_kvcache"
         raise InputError(
-            f"a KV cache of {limits.num_blocks} blocks of {limits.tokens_per_block} tokens does not fit into memory "
-            f"({str(error).splitlines()[0]}); lower --max_tokens_in_paged_kvcache."
+            f"the KV cache does not fit into memory ({str(error).splitlines()[0]}); lower {held_by}."
         ) from error
     return Engine(executor, _with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
 
@@ -95,4 +100,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
+    """The size of the cache as resolved. Windows of different sizes have no size in common."""
+    if limits.is_contiguous or len(limits.windows) > 1:
+        return config
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)

@@ -1,13 +1,15 @@
 """A request as a client makes it, and its way into the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
+from ifbbench.batching.reuse_tokens import ReuseIdentity
 from ifbbench.batching.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
@@ -27,6 +29,9 @@ class InferenceRequest:
         output alone. What ended it is part of the output.
     pad_id: fills up shorter beams; None means end_id, or 0.
     priority: higher ones go first. lora_task_id: counts in scheduling; adapters are not executed.
+    cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
+        (of a prompt-tuning table) with each token; one for each of input_ids.
+    retention: how long its blocks are worth keeping.
     """
 
     request_id: int
@@ -45,6 +50,9 @@ class InferenceRequest:
     exclude_input_from_output: bool = False
     priority: float = DEFAULT_PRIORITY
     lora_task_id: int | None = None
+    cache_salt: Hashable = None
+    token_extra_ids: Sequence[int] | None = None
+    retention: Retention = NO_RETENTION
 
 
 def engine_request(request: InferenceRequest) -> Request:
@@ -71,6 +79,8 @@ def engine_request(request: InferenceRequest) -> Request:
             request.return_generation_logits, request.exclude_input_from_output, pad_id,
         ),
         stop=StopConditions(end_tokens, _stop_sequences(request.stop_sequences)),
+        reuse=_reuse_identity(request, len(tokens)),
+        retention=_retention(request.retention),
     )  # fmt: skip
 
 
@@ -98,6 +108,27 @@ def _stop_sequences(sequences: Any) -> tuple[tuple[int, ...], ...]:
     if not all(read):
         raise InputError("stop_sequences: one is empty; expected at least one token id in each")
     return read
+
+
+def _reuse_identity(request: InferenceRequest, prompt_len: int) -> ReuseIdentity:
+    try:
+        hash(request.cache_salt)
+    except TypeError as error:
+        raise InputError(f"cache_salt: expected something hashable, such as a text ({error})") from error
+    if request.token_extra_ids is None:
+        return ReuseIdentity(cache_salt=request.cache_salt)
+    extra_ids = _token_ids("token_extra_ids", request.token_extra_ids).astype(np.int64)
+    if len(extra_ids) != prompt_len:
+        raise InputError(f"token_extra_ids: {len(extra_ids)} for {prompt_len} input_ids; expected one for each")
+    return ReuseIdentity(extra_ids, request.cache_salt)
+
+
+def _retention(retention: Any) -> Retention:
+    if not isinstance(retention, Retention):
+        raise InputError(f"retention: expected Retention, not {type(retention).__name__}")
+    if (problem := retention.problem()) is not None:
+        raise InputError(problem)
+    return retention
 
 
 def _token_id(name: str, value: Any) -> int:

@@ -2,10 +2,12 @@
 
 import logging
 
+from ifbbench.api.cache_layout import parse_windows
 from ifbbench.batching.batching_config import V1_POLICY, BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.capacity import find_policy
-from ifbbench.batching.kv_cache.geometry import ceil_div
+from ifbbench.batching.kv_cache.layout import CacheLayout
+from ifbbench.batching.kv_cache.sequence import ReuseRules
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 
@@ -61,6 +63,27 @@ def check_settings(config: RunConfig) -> None:
             if getattr(config, name):
                 raise InputError(f"--{name}: --device null makes no tokens; leave one of them out.")
     _check_beams(config)
+    _check_cache(config)
+
+
+def _check_cache(config: RunConfig) -> None:
+    is_contiguous = config.kv_cache_type == "contiguous"
+    if is_contiguous and config.policy == "max_utilization":
+        raise InputError(
+            "--kv_cache_type contiguous: policy max_utilization pauses for blocks, and there are none; choose another "
+            "--policy (it then counts requests only) or a paged cache."
+        )
+    windows = set(parse_windows(config.max_attention_window))
+    if windows and config.window_mode == "cyclic" and (config.max_beam_width or 1) > 1:
+        raise InputError(
+            "--max_attention_window: beams share the blocks that a cyclic window writes over, and how many of their "
+            "own they will take is not known when they start; choose --window_mode linear, or one beam."
+        )
+    for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
+        if getattr(config, name) and (is_contiguous or len(windows) > 1):
+            raise InputError(
+                f"--{name}: works with a paged cache and one attention window; leave it out, or the other setting."
+            )
 
 
 def _check_beams(config: RunConfig) -> None:
@@ -95,67 +118,53 @@ def _check_beams(config: RunConfig) -> None:
 
 
 def _as_batching_type_needs(config: RunConfig) -> RunConfig:
-    """Static batches (V1) leave no choice of policy, and no streaming, chunking or overlap."""
+    """Static batches (V1) leave no choice of policy, and no streaming, chunking, overlap or reuse."""
     if config.type != BatchingType.V1:
         return config
     if config.policy != V1_POLICY:
         _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
-    for name in ("enable_chunked_context", "streaming", "enable_trt_overlap"):
+    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse"), False)
+    for name in off:
         if getattr(config, name):
             _log.warning("--type v1 turns --%s off.", name)
-    return config.with_values(
-        policy=V1_POLICY, enable_chunked_context=False, streaming=False, enable_trt_overlap=False
-    )
+    return config.with_values(policy=V1_POLICY, **off)
 
 
 def _chunk_unit(config: RunConfig) -> int:
     return config.context_chunk_unit or config.tokens_per_block
 
 
-def batching_config(config: RunConfig, kv_tokens_that_fit: int | None, vocab_size: int | None) -> BatchingConfig:
+def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | None) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
-    kv_tokens_that_fit: the KV cache that memory allows, in tokens, None if it takes none; used where the user gave no
-    size, and then no larger than a full batch of the longest sequences could fill.
-    vocab_size: the model's, in tokens; None for an executor that makes none."""
+    layout: the KV cache. vocab_size: the model's, in tokens; None for an executor that makes none."""
     for name in ("eos_id", "pad_id"):
         token = getattr(config, name)
         if vocab_size is not None and token is not None and token >= vocab_size:
             raise InputError(
                 f"--{name}: {token} is not a token id of model {config.model}; expected at most {vocab_size - 1}."
             )
-    max_batch_size, max_beam_width = _resolved(config.max_batch_size), _resolved(config.max_beam_width)
+    first = layout.windows[0]
+    is_limited = len(layout.windows) > 1 or first.geometry.attention_window < _resolved(config.max_seq_len)
     return BatchingConfig(
         batching_type=BatchingType(config.type),
         policy=config.policy,
-        max_batch_size=max_batch_size,
+        max_batch_size=_resolved(config.max_batch_size),
         max_num_tokens=config.max_num_tokens,
         max_seq_len=_resolved(config.max_seq_len),
         max_input_len=_resolved(config.max_input_len),
         tokens_per_block=config.tokens_per_block,
-        num_blocks=_num_blocks(config, max_batch_size * max_beam_width, kv_tokens_that_fit),
+        num_blocks=first.num_blocks,
+        num_host_blocks=first.num_host_blocks,
         chunk_unit=_resolved(config.context_chunk_unit) if config.enable_chunked_context else None,
         chunking_policy=config.context_chunking_policy,
-        max_beam_width=max_beam_width,
+        max_beam_width=_resolved(config.max_beam_width),
         enable_overlap=config.enable_trt_overlap,
         vocab_size=vocab_size,
+        reuse=ReuseRules(config.enable_kv_cache_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse),
+        windows=layout.windows if is_limited else (),
+        is_contiguous=layout.is_contiguous,
     )
-
-
-def _num_blocks(config: RunConfig, num_beams: int, kv_tokens_that_fit: int | None) -> int:
-    """num_beams: of a full batch."""
-    per_block = config.tokens_per_block
-    if config.max_tokens_in_paged_kvcache is not None:
-        return ceil_div(config.max_tokens_in_paged_kvcache, per_block)
-    num_blocks = num_beams * ceil_div(_resolved(config.max_seq_len), per_block)
-    if kv_tokens_that_fit is not None:
-        num_blocks = min(num_blocks, kv_tokens_that_fit // per_block)
-    if num_blocks < 1:
-        raise InputError(
-            f"no memory for a single KV cache block of {per_block} tokens; raise --kv_cache_free_gpu_mem_fraction, "
-            "free memory, or choose a smaller model."
-        )
-    return num_blocks
 
 
 def _resolved(limit: int | None) -> int:

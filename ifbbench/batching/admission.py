@@ -6,25 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ifbbench.batching.active import ActiveRequests
+from ifbbench.batching.batching_config import LOOK_AHEAD, BatchingConfig
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.request import Request
-
-# Fetched beyond the free places, so that a request of higher priority that waits behind others is seen.
-LOOK_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """max_seq_len, max_input_len: in tokens. num_blocks: KV cache blocks of the whole pool. vocab_size: None where no
-    model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
+    """max_seq_len, max_input_len: in tokens. pools: geometry and number of blocks of each attention window. vocab_size:
+    None where no model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
 
     max_seq_len: int
     max_input_len: int
-    num_blocks: int
-    geometry: CacheGeometry
+    pools: tuple[tuple[CacheGeometry, int], ...]
     max_beam_width: int = 1
     vocab_size: int | None = None
     pause_truncates: bool = False
+
+    @classmethod
+    def of(cls, config: BatchingConfig, policy_may_pause: bool) -> "AdmissionLimits":
+        """What `config` lets in. Without chunks a resumed prompt may be too long, and is cut then."""
+        return cls(
+            config.max_seq_len, config.max_input_len, config.pools, config.max_beam_width, config.vocab_size,
+            pause_truncates=config.chunk_unit is None and policy_may_pause,
+        )  # fmt: skip
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
@@ -68,9 +73,10 @@ class AdmissionLimits:
                 " (without chunked context at most max_num_tokens)"
             )
         request.clamp_new_tokens(self.max_seq_len - prompt_len)
-        needed = self.geometry.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
-        if needed > self.num_blocks:
-            return f"needs {needed} KV cache blocks until complete, the pool has {self.num_blocks} (kv_blocks)"
+        for geometry, num_blocks in self.pools:
+            needed = geometry.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
+            if needed > num_blocks:
+                return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None
 
 

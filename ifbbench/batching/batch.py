@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
 
@@ -38,7 +39,7 @@ class BeamInputs:
     parents: [requests, beams], which beam of the step before each one goes on from. Before its step, the executor makes
         the keys and values of each beam's own positions those of its parent. After the context phase all go on from 0.
     scores: [requests, beams], float32, log-probability of each beam's tokens together.
-    private_from: [requests], first position that beams do not share.
+    private_from: [requests], a position before which beams share all blocks. Behind it they may still share some.
     """
 
     tokens: IntArray
@@ -58,6 +59,8 @@ class Batch:
     beam_width: of all requests of the batch. `beams` is None where that is 1 or there is no generation request.
     num_candidates: with beams, how many continuations of each request the search needs.
     padded: every prompt is to be run as long as the longest of the batch, as static batching does.
+    copies: what to move between blocks before the batch runs, in this order.
+    window_tables: block tables like `block_tables` of the attention windows after the first, where layers differ in it.
     """
 
     iteration: int
@@ -69,6 +72,8 @@ class Batch:
     beams: BeamInputs | None = None
     num_candidates: int = 0
     padded: bool = False
+    copies: tuple[BlockCopy, ...] = ()
+    window_tables: tuple[IntArray, ...] = ()
 
     @property
     def num_context_tokens(self) -> int:

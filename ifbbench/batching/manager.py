@@ -9,14 +9,12 @@ from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.admission import Admission, AdmissionLimits
 from ifbbench.batching.batch import Batch, Executor
 from ifbbench.batching.batch_builder import BatchBuilder
-from ifbbench.batching.batching_config import V1_POLICY, BatchingConfig
+from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.capacity import CapacityPolicy
-from ifbbench.batching.capacity.load import find_policy
+from ifbbench.batching.capacity import find_policy
 from ifbbench.batching.confirm import confirm
 from ifbbench.batching.flight import Flight
-from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.kv_cache.pool import OutOfBlocks
+from ifbbench.batching.kv_cache.blocks import OutOfBlocks
 from ifbbench.batching.lockstep import Lockstep
 from ifbbench.batching.records import CacheState, IterationRecord, Observer, Unobserved
 from ifbbench.batching.request import Request
@@ -58,7 +56,7 @@ class BatchManager:
         self.config = config
         self.table = RequestTable(config.num_slots)
         self.active = ActiveRequests(self.table)
-        self.kv_cache = KvCacheManager(config.geometry, config.num_blocks, config.num_slots)
+        self.kv_cache = config.make_cache()
         self.iteration = 0
         self._executor = executor
         self._clock = clock
@@ -66,16 +64,14 @@ class BatchManager:
         self._observer = observer or Unobserved()
         self._queued = queued
         self._poll_stop_signals = poll_stop_signals
-        policy = find_policy(V1_POLICY if config.batching_type is BatchingType.V1 else config.policy)
-        self._policy = policy(config.max_batch_size)
-        limits = _admission_limits(config, self._policy)
+        policy = find_policy(config.effective_policy)(config.max_batch_size)
+        limits = AdmissionLimits.of(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse)
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
-        self._scheduler = Scheduler(config, self._policy, self.active, self.kv_cache, self._lockstep)
+        self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
         self._in_flight: deque[Flight] = deque()
         self._activated: list[Request] = []
-        self._makes_tokens = False
         self._failure: ExecutorFailed | None = None
 
     def step(self) -> bool:
@@ -143,7 +139,7 @@ class BatchManager:
         for pause in plan.paused:
             self._pause(pause.victim)
         try:
-            batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle)
+            batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
         except OutOfBlocks as error:
             raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
         completing = [request for request in plan.context if request.is_last_chunk]
@@ -159,7 +155,7 @@ class BatchManager:
 
     def _pause(self, request: Request) -> None:
         """Take the request's blocks away; it starts again from its prompt with the generated tokens joined to it."""
-        self.kv_cache.remove_sequence(request.slot)
+        self._release_blocks(request)
         was_in_context = request.in_context
         request.pause(self.config.max_input_len)
         if not was_in_context:
@@ -179,6 +175,8 @@ class BatchManager:
         for request in completing:
             request.start_generation()
             self.active.move_to_generation(request)
+            if self.config.reuse.enabled:
+                self.kv_cache.store_context(request.slot)
         if self.config.enable_overlap:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
@@ -194,8 +192,10 @@ class BatchManager:
             self._fail(flight, flight.error)
             return
         if flight.batches:
-            self._makes_tokens = outputs.tokens is not None or outputs.candidates is not None
+            self.table.makes_tokens = outputs.tokens is not None or outputs.candidates is not None
         done = confirm(flight, outputs, self.active)
+        if self.config.reuse.enabled:
+            self._store_generated(flight)
         flight.record.finished = self._lockstep.hold_back(done) if self._lockstep else done
         self._observer.iteration(flight.record)
         if self.table.num_special and self._lockstep is None:
@@ -224,7 +224,28 @@ class BatchManager:
         self._observer.iteration(flight.record)
         for row in flight.rows():
             if row in self.active.by_slot:
+                self.kv_cache.forget_sequence(row)
                 self.stop(self.active.by_slot[row].request_id, f"the executor failed: {error}")
+
+    def _store_generated(self, flight: Flight) -> None:
+        """Output that has filled a block makes the block findable."""
+        size = self.kv_cache.geometry.tokens_per_block
+        for row in flight.output_rows.tolist():
+            if row in flight.dropped:
+                continue
+            request = self.active.by_slot[row]
+            computed = request.original_prompt_len + request.num_outputs - 1
+            if computed % size == 0 and request.beam_width == 1:
+                request.reuse.known()
+                self.kv_cache.store_generated(row, min(computed, request.reuse.num_known))
+
+    def _release_blocks(self, request: Request) -> None:
+        """Give the blocks back. What they hold stays findable, as far as it was computed and its tokens are known."""
+        store = None
+        if self.config.reuse.enabled:
+            computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
+            store = min(computed, request.reuse.num_known)
+        self.kv_cache.remove_sequence(request.slot, store, self._clock.now())
 
     def _leave(self, request: Request) -> None:
         """Free all that the request holds. What is under way for it means nothing any more."""
@@ -232,8 +253,8 @@ class BatchManager:
             flight.dropped.add(request.slot)
         if self._lockstep:
             self._lockstep.forget(request)
-        if request.slot in self.kv_cache.sequences:
-            self.kv_cache.remove_sequence(request.slot)
+        if self.kv_cache.holds(request.slot):
+            self._release_blocks(request)
         self.active.remove(request)
         self._admission.forget(request)
         request.complete()
@@ -245,7 +266,7 @@ class BatchManager:
     # Responses and records.
 
     def _response(self, request: Request, is_final: bool) -> Response:
-        return response_of(request, is_final) if self._makes_tokens else Response(request, is_final)
+        return response_of(request, is_final) if self.table.makes_tokens else Response(request, is_final)
 
     def _refuse(self, request: Request, error: str) -> None:
         self._observer.left(request, error)
@@ -275,11 +296,3 @@ class BatchManager:
             idle=len(plan.idle) if batches else 0,
             padding=sum(longest - chunk.length for chunk in context) if self._lockstep else 0,
         )
-
-
-def _admission_limits(config: BatchingConfig, policy: CapacityPolicy) -> AdmissionLimits:
-    return AdmissionLimits(
-        config.max_seq_len, config.max_input_len, config.num_blocks, config.geometry, config.max_beam_width,
-        config.vocab_size,
-        pause_truncates=config.chunk_unit is None and getattr(policy, "may_pause", True),
-    )  # fmt: skip

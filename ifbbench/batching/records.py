@@ -5,29 +5,42 @@ from typing import Protocol
 
 from ifbbench.batching.batch import ContextChunk
 from ifbbench.batching.capacity.policy import LeftOut, Pause
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.blocks import BlockCounters
+from ifbbench.batching.kv_cache.interface import KvCache
 from ifbbench.batching.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The KV cache while an iteration ran: `fragmentation` is the share of places in used blocks that hold no token."""
+    """The KV cache while an iteration ran. Blocks are those of the device, None in a cache without blocks; counters are
+    sums since the start. max_tokens, held_tokens: places for tokens, in all and those that requests hold.
+    filled_tokens: those with a token in them."""
 
-    max_blocks: int
-    used_blocks: int
-    tokens_per_block: int
-    allocated_total: int
-    fragmentation: float
+    max_blocks: int | None
+    used_blocks: int | None
+    tokens_per_block: int | None
+    counters: BlockCounters | None
+    max_tokens: int
+    held_tokens: int
+    filled_tokens: int
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the held places that have no token in them. Beams share tokens, so it is 0 at least."""
+        return max(0.0, 1.0 - self.filled_tokens / self.held_tokens) if self.held_tokens else 0.0
 
     @classmethod
-    def of(cls, cache: KvCacheManager) -> "CacheState":
+    def of(cls, cache: KvCache) -> "CacheState":
         """The cache as it is now."""
+        has_blocks = cache.num_blocks > 0
         return cls(
-            max_blocks=cache.num_blocks,
-            used_blocks=cache.pool.num_used,
-            tokens_per_block=cache.geometry.tokens_per_block,
-            allocated_total=cache.pool.allocated_total,
-            fragmentation=cache.fragmentation(),
+            max_blocks=cache.num_blocks if has_blocks else None,
+            used_blocks=cache.num_used if has_blocks else None,
+            tokens_per_block=cache.geometry.tokens_per_block if has_blocks else None,
+            counters=cache.counters if has_blocks else None,
+            max_tokens=cache.places,
+            held_tokens=cache.held_places,
+            filled_tokens=cache.filled_places,
         )
 
 

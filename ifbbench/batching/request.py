@@ -5,8 +5,10 @@ from enum import IntEnum
 import numpy as np
 
 from ifbbench.batching.beam_search import BeamSearch
+from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention
 from ifbbench.batching.output_numbers import OutputNumbers
 from ifbbench.batching.request_table import IntArray, RequestTable
+from ifbbench.batching.reuse_tokens import NO_IDENTITY, ReuseIdentity, ReuseTokens
 from ifbbench.batching.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
@@ -41,8 +43,8 @@ class Request:
     __slots__ = (
         "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens", "num_draft_tokens",
         "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
-        "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "sampling",
-        "search", "slot", "state", "stop", "table",
+        "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "retention",
+        "reuse", "reused_tokens", "sampling", "search", "slot", "state", "stop", "table",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,8 @@ class Request:
         sampling: SamplingParams = GREEDY,
         options: OutputOptions = TOKENS_ONLY,
         stop: StopConditions = NO_STOP_CONDITIONS,
+        reuse: ReuseIdentity = NO_IDENTITY,
+        retention: Retention = NO_RETENTION,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -75,12 +79,14 @@ class Request:
         self.sampling = sampling
         self.options = options
         self.stop = stop
+        self.reuse = ReuseTokens(self, reuse)
+        self.retention = retention
         self.search: BeamSearch | None = None
         self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
         self.num_sent = 0
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
-        self.pauses = self.recomputed_tokens = self.cached_before_pause = 0
+        self.pauses = self.recomputed_tokens = self.cached_before_pause = self.reused_tokens = 0
         self.order: tuple[float, int] = (-priority, 0)
         self.slot = -1
         self.table: RequestTable | None = None
@@ -191,6 +197,19 @@ class Request:
     def set_chunk(self, size: int) -> None:
         """Size of the next context chunk, clamped to what is left of the prompt."""
         self.chunk = min(size, self.remaining_context)
+
+    def set_prepopulated(self, num_tokens: int, tokens_per_block: int) -> None:
+        """The first `num_tokens` of the prompt were found in the cache: context starts behind them, and its first chunk
+        ends with a block if it does not end the prompt."""
+        if self.pauses == 0:
+            self.reused_tokens = num_tokens
+        if num_tokens == 0:
+            return
+        self.position = self.prepopulated = num_tokens
+        end = num_tokens + self.chunk
+        if end < self.prompt_len:
+            end -= end % tokens_per_block
+        self.set_chunk(max(end - num_tokens, 1))
 
     def advance_context(self) -> int:
         """The chunk has been computed. Returns how many of its tokens were computed before a pause already."""

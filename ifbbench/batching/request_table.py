@@ -27,6 +27,7 @@ class RequestTable:
     joined: [rows], output tokens that pauses have joined to the prompt.
     cached_before_pause: [rows], tokens of the sequence that had been through the model when it was paused.
     end_tokens: [rows, most of any request], token ids that end the request early, filled up with -1.
+    makes_tokens: whether the executor does: else output tokens have no ids.
     is_special: [rows], whether each new token needs more than being written down (see `Request.is_special`).
     """
 
@@ -43,6 +44,7 @@ class RequestTable:
         self.any_end_tokens = False
         self.is_special = np.zeros(rows, np.bool_)
         self.num_special = 0
+        self.makes_tokens = False
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
 

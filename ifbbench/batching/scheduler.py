@@ -9,7 +9,7 @@ from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.capacity import CapacityDecision, CapacityPolicy, LeftOut, Limit, Pause
 from ifbbench.batching.chunking import ChunkLimits
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.interface import KvCache
 from ifbbench.batching.lockstep import Lockstep
 from ifbbench.batching.micro_batch import MicroBatch, MicroBatchScheduler
 from ifbbench.batching.request import Request
@@ -57,7 +57,7 @@ class Scheduler:
         config: BatchingConfig,
         policy: CapacityPolicy,
         active: ActiveRequests,
-        kv_cache: KvCacheManager,
+        kv_cache: KvCache,
         lockstep: Lockstep | None,
     ) -> None:
         self._policy = policy

@@ -4,8 +4,12 @@ from time import gmtime, strftime
 from typing import Any
 
 from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.records import CacheState, IterationRecord
 
+CACHE_FIELDS = (
+    "Max KV cache blocks", "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block",
+    "Allocated total KV cache blocks", "Allocated new KV cache blocks", "Reused KV cache blocks",
+)  # fmt: skip
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
@@ -23,19 +27,12 @@ class IterationStatistics:
 
     def fields(self, record: IterationRecord) -> dict[str, Any]:
         """Documented name to value. Blocks and tokens are counts; the time stamp is in UTC."""
-        cache = record.cache
         return {
             "Timestamp": self._format_timestamp(record.timestamp),
             "Iteration Counter": record.iteration,
             "Active Request Count": record.active,
             "Max Request Count": self._max_requests,
-            "Max KV cache blocks": cache.max_blocks,
-            "Free KV cache blocks": cache.max_blocks - cache.used_blocks,
-            "Used KV cache blocks": cache.used_blocks,
-            "Tokens per KV cache block": cache.tokens_per_block,
-            "Allocated total KV cache blocks": cache.allocated_total,
-            "Allocated new KV cache blocks": cache.allocated_total,
-            "Reused KV cache blocks": 0,
+            **_cache_fields(record.cache),
             "Scheduled Requests": len(record.context) + record.num_generation + record.idle,
             "Context Requests": len(record.context),
             **(self._static(record) if self._is_static else self._inflight(record)),
@@ -63,3 +60,15 @@ class IterationStatistics:
             self._second = int(timestamp)
             self._timestamp = strftime(TIMESTAMP_FORMAT, gmtime(self._second))
         return self._timestamp
+
+
+def _cache_fields(cache: CacheState) -> dict[str, int | None]:
+    """Blocks; null of a cache that has none."""
+    if cache.max_blocks is None or cache.used_blocks is None or cache.counters is None:
+        return dict.fromkeys(CACHE_FIELDS)
+    counters = cache.counters
+    values = (
+        cache.max_blocks, cache.max_blocks - cache.used_blocks, cache.used_blocks, cache.tokens_per_block,
+        counters.allocated_total, counters.allocated_new, counters.reused,
+    )  # fmt: skip
+    return dict(zip(CACHE_FIELDS, values, strict=True))

@@ -1,6 +1,7 @@
 """`ifbbench dataset`: make traces and describe them."""
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 LENGTH = click.IntRange(min=1)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
+SHARE = click.FloatRange(0, 1)
+DEVIATION = "Its standard deviation."
+ZIPF = "Popularity of the k-th prefix: k to the power of -Z; 0: all alike."
+THINK_TIME = "Mean time from a turn to the next (s, exponential)."
 Command = Callable[..., None]
+Document = dict[str, Any]
 
 
 @click.group()
@@ -54,22 +60,32 @@ def _options_of_every_workload(command: Command) -> Command:
     return command
 
 
+def _normal_lengths(prompt: str) -> Callable[[Command], Command]:
+    """Options for normally distributed lengths; the command gets them as `lengths`. `prompt` is what input means."""
+
+    def decorate(command: Command) -> Command:
+        @click.option("--input-mean", type=POSITIVE, required=True, metavar="M", help=f"Mean {prompt} length (tokens).")
+        @click.option("--input-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help=DEVIATION)
+        @click.option("--output-mean", type=POSITIVE, required=True, metavar="M", help="Mean output length (tokens).")
+        @click.option("--output-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help=DEVIATION)
+        @wraps(command)
+        def with_lengths(
+            input_mean: float, input_stdev: float, output_mean: float, output_stdev: float, **options: Any
+        ) -> None:
+            prompt_len, output_len = _normal(input_mean, input_stdev), _normal(output_mean, output_stdev)
+            command(lengths={"prompt_len": prompt_len, "output_len": output_len}, **options)
+
+        return with_lengths
+
+    return decorate
+
+
 @synth.command("token-norm-dist")
-@click.option("--input-mean", type=POSITIVE, required=True, metavar="M", help="Mean prompt length (tokens).")
-@click.option("--input-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help="Its standard deviation.")
-@click.option("--output-mean", type=POSITIVE, required=True, metavar="M", help="Mean output length (tokens).")
-@click.option("--output-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help="Its standard deviation.")
+@_normal_lengths("prompt")
 @_options_of_every_workload
-def token_norm_dist(
-    input_mean: float, input_stdev: float, output_mean: float, output_stdev: float, **options: Any
-) -> None:
+def token_norm_dist(lengths: Document, **options: Any) -> None:
     """Normally distributed lengths, rounded and at least 1."""
-    _write_drawn(
-        "token-norm-dist",
-        {"distribution": "normal", "mean": input_mean, "stdev": input_stdev},
-        {"distribution": "normal", "mean": output_mean, "stdev": output_stdev},
-        **options,
-    )
+    _write_drawn("token-norm-dist", lengths, **options)
 
 
 @synth.command("token-unif-dist")
@@ -82,16 +98,54 @@ def token_unif_dist(input_min: int, input_max: int, output_min: int, output_max:
     """Uniformly distributed lengths, both ends included."""
     _write_drawn(
         "token-unif-dist",
-        {"distribution": "uniform", "min": input_min, "max": input_max},
-        {"distribution": "uniform", "min": output_min, "max": output_max},
+        {
+            "prompt_len": {"distribution": "uniform", "min": input_min, "max": input_max},
+            "output_len": {"distribution": "uniform", "min": output_min, "max": output_max},
+        },
         **options,
     )
 
 
+@synth.command("shared-prefix")
+@click.option("--pools", type=LENGTH, required=True, metavar="N", help="Different prefixes (system prompts).")
+@click.option("--prefix-mean", type=POSITIVE, required=True, metavar="M", help="Mean length of a prefix (tokens).")
+@click.option("--prefix-stdev", type=NOT_NEGATIVE, default=0, show_default=True, metavar="S", help=DEVIATION)
+@click.option("--share", type=SHARE, default=1, show_default=True, metavar="F", help="Requests with a prefix.")
+@click.option("--skew", type=NOT_NEGATIVE, default=0, show_default=True, metavar="Z", help=ZIPF)
+@_normal_lengths("whole prompt")
+@_options_of_every_workload
+def shared_prefix(
+    pools: int, prefix_mean: float, prefix_stdev: float, share: float, skew: float, lengths: Document, **options: Any
+) -> None:
+    """Prompts that begin with a prefix many share. Lengths are normal; a prompt has a token beside its prefix."""
+    prefix = {"pools": pools, "len": _normal(prefix_mean, prefix_stdev), "share": share, "skew": skew}
+    _write_drawn("shared-prefix", lengths | {"shared_prefix": prefix}, **options)
+
+
+@synth.command("multi-turn")
+@click.option("--turns-mean", type=click.FloatRange(min=1), required=True, metavar="M", help="Mean turns (geometric).")
+@click.option("--think-time-mean", type=NOT_NEGATIVE, required=True, metavar="S", help=THINK_TIME)
+@_normal_lengths("new message")
+@_options_of_every_workload
+def multi_turn(turns_mean: float, think_time_mean: float, lengths: Document, **options: Any) -> None:
+    """Conversations: each prompt is all that was said before, and a new message.
+
+    N counts turns, --arrival says when conversations begin. What was answered is a stand-in for what a model will say.
+    """
+    sessions = {
+        "turns": {"distribution": "geometric", "mean": turns_mean},
+        "think_time": {"distribution": "exponential", "mean": think_time_mean},
+    }
+    _write_drawn("multi-turn", lengths | {"sessions": sessions}, **options)
+
+
+def _normal(mean: float, stdev: float) -> Document:
+    return {"distribution": "normal", "mean": mean, "stdev": stdev}
+
+
 def _write_drawn(
     name: str,
-    prompt_len: dict[str, Any],
-    output_len: dict[str, Any],
+    figures: Document,
     *,
     num_requests: int,
     arrival: str,
@@ -101,17 +155,15 @@ def _write_drawn(
     output: Path,
     overwrite: bool,
 ) -> None:
+    from ifbbench.workload.draw import draw_trace
     from ifbbench.workload.jsonl import write_trace
-    from ifbbench.workload.spec import draw_trace
     from ifbbench.workload.spec_file import parse_spec
 
     if (arrival == "all_at_once") != (request_rate is None):
         needs = "needs a" if request_rate is None else "takes no"
         raise click.UsageError(f"--arrival {arrival} {needs} --request-rate.")
-    document = {
+    document = figures | {
         "num_requests": num_requests,
-        "prompt_len": prompt_len,
-        "output_len": output_len,
         "arrival": {"process": arrival} | ({} if request_rate is None else {"rate": request_rate}),
         "reserve": reserve,
     }
@@ -167,6 +219,8 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
         "reserved": statistics.max_new_tokens,
     }
     console.print(_length_table(lengths))
+    if statistics.seen_before_share is not None:
+        console.print(f"prompt tokens seen before: {statistics.seen_before_share:.1%} (no prefix cache hits more)")
     for name in ("prompt", "output"):
         console.print(f"\n{name} tokens: requests", style="bold")
         for line in histogram_lines(lengths[name].histogram):

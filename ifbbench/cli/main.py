@@ -10,6 +10,7 @@ COMMANDS = {
     "sweep": LazyCommand("ifbbench.cli.sweep", "sweep", "Run once for each combination of settings."),
     "report": LazyCommand("ifbbench.cli.report", "report", "Print the report of a run again."),
     "plot": LazyCommand("ifbbench.cli.plot", "plot", "Draw the charts of runs and sweeps."),
+    "capacity": LazyCommand("ifbbench.cli.capacity", "capacity", "Tell what fits, before anything is run."),
     "dataset": LazyCommand("ifbbench.cli.dataset", "dataset", "Make, convert and describe traces."),
 }
 

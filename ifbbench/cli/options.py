@@ -24,7 +24,6 @@ class SettingOption(click.Option):
             default=None,
             metavar=None if is_pair else _METAVARS[setting.type],
             help=help or _help_text(setting),
-            hidden=bool(setting.unavailable),
         )
         self.group = setting.group
 

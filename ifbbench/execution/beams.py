@@ -6,7 +6,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.batching.batch import Batch, BeamInputs
+from ifbbench.batching.request_table import IntArray
 from ifbbench.execution.packing import table_rows
+from ifbbench.model.attention_window import AttentionWindow
 
 Int64Array = NDArray[np.int64]
 
@@ -27,27 +29,34 @@ def beam_inputs(batch: Batch) -> BeamInputs:
     return BeamInputs(no_beams, no_beams, no_beams.astype(np.float32), np.empty(0, np.int32))
 
 
-def rows_to_copy(batch: Batch, tokens_per_block: int) -> tuple[Int64Array, Int64Array]:
+def rows_to_copy(batch: Batch, block_tables: IntArray, window: AttentionWindow) -> tuple[Int64Array, Int64Array]:
     """Cache rows to read and cache rows to write, each [copied tokens], before the batch runs.
 
     They give every beam whose parent is another one the parent's keys and values at the positions that the two do not
-    share. All must be read before any is written: parents repeat and permute.
+    share, as far as the batch sees them. All must be read before any is written: parents repeat and permute.
+
+    block_tables: [slots, beams, blocks per sequence], of the layers that are bounded by `window`. `private_from` may be
+    too early for them: where parent and child have the same block, nothing is copied.
     """
     beams = beam_inputs(batch)
     requests, children = np.nonzero(beams.parents != np.arange(batch.beam_width))
-    firsts = beams.private_from.astype(np.int64)[requests]
-    counts = np.maximum(batch.positions[requests] - firsts, 0)
+    # With a bubble, the blocks that beams own begin up to so many positions earlier than without.
+    firsts = np.maximum(beams.private_from.astype(np.int64)[requests] - window.bubble, 0)
+    cached = batch.positions.astype(np.int64)[requests]
+    counts = np.maximum(cached - firsts, 0)
     owners = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(owners)) - (np.cumsum(counts) - counts - firsts)[owners]
-    tables = table_rows(batch.block_tables)
-    first_rows = batch.slots.astype(np.int64)[requests] * batch.block_tables.shape[1]
+    seen = window.sees(positions, cached[owners])
+    owners, positions = owners[seen], positions[seen]
+    tables = table_rows(block_tables)
+    first_rows = batch.slots.astype(np.int64)[requests] * block_tables.shape[1]
 
     def cache_rows(of_beams: NDArray[np.integer]) -> Int64Array:
-        blocks = tables[(first_rows + of_beams)[owners], positions // tokens_per_block].astype(np.int64)
-        rows: Int64Array = blocks * tokens_per_block + positions % tokens_per_block
-        return rows
+        return window.cache_rows(tables, (first_rows + of_beams)[owners], positions)
 
-    return cache_rows(beams.parents[requests, children]), cache_rows(children)
+    sources, destinations = cache_rows(beams.parents[requests, children]), cache_rows(children)
+    own = sources != destinations
+    return sources[own], destinations[own]
 
 
 def best_candidates(

@@ -1,21 +1,22 @@
 """From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.config import TINY, ModelConfig, load_model_config
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import load_weights, random_weights
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# On a CPU the KV cache shares memory with all else, and runs there are small.
-MAX_CPU_KV_BYTES = 2 * 1024**3
+# What keys and values may be stored as; fp8 is e4m3, without scales.
+KV_CACHE_DTYPES = TORCH_DTYPES | {"fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +54,26 @@ def load_model(config: RunConfig) -> LoadedModel:
         return LoadedModel(model_config, LlamaModel(model_config, weights), device, dtype)
 
 
-def kv_bytes_per_token(config: RunConfig, model_config: ModelConfig) -> int:
-    """Bytes of KV cache that one token takes with the run's data type."""
-    return model_config.kv_bytes_per_token(TORCH_DTYPES[config.dtype].itemsize)
-
-
-def default_kv_tokens(config: RunConfig, model_config: ModelConfig, device: torch.device) -> int:
-    """How many tokens of KV cache fit: `kv_cache_free_gpu_mem_fraction` of the memory that is free now.
+def kv_memory(config: RunConfig, device: torch.device) -> int:
+    """Bytes that keys and values may take: `kv_cache_free_gpu_mem_fraction` of the memory that is free now.
 
     On a CPU at most 2 GiB of it. Load the model first, for its weights count.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        budget = config.kv_cache_free_gpu_mem_fraction * free
-    else:
-        budget = min(config.kv_cache_free_gpu_mem_fraction * _available_host_bytes(), MAX_CPU_KV_BYTES)
-    return int(budget) // kv_bytes_per_token(config, model_config)
+        return int(config.kv_cache_free_gpu_mem_fraction * free)
+    return int(min(config.kv_cache_free_gpu_mem_fraction * available_host_bytes(), MAX_CPU_KV_BYTES))
 
 
 def make_executor(
-    loaded: LoadedModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int
+    loaded: LoadedModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int,
+    *, layout: CacheLayout | None = None, kv_cache_dtype: str | None = None,
 ) -> ModelExecutor:
-    """An executor with a KV cache of `num_blocks` blocks for up to `num_slots` sequences at once."""
-    return ModelExecutor(loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len)
+    """An executor with a KV cache of `num_blocks` blocks for up to `num_slots` sequences at once.
 
-
-def _available_host_bytes() -> int:
-    """Memory that can be taken without swapping; half of all memory where the system does not tell."""
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.exists() else []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    layout: the KV cache, if it is another than that. kv_cache_dtype: one of KV_CACHE_DTYPES, the model's if None.
+    """
+    return ModelExecutor(
+        loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
+        kv_cache_dtype=None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype],
+    )  # fmt: skip

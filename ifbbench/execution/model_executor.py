@@ -8,37 +8,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.batching.batch import Batch, ContextChunk, StepOutputs
+from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
-from ifbbench.execution.beams import beam_inputs, best_candidates, rows_to_copy
+from ifbbench.execution.beams import beam_inputs, best_candidates
+from ifbbench.execution.cache_windows import CacheWindows, one_window_layout
 from ifbbench.execution.numbers import ContextRows, WantedNumbers
 from ifbbench.execution.packing import PackedBatch, pack
 from ifbbench.execution.penalty import RepetitionPenalty
 from ifbbench.execution.sampling import Sampler
 from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
-from ifbbench.model.attention_plan import plan_attention
-from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 
 
 class ModelExecutor:
-    """Runs batches through `model` over a paged KV cache of its own, as `ifbbench.batching.batch.Executor` asks.
+    """Runs batches through `model` over a KV cache of its own, as `ifbbench.batching.batch.Executor` asks.
 
     The newest token of each slot stays on the device, so a batch can start before the host has seen the tokens of the
     one before.
     """
 
     def __init__(
-        self, model: LlamaModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None
+        self, model: LlamaModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None,
+        *, layout: CacheLayout | None = None, kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """max_seq_len: the longest sequence that will come, in tokens; InputError if the model has fewer positions."""
+        """max_seq_len: the longest sequence that will come, in tokens; InputError if the model has fewer positions.
+
+        layout: the KV cache; then `num_blocks` and `tokens_per_block` are not looked at. Without it, the cache has one
+        window for all layers (see `one_window_layout`). kv_cache_dtype: what keys and values are stored as, the model's
+        data type if None. InputError if the layout lets layers see more than the model's sliding window; ValueError if
+        it does not fit the model.
+        """
         positions = model.config.max_position_embeddings
         if max_seq_len is not None and max_seq_len > positions:
             raise InputError(f"--max_seq_len: {max_seq_len} is more than the model's {positions} positions; expected "
                              f"at most {positions} (tokens). Lower it or leave it out.")
         self._model = model
-        self.tokens_per_block = tokens_per_block
+        layout = layout or one_window_layout(model.config, num_blocks, tokens_per_block, max_seq_len)
+        self.tokens_per_block = layout.windows[0].geometry.tokens_per_block
         with torch.inference_mode():
-            self._cache = PagedKvCache(model.config, num_blocks, tokens_per_block, model.device, model.dtype)
+            self._cache = CacheWindows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype)
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._sampler = Sampler(num_slots)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
@@ -72,7 +80,7 @@ class ModelExecutor:
         self._wanted.assign(request.slot, request.options)
 
     def _run(self, batch: Batch) -> DeviceOutputs:
-        packed = pack(batch, self.tokens_per_block, self._cache.spare_row)
+        packed = pack(batch, self._cache.max_beams(batch))
         context_rows = ContextRows.of(batch, packed)
         logits = self._logits(batch, packed, context_rows)
         num_output_rows = len(packed.output_rows)
@@ -90,24 +98,21 @@ class ModelExecutor:
     def _logits(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> Tensor:
         """Logits [output rows + context logits' rows, vocabulary]."""
         if batch.num_tokens == 0:
+            self._cache.prepare(batch)
             return self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
-        if batch.beam_width > 1:
-            sources, destinations = rows_to_copy(batch, self.tokens_per_block)
-            if len(sources):
-                self._cache.copy_rows(self._on_device(sources), self._on_device(destinations))
         wanted = packed.output_rows
         if context_rows is not None:
             wanted = np.concatenate([wanted, context_rows.rows])
-        return self._model.forward(
-            ForwardInputs(
-                tokens=torch.cat([self._on_device(packed.context_tokens), self._generation_tokens(batch)]),
-                positions=self._on_device(packed.positions),
-                cache_rows=self._on_device(packed.cache_rows),
-                output_rows=self._on_device(wanted),
-                groups=plan_attention(packed.spans, packed.block_tables, self.tokens_per_block, self._model.device),
-            ),
-            self._cache,
+        inputs = ForwardInputs(
+            tokens=torch.cat([self._on_device(packed.context_tokens), self._generation_tokens(batch)]),
+            positions=self._on_device(packed.positions),
+            output_rows=self._on_device(wanted),
+            layers=self._cache.layer_inputs(batch, packed),
         )
+        self._cache.prepare(batch)
+        logits = self._model.forward(inputs)
+        self._cache.share_prompts(batch, packed)
+        return logits
 
     def _generation_tokens(self, batch: Batch) -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""

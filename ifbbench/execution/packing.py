@@ -18,38 +18,33 @@ class PackedBatch:
     for each last chunk, then one for each generation request and beam.
 
     context_tokens: [context rows], ids (those of generation requests are on the device).
-    positions, cache_rows: [rows]. output_rows: [output rows].
+    positions: [rows]. owners: [rows], index of the span that each belongs to. output_rows: [output rows].
     output_slots: [outputs], the slot that gets each new token; first those of the `num_last_chunks` last chunks.
     output_positions: [outputs], where each new token stands in its sequence.
-    block_tables: [slots · beams, blocks per sequence], the table rows that `spans` name.
+    ends: [spans], tokens that each sequence has after the batch; a padded span is longer.
     """
 
     context_tokens: Int64Array
     positions: Int64Array
-    cache_rows: Int64Array
+    owners: NDArray[np.intp]
     output_rows: Int64Array
     output_slots: Int64Array
     output_positions: Int64Array
     num_last_chunks: int
     spans: QuerySpans
-    block_tables: IntArray
+    ends: Int64Array
+    is_padded: bool
 
 
-def pack(batch: Batch, tokens_per_block: int, spare_row: int) -> PackedBatch:
+def pack(batch: Batch, max_beams: int) -> PackedBatch:
     """Lay out `batch`: its context chunks in order, then one token of each generation request and beam.
 
-    spare_row: the cache row for the keys and values of padding. ValueError if chunks are to be padded that do not start
-    at the beginning of their prompt.
+    max_beams: rows of a block table that each slot has. ValueError if chunks are to be padded that do not start at the
+    beginning of their prompt.
     """
-    spans, real_lengths = _spans(batch)
-    tables = table_rows(batch.block_tables)
+    spans, real_lengths = _spans(batch, max_beams)
     owners = np.repeat(np.arange(len(spans.lengths)), spans.lengths)
-    offsets = np.arange(len(owners)) - spans.first_rows[owners]
-    positions = offsets + spans.starts[owners]
-    blocks = tables[spans.table_rows[owners], positions // tokens_per_block].astype(np.int64)
-    cache_rows = blocks * tokens_per_block + positions % tokens_per_block
-    if batch.padded:
-        cache_rows[offsets >= real_lengths[owners]] = spare_row
+    positions = np.arange(len(owners)) - (spans.first_rows - spans.starts)[owners]
     is_last = np.array([chunk.is_last for chunk in batch.context], dtype=np.bool_)
     yields = np.ones(len(spans.lengths), dtype=np.bool_)
     yields[: len(is_last)] = is_last
@@ -57,16 +52,18 @@ def pack(batch: Batch, tokens_per_block: int, spare_row: int) -> PackedBatch:
     if batch.beam_width > 1:  # an output has several rows then; its first stands for it
         has_output = yields.copy()
         has_output[len(is_last) :] = np.arange(len(yields) - len(is_last)) % batch.beam_width == 0
+    ends = spans.starts + real_lengths
     return PackedBatch(
         context_tokens=_context_tokens(batch.context, spans),
         positions=positions,
-        cache_rows=cache_rows,
+        owners=owners,
         output_rows=(spans.first_rows + real_lengths - 1)[yields],
-        output_slots=spans.table_rows[has_output] // batch.block_tables.shape[1],
-        output_positions=(spans.starts + real_lengths)[has_output],
+        output_slots=spans.table_rows[has_output] // max_beams,
+        output_positions=ends[has_output],
         num_last_chunks=int(is_last.sum()),
         spans=spans,
-        block_tables=tables,
+        ends=ends,
+        is_padded=batch.padded,
     )
 
 
@@ -75,7 +72,7 @@ def table_rows(block_tables: IntArray) -> IntArray:
     return block_tables.reshape(-1, block_tables.shape[2])
 
 
-def _spans(batch: Batch) -> tuple[QuerySpans, Int64Array]:
+def _spans(batch: Batch, max_beams: int) -> tuple[QuerySpans, Int64Array]:
     """Each context chunk and each generation token as a span of queries, and the spans' lengths without padding."""
     context = np.array([(chunk.length, chunk.start, chunk.request.slot) for chunk in batch.context], dtype=np.int64)
     chunk_lengths, starts, slots = context.reshape(-1, 3).T
@@ -85,7 +82,6 @@ def _spans(batch: Batch) -> tuple[QuerySpans, Int64Array]:
         if starts.any():
             raise ValueError("a padded batch has whole prompts only, but a chunk starts behind its prompt's beginning")
         lengths = np.concatenate([np.full_like(chunk_lengths, chunk_lengths.max()), ones])
-    max_beams = batch.block_tables.shape[1]
     generation = batch.slots.astype(np.int64)[:, None] * max_beams + np.arange(batch.beam_width)
     spans = QuerySpans(
         first_rows=np.cumsum(lengths) - lengths,

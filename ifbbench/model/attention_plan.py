@@ -59,40 +59,50 @@ class AttentionGroup:
 
     query_rows: [spans · queries], packed row of each query; padding repeats the span's last.
     output_rows: [spans · queries], where each result goes; padding goes to the row after the batch's last.
-    block_ids: [spans, blocks], blocks that hold the keys; None for whole prompts, whose keys are in the batch itself.
+    block_ids: [spans, blocks], blocks that hold the keys, the first `num_block_keys` places of them; a slice of all
+    blocks where each span has one and they follow each other. None where keys are named one by one: `cache_rows`
+    [spans, keys], those in the cache, and behind them `own_rows` [spans · keys], packed rows of those in the batch
+    itself; None where there are none.
     mask: [spans, 1, queries, keys], true where a query sees a key; None if causality is all there is to mask.
     """
 
     num_spans: int
     query_rows: Tensor
     output_rows: Tensor
-    block_ids: Tensor | None
+    block_ids: Tensor | slice | None
     mask: Tensor | None
+    num_block_keys: int = 0
+    cache_rows: Tensor | None = None
+    own_rows: Tensor | None = None
 
 
 def plan_attention(
-    spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
+    spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device,
+    *, is_contiguous: bool = False, num_rows: int | None = None,
 ) -> tuple[AttentionGroup, ...]:
     """Groups that together cover every span once. block_tables: [sequences, blocks], block ids;
     read before this returns, so they may change afterwards.
 
     Whole prompts, later chunks and generation tokens each have groups of their own: the first need neither cache nor
-    mask, and the last have one query.
+    mask, and the last have one query. is_contiguous: each sequence has one block; no more of it is asked for than the
+    longest sequence of a group has, and blocks that follow each other are asked for as a slice. num_rows: rows of the
+    packed batch, if these spans are not all there is.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1
-    num_rows = int(spans.lengths.sum())
+    if num_rows is None:
+        num_rows = int(spans.lengths.sum())
     groups = [_prompt_group(part, num_rows, device) for part in _like_lengths(spans.select(whole))]
-    for part in (_tiles(spans.select(~whole & ~single)), spans.select(single)):
-        groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device)
+    for part in (tiles(spans.select(~whole & ~single)), spans.select(single)):
+        groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device, is_contiguous)
                    for group in _like_lengths(part)]
     return tuple(groups)
 
 
-def _tiles(spans: QuerySpans) -> QuerySpans:
+def tiles(spans: QuerySpans) -> QuerySpans:
     """The spans cut into pieces of at most QUERIES_PER_TILE queries."""
-    counts = -(-spans.lengths // QUERIES_PER_TILE)
-    owner = np.repeat(np.arange(len(counts)), counts)
+    counts = _tile_counts(spans)
+    owner = tile_owners(spans)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     done = number * QUERIES_PER_TILE
     return QuerySpans(
@@ -103,10 +113,26 @@ def _tiles(spans: QuerySpans) -> QuerySpans:
     )
 
 
+def tile_owners(spans: QuerySpans) -> NDArray[np.intp]:
+    """Index of the span that each of `tiles(spans)` is cut from."""
+    return np.repeat(np.arange(len(spans.lengths)), _tile_counts(spans))
+
+
+def _tile_counts(spans: QuerySpans) -> Int64Array:
+    return -(-spans.lengths // QUERIES_PER_TILE)
+
+
 def _like_lengths(spans: QuerySpans) -> list[QuerySpans]:
-    """The spans in groups of like length, longest first, cut where padding would cost more than another call."""
-    order = np.argsort(-spans.ends, kind="stable")
-    lengths, ends = spans.lengths[order].tolist(), spans.ends[order].tolist()
+    return [spans.select(members) for members in like_lengths(spans.lengths, spans.ends)]
+
+
+def like_lengths(num_queries: Int64Array, num_keys: Int64Array) -> list[NDArray[np.intp]]:
+    """Indices of spans in groups of like length, longest first, cut where padding would cost more than another call.
+
+    num_queries, num_keys: [spans], the sides of each span's rectangle.
+    """
+    order = np.argsort(-num_keys, kind="stable")
+    lengths, ends = num_queries[order].tolist(), num_keys[order].tolist()
     cuts = [0]
     most_queries, exact_work = 0, 0
     for index, (length, end) in enumerate(zip(lengths, ends, strict=True)):
@@ -120,32 +146,47 @@ def _like_lengths(spans: QuerySpans) -> list[QuerySpans]:
             cuts.append(index)
             most_queries, exact_work = length, (length + GATHER_COST) * end
     cuts.append(len(lengths))
-    return [spans.select(order[first:last]) for first, last in pairwise(cuts) if last > first]
+    return [order[first:last] for first, last in pairwise(cuts) if last > first]
 
 
 def _prompt_group(spans: QuerySpans, num_rows: int, device: torch.device) -> AttentionGroup:
-    query_rows, output_rows, _ = _padded_queries(spans, num_rows)
-    return AttentionGroup(len(spans.lengths), _tensor(query_rows.ravel(), device), _tensor(output_rows.ravel(), device),
-                          block_ids=None, mask=None)
+    query_rows, output_rows, _ = padded_queries(spans, num_rows)
+    rows = on_device(query_rows.ravel(), device)
+    return AttentionGroup(len(spans.lengths), rows, on_device(output_rows.ravel(), device), block_ids=None, mask=None,
+                          own_rows=rows)
 
 
 def _cached_group(
-    spans: QuerySpans, num_rows: int, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
+    spans: QuerySpans, num_rows: int, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device,
+    is_contiguous: bool,
 ) -> AttentionGroup:
-    query_rows, output_rows, positions = _padded_queries(spans, num_rows)
+    if is_contiguous:
+        spans = spans.select(np.argsort(spans.table_rows, kind="stable"))
+    query_rows, output_rows, positions = padded_queries(spans, num_rows)
     num_blocks = -(-spans.ends // tokens_per_block)
     width = int(num_blocks.max())
     block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
     # Table entries beyond a sequence's end mean nothing. Its own first block stands in for them: always a valid id,
     # and no other sequence's numbers, whatever they are, come near this one's.
     block_ids = np.where(np.arange(width) < num_blocks[:, None], block_ids, block_ids[:, :1])
-    keys = torch.arange(width * tokens_per_block, device=device)
-    mask = keys <= _tensor(positions, device)[:, None, :, None]
-    return AttentionGroup(len(spans.lengths), _tensor(query_rows.ravel(), device), _tensor(output_rows.ravel(), device),
-                          _tensor(block_ids, device), mask)
+    num_keys = int(spans.ends.max()) if is_contiguous else width * tokens_per_block
+    keys = torch.arange(num_keys, device=device)
+    mask = keys <= on_device(positions, device)[:, None, :, None]
+    blocks = _as_slice(block_ids) if is_contiguous else None
+    return AttentionGroup(
+        len(spans.lengths), on_device(query_rows.ravel(), device), on_device(output_rows.ravel(), device),
+        blocks or on_device(block_ids, device), mask, num_keys,
+    )  # fmt: skip
 
 
-def _padded_queries(spans: QuerySpans, num_rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _as_slice(block_ids: Int64Array) -> slice | None:
+    """The blocks [spans, 1] as a slice, if they follow each other."""
+    first = int(block_ids[0, 0])
+    last = first + len(block_ids)
+    return slice(first, last) if np.array_equal(block_ids[:, 0], np.arange(first, last)) else None
+
+
+def padded_queries(spans: QuerySpans, num_rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Packed rows, output rows and positions, each [spans, most queries]."""
     steps = np.arange(int(spans.lengths.max()))
     real = steps < spans.lengths[:, None]
@@ -154,5 +195,6 @@ def _padded_queries(spans: QuerySpans, num_rows: int) -> tuple[Int64Array, Int64
     return query_rows, np.where(real, query_rows, num_rows), spans.starts[:, None] + offsets
 
 
-def _tensor(array: Int64Array, device: torch.device) -> Tensor:
+def on_device(array: Int64Array, device: torch.device) -> Tensor:
+    """A copy of `array` in the memory of `device`, or a view where that is the host's."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

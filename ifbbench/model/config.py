@@ -25,7 +25,10 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape. Names are those of Hugging Face's `LlamaConfig`, shortened; sizes are in elements."""
+    """A decoder's shape. Names are those of Hugging Face's `LlamaConfig`, shortened; sizes are in elements.
+
+    sliding_window: how many positions up to its own a query sees, in all layers; None if all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -42,6 +45,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
@@ -80,7 +84,7 @@ def load_model_config(name_or_dir: str | Path) -> ModelConfig:
     """The shape of the model called `tiny`, or of a directory with a Hugging Face `config.json`.
 
     Raises InputError if the directory, its config.json or a field is missing, or a field asks for something that the
-    decoder does not do (another architecture, an active sliding window, an unknown rope scaling).
+    decoder does not do (another architecture, an unknown rope scaling).
     """
     if str(name_or_dir) == TINY:
         return ModelConfig.tiny()
@@ -118,7 +122,7 @@ class _HuggingFaceConfig:
         head_dim = self._positive_int("head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise self._error("head_dim", head_dim, "an even number, for rotary embeddings turn pairs")
-        config = ModelConfig(
+        return ModelConfig(
             vocab_size=self._positive_int("vocab_size"),
             hidden_size=hidden_size,
             num_layers=self._positive_int("num_hidden_layers"),
@@ -134,9 +138,8 @@ class _HuggingFaceConfig:
             attention_bias=bool(self._values.get("attention_bias", False)),
             mlp_bias=bool(self._values.get("mlp_bias", False)),
             eos_token_ids=self._eos_token_ids(),
+            sliding_window=self._sliding_window(),
         )
-        self._check_sliding_window(config.max_position_embeddings)
-        return config
 
     def _check_architecture(self) -> None:
         model_type = self._values.get("model_type")
@@ -146,11 +149,12 @@ class _HuggingFaceConfig:
         if activation != "silu":
             raise self._error("hidden_act", activation, "silu")
 
-    def _check_sliding_window(self, max_positions: int) -> None:
-        window = self._values.get("sliding_window")
-        if self._values["model_type"] == "mistral" and window is not None and window < max_positions:
-            raise self._error("sliding_window", window, f"null or at least max_position_embeddings ({max_positions}), "
-                                                        "for sliding windows are not supported")
+    def _sliding_window(self) -> int | None:
+        """Mistral's window, where it is shorter than the longest sequence; Llama has none, whatever the file says."""
+        if self._values["model_type"] != "mistral" or self._values.get("sliding_window") is None:
+            return None
+        window = self._positive_int("sliding_window")
+        return window if window < self._positive_int("max_position_embeddings") else None
 
     def _rope(self) -> Mapping[str, Any]:
         """The rotary settings: transformers 5 writes `rope_parameters`, older versions `rope_scaling`."""

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.attention import attend
-from ifbbench.model.attention_plan import AttentionGroup
+from ifbbench.model.attention import LayerInputs, attend
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.rotary import RotaryEmbedding, rotate
 from ifbbench.model.weights import LayerWeights, ModelWeights
 
@@ -17,16 +15,15 @@ from ifbbench.model.weights import LayerWeights, ModelWeights
 class ForwardInputs:
     """One iteration's packed batch on the device. All tensors are int64.
 
-    tokens, positions, cache_rows: [tokens], the ids, their positions in their sequences and where their keys and
-    values go in the cache. output_rows: [outputs], the packed rows whose logits are wanted; a row may come
-    more than once. groups: the attention calls.
+    tokens, positions: [tokens], the ids and their positions in their sequences. output_rows: [outputs], the packed rows
+    whose logits are wanted; a row may come more than once. layers: for each layer of the model, where its keys and
+    values go and which attention calls it makes; layers of one attention window have the same.
     """
 
     tokens: Tensor
     positions: Tensor
-    cache_rows: Tensor
     output_rows: Tensor
-    groups: tuple[AttentionGroup, ...]
+    layers: tuple[LayerInputs, ...]
 
 
 class LlamaModel:
@@ -39,8 +36,8 @@ class LlamaModel:
         self._weights = weights
         self._rotary = RotaryEmbedding(config, self.device)
 
-    def forward(self, inputs: ForwardInputs, cache: PagedKvCache) -> Tensor:
-        """Logits [outputs, vocabulary] of `inputs.output_rows`. Writes the batch's keys and values to `cache`.
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Logits [outputs, vocabulary] of `inputs.output_rows`. Writes the batch's keys and values to the cache.
 
         Each weight is multiplied once, for all requests together.
         """
@@ -48,7 +45,7 @@ class LlamaModel:
         angles = self._rotary.angles(inputs.positions, self.dtype)
         last = self.config.num_layers - 1
         for index, layer in enumerate(self._weights.layers):
-            attention = self._attention(index, layer, hidden, angles, inputs, cache)
+            attention = self._attention(index, layer, hidden, angles, inputs.layers[index])
             if index == last:
                 # The cache is complete; from here on only the rows of wanted logits matter.
                 attention = attention.index_select(0, inputs.output_rows)
@@ -58,8 +55,7 @@ class LlamaModel:
         return self._weights.lm_head(self._norm(hidden, self._weights.final_norm))
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: Tensor, angles: tuple[Tensor, Tensor], inputs: ForwardInputs,
-        cache: PagedKvCache,
+        self, index: int, layer: LayerWeights, hidden: Tensor, angles: tuple[Tensor, Tensor], inputs: LayerInputs
     ) -> Tensor:
         config = self.config
         fused = layer.query_key_value(self._norm(hidden, layer.attention_norm))
@@ -67,8 +63,7 @@ class LlamaModel:
         values = heads[:, config.num_heads + config.num_kv_heads :]
         turned = rotate(heads[:, : config.num_heads + config.num_kv_heads], *angles)
         queries, keys = turned[:, : config.num_heads], turned[:, config.num_heads :]
-        cache.write(index, inputs.cache_rows, keys, values)
-        return attend(index, queries, keys, values, cache, inputs.groups)
+        return attend(index, queries, keys, values, inputs)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)

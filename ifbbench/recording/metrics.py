@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.records import CacheState, IterationRecord
 from ifbbench.batching.request import Request
 from ifbbench.recording.life import FloatArray, Life
 
@@ -40,8 +40,13 @@ class RunMetrics:
         self.completed = self.failed = 0
         self.slots = self.padded_slots = self.empty_generation_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
-        self.prompt_tokens = self.output_tokens = 0
-        self.iterations = self.peak_used_blocks = self.max_blocks = self.tokens_per_block = 0
+        self.prompt_tokens = self.output_tokens = self.reused_tokens = 0
+        self.iterations = self.peak_scheduled = 0
+        # None where the cache has no blocks.
+        self.peak_used_blocks: int | None = None
+        self.max_blocks: int | None = None
+        self.tokens_per_block: int | None = None
+        self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
         self.bound_by: Counter[str] = Counter()
         self.first_arrival_s = float("inf")
         self.last_end_s = 0.0
@@ -50,15 +55,23 @@ class RunMetrics:
 
     def add_iteration(self, record: IterationRecord) -> None:
         self.iterations += 1
+        self.peak_scheduled = max(self.peak_scheduled, len(record.context) + record.num_generation)
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
         self.computed_tokens += record.budget_used
         self.empty_generation_slots += record.idle
         self.padded_slots += record.padding + record.idle
         self.slots += record.budget_used + record.padding + record.idle
-        self.peak_used_blocks = max(self.peak_used_blocks, record.cache.used_blocks)
-        self.max_blocks, self.tokens_per_block = record.cache.max_blocks, record.cache.tokens_per_block
+        self._add_cache(record.cache)
         self.bound_by[bound_by(record)] += 1
+
+    def _add_cache(self, cache: CacheState) -> None:
+        self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
+        if cache.used_blocks is not None:
+            self.peak_used_blocks = max(self.peak_used_blocks or 0, cache.used_blocks)
+        self.max_tokens = cache.max_tokens
+        self.peak_held_tokens = max(self.peak_held_tokens, cache.held_tokens)
+        self.peak_filled_tokens = max(self.peak_filled_tokens, cache.filled_tokens)
 
     def add_request(self, life: Life, starts: FloatArray, ends: FloatArray) -> dict[str, Any]:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
@@ -79,6 +92,7 @@ class RunMetrics:
         self._itl.append(np.diff(times))
         self.completed += 1
         self.prompt_tokens += request.original_prompt_len
+        self.reused_tokens += request.reused_tokens
         self.output_tokens += len(times)
         self.first_arrival_s = min(self.first_arrival_s, life.arrival_s)
         self.last_end_s = max(self.last_end_s, end)
@@ -91,7 +105,7 @@ class RunMetrics:
             "max_new_tokens": _asked_for(request),
             "pauses": request.pauses,
             "recomputed_tokens": request.recomputed_tokens,
-            "reused_tokens": 0,
+            "reused_tokens": request.reused_tokens,
             "attribution_s": life.attribution(starts, end),
             "outcome": "completed",
             "error": None,
@@ -137,12 +151,18 @@ class RunMetrics:
             "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
             "empty_generation_slots": self.empty_generation_slots,
             "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
-            "prefix_hit_rate": 0.0,
+            "prefix_hit_rate": self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "kv_blocks": {
                 "max": self.max_blocks,
                 "peak_used": self.peak_used_blocks,
                 "tokens_per_block": self.tokens_per_block,
             },
+            "kv_tokens": {
+                "max": self.max_tokens,
+                "peak_held": self.peak_held_tokens,
+                "peak_filled": self.peak_filled_tokens,
+            },
+            "peak_scheduled_requests": self.peak_scheduled,
             "bound_by": shares,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,

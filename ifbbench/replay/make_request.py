@@ -2,11 +2,15 @@
 
 from ifbbench.api.engine import Engine
 from ifbbench.batching.request import Request
+from ifbbench.batching.reuse_tokens import NO_IDENTITY, ReuseIdentity
 from ifbbench.batching.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.config import RunConfig
 from ifbbench.replay.client import MakeRequest
+from ifbbench.workload.symbols import output_symbol, symbolic_runs
 from ifbbench.workload.tokens import prompt_tokens
 from ifbbench.workload.trace import TraceRequest
+
+RECORDED = "recorded token ids"
 
 
 def request_maker(engine: Engine) -> MakeRequest:
@@ -29,9 +33,22 @@ def request_maker(engine: Engine) -> MakeRequest:
             sampling=_sampling(config, seed=config.seed + row.request_id),
             options=options,
             stop=StopConditions(end_tokens + row.stop_ids),
+            reuse=_symbols(engine, row, index),
         )
 
     return make_request
+
+
+def _symbols(engine: Engine, row: TraceRequest, index: int) -> ReuseIdentity:
+    """Without a model, symbols stand for the tokens: those of output are nobody else's, so that a block with output in
+    it is kept, and found as little, as where a model makes its own."""
+    if engine.makes_tokens or not engine.limits.reuse.enabled:
+        return NO_IDENTITY
+    if row.prompt_tokens is None:
+        return ReuseIdentity(runs=symbolic_runs(row, index), output_symbol=output_symbol(index, 0))
+    # Recorded ids are numbers too, but not those of the names that other rows may give to their tokens.
+    runs = [(token, 1) for token in row.prompt_tokens]
+    return ReuseIdentity(cache_salt=RECORDED, runs=runs, output_symbol=output_symbol(index, 0))
 
 
 def _sampling(config: RunConfig, seed: int) -> SamplingParams:

@@ -127,7 +127,7 @@ def _loop(
             client.wait()
         if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = clock.now()
-            blocks = f"{manager.kv_cache.pool.num_used}/{manager.kv_cache.num_blocks} KV blocks"
+            blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")
     # With overlap, an iteration may still be under way for nobody.
     while manager.step():

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ifbbench.report.units import NOTHING, count, significant, time_unit
+from ifbbench.report.units import NOTHING, count, percent, significant, time_unit
 
 Row = Mapping[str, Any]
 
@@ -26,10 +26,14 @@ COLUMNS = (
     _Column("ttft_s.p99", "TTFT\np99", min),
     _Column("tpot_s.p50", "TPOT\np50", min),
     _Column("tpot_s.p99", "TPOT\np99", min),
+    _Column("prefix_hit_rate", "prefix\nhit rate", max),
     _Column("pauses", "pauses"),
     _Column("requests.failed", "failed"),
 )
 COUNTS = {"pauses", "requests.failed"}
+SHARES = {"prefix_hit_rate"}
+# Columns that are left out where all is zero.
+OPTIONAL = {"prefix_hit_rate"}
 
 
 def print_sweep(rows: Sequence[Row], over: str, console: Console) -> None:
@@ -42,6 +46,8 @@ def print_sweep(rows: Sequence[Row], over: str, console: Console) -> None:
     cells = []
     for column in COLUMNS:
         values = [_number(row.get(column.key)) for row in rows]
+        if column.key in OPTIONAL and not any(values):
+            continue
         unit, texts = _texts(column, values)
         table.add_column(column.title + unit, justify="right")
         cells.append(_mark_best(column, values, texts))
@@ -55,6 +61,8 @@ def _texts(column: _Column, values: list[float | None]) -> tuple[str, list[str]]
     """The unit to put in the heading, and the values in it."""
     if column.key in COUNTS:
         return "", [count(value) for value in values]
+    if column.key in SHARES:
+        return "", [percent(value) for value in values]
     if "_s." not in column.key:
         return "", [significant(value) for value in values]
     unit, scale = time_unit(values)

@@ -84,6 +84,19 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
+class Geometric:
+    """How many of something that ends each time with the same probability, such as the turns of a conversation."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        require(self.mean >= 1, f"mean {self.mean:g} is below 1")
+
+    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
+        return np.minimum(generator.geometric(1 / self.mean, count), MAX_LENGTH)
+
+
+@dataclass(frozen=True)
 class Quantiles:
     """Straight lines between known quantiles: `points` are (percentile, length), from p0 to p100."""
 
@@ -106,6 +119,7 @@ KINDS: dict[str, type[LengthDistribution]] = {
     "normal": Normal,
     "uniform": Uniform,
     "lognormal": LogNormal,
+    "geometric": Geometric,
     "quantiles": Quantiles,
 }
 

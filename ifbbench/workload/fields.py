@@ -23,7 +23,7 @@ def integer(row: Mapping[str, Any], field: str, minimum: int = 1, maximum: int =
     value = present(row, field)
     expected = f"an integer from {minimum} to {maximum}"
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise _unexpected(field, value, expected)
+        raise unexpected(field, value, expected)
     return value
 
 
@@ -39,24 +39,31 @@ def number(row: Mapping[str, Any], field: str, minimum: float = 0.0, maximum: fl
     upper = "" if maximum == math.inf else f" and at most {maximum:g}"
     expected = f"a finite number of at least {minimum:g}{upper}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _unexpected(field, value, expected)
+        raise unexpected(field, value, expected)
     try:
         converted = float(value)
     except OverflowError:
-        raise _unexpected(field, value, expected) from None
+        raise unexpected(field, value, expected) from None
     if not math.isfinite(converted) or not minimum <= converted <= maximum:
-        raise _unexpected(field, value, expected)
+        raise unexpected(field, value, expected)
     return converted
 
 
 def token_ids(row: Mapping[str, Any], field: str) -> tuple[int, ...]:
     """`row[field]` as a non-empty list of token ids, each an integer of at least 0."""
+    return integers(row, field, "token id", "an integer of at least 0")
+
+
+def integers(
+    row: Mapping[str, Any], field: str, item: str, range_text: str, minimum: int = 0, maximum: int = MAX_LENGTH
+) -> tuple[int, ...]:
+    """`row[field]` as a non-empty list of integers in the given range; `item` and `range_text` say what they are."""
     value = present(row, field)
     if not isinstance(value, list) or not value:
-        raise _unexpected(field, value, "a list of at least one token id")
-    for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= MAX_LENGTH:
-            raise _unexpected(f"{field}[{position}]", token, "a token id, an integer of at least 0")
+        raise unexpected(field, value, f"a list of at least one {item}")
+    for position, entry in enumerate(value):
+        if type(entry) is not int or not minimum <= entry <= maximum:
+            raise unexpected(f"{field}[{position}]", entry, f"a {item}, {range_text}")
     return tuple(value)
 
 
@@ -79,7 +86,8 @@ def json_object(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _unexpected(field: str, value: Any, expected: str) -> BadRow:
+def unexpected(field: str, value: Any, expected: str) -> BadRow:
+    """What to raise where `field` is not what was expected."""
     return BadRow(f"field {field!r} is {_short(value)}; expected {expected}")
 
 

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
 from ifbbench.workload.fields import MAX_ID, BadRow, has, integer, json_object, number, token_ids
+from ifbbench.workload.prefix_fields import prefix_fields
 from ifbbench.workload.trace import TraceRequest
 
 
@@ -15,26 +16,29 @@ class JsonlFormat:
     """Rows with `arrival_s` (seconds), `prompt_tokens` or `prompt_len`, and `output_len` or `max_new_tokens`.
 
     Either of the last two stands in for the other. Optional: `request_id` (default: the row's number, from 0),
-    `priority`, `beam_width`, `lora_task_id`, `stop_ids`. Other keys are ignored.
+    `priority`, `beam_width`, `lora_task_id`, `stop_ids`; beside `prompt_len`, `prefix_ids` and `prefix_lens`. Other
+    keys are ignored.
     """
 
     name = "ifbbench"
 
     def rows(self, file: TextIO) -> Iterator[tuple[str, Any]]:
         """Each line that is not blank, with where it stands."""
-        for line_number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"line {line_number}", line
+        return json_lines(file)
 
     def request(self, row: Any, index: int) -> TraceRequest:
         """The request of one line; BadRow says what is wrong with it."""
         record = json_object(parse_json(row))
+        request_id = integer(record, "request_id", 0, MAX_ID) if has(record, "request_id") else index
+        arrival_s = number(record, "arrival_s")
         prompt_tokens = token_ids(record, "prompt_tokens") if has(record, "prompt_tokens") else None
+        prompt_len = _prompt_len(record, prompt_tokens)
+        prefix_ids, prefix_lens = prefix_fields(record, prompt_len)
         reserved, actual = "max_new_tokens", "output_len"
         return TraceRequest(
-            request_id=integer(record, "request_id", 0, MAX_ID) if has(record, "request_id") else index,
-            arrival_s=number(record, "arrival_s"),
-            prompt_len=_prompt_len(record, prompt_tokens),
+            request_id=request_id,
+            arrival_s=arrival_s,
+            prompt_len=prompt_len,
             max_new_tokens=integer(record, reserved if has(record, reserved) else actual),
             output_len=integer(record, actual if has(record, actual) else reserved),
             prompt_tokens=prompt_tokens,
@@ -42,7 +46,16 @@ class JsonlFormat:
             beam_width=integer(record, "beam_width") if has(record, "beam_width") else 1,
             lora_task_id=integer(record, "lora_task_id", 0, MAX_ID) if has(record, "lora_task_id") else None,
             stop_ids=token_ids(record, "stop_ids") if has(record, "stop_ids") else (),
+            prefix_ids=prefix_ids,
+            prefix_lens=prefix_lens,
         )
+
+
+def json_lines(file: TextIO) -> Iterator[tuple[str, str]]:
+    """Each line that is not blank, with where it stands."""
+    for line_number, line in enumerate(file, start=1):
+        if line.strip():
+            yield f"line {line_number}", line
 
 
 def parse_json(text: str) -> Any:
@@ -89,6 +102,10 @@ def _line(request: TraceRequest) -> str:
         record["prompt_len"] = request.prompt_len
     else:
         record["prompt_tokens"] = request.prompt_tokens
+    if request.prefix_ids is not None:
+        record["prefix_ids"] = request.prefix_ids
+    if request.prefix_lens is not None:
+        record["prefix_lens"] = request.prefix_lens
     record |= {"max_new_tokens": request.max_new_tokens, "output_len": request.output_len}
     if request.priority != DEFAULT_PRIORITY:
         record["priority"] = request.priority

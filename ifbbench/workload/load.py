@@ -8,9 +8,11 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.workload.arrivals import ArrivalProcess, Constant, Poisson
 from ifbbench.workload.bundled import bundled_names, bundled_path
+from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.fields import MAX_LENGTH
+from ifbbench.workload.prefix import shortened
 from ifbbench.workload.read import read_trace
 from ifbbench.workload.reserve import Reserve
-from ifbbench.workload.spec import draw_trace
 from ifbbench.workload.spec_file import SUFFIXES, read_spec
 from ifbbench.workload.streams import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest
@@ -54,18 +56,11 @@ def _find(source: str | Path | None) -> Path:
 def _with_settings(requests: Sequence[TraceRequest], config: RunConfig) -> list[TraceRequest]:
     reserve = Reserve(config.reserve)
     arrivals_s = _arrivals(requests, config)
+    longest = config.max_prompt_len or MAX_LENGTH
     return [
-        replace(reserve.apply(_shortened(request, config.max_prompt_len)), arrival_s=arrival_s)
+        replace(reserve.apply(shortened(request, longest)), arrival_s=arrival_s)
         for request, arrival_s in zip(requests, arrivals_s, strict=True)
     ]
-
-
-def _shortened(request: TraceRequest, max_prompt_len: int | None) -> TraceRequest:
-    """The first tokens are kept, so that shared prefixes stay shared."""
-    if max_prompt_len is None or request.prompt_len <= max_prompt_len:
-        return request
-    tokens = request.prompt_tokens
-    return replace(request, prompt_len=max_prompt_len, prompt_tokens=tokens[:max_prompt_len] if tokens else None)
 
 
 def _arrivals(requests: Sequence[TraceRequest], config: RunConfig) -> list[float]:

@@ -14,12 +14,14 @@ from ifbbench.workload.azure import COLUMNS, AzureFormat
 from ifbbench.workload.fields import BadRow, UnknownFormat
 from ifbbench.workload.gpt_manager import GptManagerFormat
 from ifbbench.workload.jsonl import JsonlFormat
+from ifbbench.workload.mooncake import FIELDS as MOONCAKE_FIELDS
+from ifbbench.workload.mooncake import MooncakeFormat
 from ifbbench.workload.trace import Trace, TraceRequest
 
 LINES_TO_RECOGNISE = 8
 UNDERSTOOD = (
-    ".jsonl with `arrival_s` (ifbbench), .json with `samples` or a list of {input_ids, output_len} "
-    f"(gptManagerBenchmark), .csv with {', '.join(COLUMNS)} (Azure LLM inference)"
+    f".jsonl with `arrival_s` (ifbbench) or with {', '.join(MOONCAKE_FIELDS)} (Mooncake), .json with `samples` or a "
+    f"list of {{input_ids, output_len}} (gptManagerBenchmark), .csv with {', '.join(COLUMNS)} (Azure LLM inference)"
 )
 
 
@@ -113,6 +115,8 @@ def _recognise_jsonl(file: TextIO) -> TraceFormat:
         except (ValueError, RecursionError):
             continue
         keys |= row.keys() if isinstance(row, dict) else set()
+    if "arrival_s" not in keys and keys.issuperset(MOONCAKE_FIELDS):
+        return MooncakeFormat()
     if keys and "arrival_s" not in keys:
         raise UnknownFormat(f"rows with {', '.join(sorted(keys))}")
     return JsonlFormat()

@@ -1,6 +1,5 @@
-"""Workload specifications: a workload as distributions, and the drawing of its requests."""
+"""Workload specifications: a workload as distributions."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,16 +9,18 @@ from ifbbench.workload.arrivals import KINDS as ARRIVAL_KINDS
 from ifbbench.workload.arrivals import AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import KINDS as LENGTH_KINDS
 from ifbbench.workload.distributions import LengthDistribution, require
-from ifbbench.workload.reserve import Reserve
-from ifbbench.workload.streams import Stream, generator
-from ifbbench.workload.trace import Trace, TraceRequest
-
-ARRIVAL_DECIMALS = 6
+from ifbbench.workload.durations import KINDS as DURATION_KINDS
+from ifbbench.workload.sessions import Sessions
+from ifbbench.workload.shared_prefix import SharedPrefix
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """Requests to be drawn. `reserve` sets `max_new_tokens` from the output length drawn; see `reserve.Reserve`."""
+    """Requests to be drawn. `reserve` sets `max_new_tokens` from the output length drawn; see `reserve.Reserve`.
+
+    `prompt_len` is that of the whole prompt, but at least one token more than a shared prefix that it begins with. With
+    `sessions`, it is that of each turn's new message, and `arrival` says when conversations begin.
+    """
 
     name: str
     num_requests: int
@@ -27,6 +28,8 @@ class WorkloadSpec:
     output_len: LengthDistribution
     arrival: ArrivalProcess = field(default_factory=AllAtOnce)
     reserve: str = "actual"
+    shared_prefix: SharedPrefix | None = None
+    sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
         require(self.num_requests >= 1, f"num_requests {self.num_requests} is below 1")
@@ -41,24 +44,15 @@ class WorkloadSpec:
             "reserve": self.reserve,
             "seed": seed,
         }
+        if self.shared_prefix is not None:
+            length = _tagged(self.shared_prefix.len, LENGTH_KINDS)
+            facts["shared_prefix"] = asdict(self.shared_prefix) | {"len": length}
+        if self.sessions is not None:
+            facts["sessions"] = {
+                "turns": _tagged(self.sessions.turns, LENGTH_KINDS),
+                "think_time": _tagged(self.sessions.think_time, DURATION_KINDS),
+            }
         return json.dumps(facts, sort_keys=True, separators=(",", ":"))
-
-
-def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int | None = None) -> Trace:
-    """The first `max_num_samples` requests of `spec` (default: all); a pure function of (spec, seed)."""
-    count = min(spec.num_requests, max_num_samples or spec.num_requests)
-    prompt_lens = spec.prompt_len.draw(generator(seed, Stream.INPUT_LENGTH), count)
-    output_lens = spec.output_len.draw(generator(seed, Stream.OUTPUT_LENGTH), count)
-    arrivals_s = spec.arrival.draw(generator(seed, Stream.ARRIVAL), count).round(ARRIVAL_DECIMALS)
-    reserve = Reserve(spec.reserve)
-    requests = [
-        reserve.apply(TraceRequest(index, arrival_s, prompt_len, max_new_tokens=output_len, output_len=output_len))
-        for index, (arrival_s, prompt_len, output_len) in enumerate(
-            zip(arrivals_s.tolist(), prompt_lens.tolist(), output_lens.tolist(), strict=True)
-        )
-    ]
-    sha256 = hashlib.sha256(spec.canonical_text(seed).encode()).hexdigest()
-    return Trace(spec.name, requests, sha256, source)
 
 
 def _tagged(choice: Any, kinds: Mapping[str, type]) -> dict[str, Any]:

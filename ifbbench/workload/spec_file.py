@@ -12,11 +12,15 @@ from ifbbench.workload.arrivals import KINDS as ARRIVAL_KINDS
 from ifbbench.workload.arrivals import AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import KINDS as LENGTH_KINDS
 from ifbbench.workload.distributions import LengthDistribution, Quantiles, require
+from ifbbench.workload.durations import KINDS as DURATION_KINDS
+from ifbbench.workload.durations import DurationDistribution
 from ifbbench.workload.reserve import Reserve
+from ifbbench.workload.sessions import Sessions
+from ifbbench.workload.shared_prefix import SharedPrefix
 from ifbbench.workload.spec import WorkloadSpec
 
 SUFFIXES = (".yaml", ".yml", ".toml")
-KEYS = ("name", "num_requests", "prompt_len", "output_len", "arrival", "reserve")
+KEYS = ("name", "num_requests", "prompt_len", "output_len", "arrival", "reserve", "shared_prefix", "sessions")
 
 
 def read_spec(path: Path) -> WorkloadSpec:
@@ -43,6 +47,8 @@ def parse_spec(document: Any, default_name: str) -> WorkloadSpec:
         output_len=_length(values["output_len"], "output_len"),
         arrival=_arrival(values["arrival"]) if "arrival" in values else AllAtOnce(),
         reserve=reserve,
+        shared_prefix=_shared_prefix(values["shared_prefix"]) if "shared_prefix" in values else None,
+        sessions=_sessions(values["sessions"]) if "sessions" in values else None,
     )
 
 
@@ -72,15 +78,39 @@ def _arrival(value: Any) -> ArrivalProcess:
     return process
 
 
+def _shared_prefix(value: Any) -> SharedPrefix:
+    where = "shared_prefix"
+    values = dict(_mapping(value, where))
+    length = values.pop("len", None)
+    require(length is not None, f"{where} has no key 'len'; expected a number of tokens or a distribution")
+    if not isinstance(length, dict):
+        length = {"distribution": "fixed", "value": length}
+    _check_numbers(values, where)
+    prefix: SharedPrefix = _build(SharedPrefix, values | {"len": _length(length, f"{where}.len")}, where)
+    return prefix
+
+
+def _sessions(value: Any) -> Sessions:
+    values, keys = _mapping(value, "sessions"), ("turns", "think_time")
+    _check_keys(values, keys, keys, "sessions")
+    kind, numbers = _choice(values["think_time"], "distribution", DURATION_KINDS, "sessions.think_time")
+    think_time: DurationDistribution = _build(DURATION_KINDS[kind], numbers, "sessions.think_time")
+    return Sessions(_length(values["turns"], "sessions.turns"), think_time)
+
+
 def _choice(value: Any, tag: str, kinds: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     """The kind that `value[tag]` names, and the numbers beside it."""
     values = dict(_mapping(value, where))
     kind = values.pop(tag, None)
     require(isinstance(kind, str) and kind in kinds, f"{where}.{tag} is {kind!r}; expected one of {', '.join(kinds)}")
+    _check_numbers(values, where)
+    return str(kind), values
+
+
+def _check_numbers(values: Mapping[str, Any], where: str) -> None:
     for key, number in values.items():
         plain = isinstance(number, int | float) and not isinstance(number, bool)
         require(plain and math.isfinite(number), f"{where}.{key} is {number!r}; expected a finite number")
-    return str(kind), values
 
 
 def _build(kind: type, numbers: Mapping[str, Any], where: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.workload.seen_before import tokens_seen_before
 from ifbbench.workload.trace import Trace
 
 HISTOGRAM_BINS = 12
@@ -39,7 +40,11 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """A trace in figures. Rates are over the span from first to last arrival, and None where that is no time."""
+    """A trace in figures. Rates are over the span from first to last arrival, and None where that is no time.
+
+    `seen_before_share` is the share of prompt tokens that an earlier request began with too: no prefix cache hits more.
+    None where the trace tells nothing of its tokens.
+    """
 
     requests: int
     skipped_rows: int
@@ -49,6 +54,7 @@ class TraceStatistics:
     prompt_tokens: LengthStatistics
     output_tokens: LengthStatistics
     max_new_tokens: LengthStatistics
+    seen_before_share: float | None
     rate_window_s: float | None
     rates_per_s: tuple[float, ...]
 
@@ -62,15 +68,18 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
     arrivals_s = np.array([request.arrival_s for request in trace])
     span_s = float(arrivals_s[-1] - arrivals_s[0])
     gaps_s = np.diff(arrivals_s)
+    prompt_tokens = length_statistics([request.prompt_len for request in trace])
+    seen_before = tokens_seen_before(trace)
     return TraceStatistics(
         requests=len(trace),
         skipped_rows=trace.skipped_rows,
         span_s=span_s,
         request_rate_per_s=len(gaps_s) / span_s if span_s > 0 else None,
         gap_cv=float(gaps_s.std() / gaps_s.mean()) if span_s > 0 else None,
-        prompt_tokens=length_statistics([request.prompt_len for request in trace]),
+        prompt_tokens=prompt_tokens,
         output_tokens=length_statistics([request.output_len for request in trace]),
         max_new_tokens=length_statistics([request.max_new_tokens for request in trace]),
+        seen_before_share=None if seen_before is None else seen_before / prompt_tokens.total,
         rate_window_s=span_s / RATE_WINDOWS if span_s > 0 else None,
         rates_per_s=_rates(arrivals_s, span_s),
     )

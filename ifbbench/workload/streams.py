@@ -12,6 +12,12 @@ class Stream(IntEnum):
     OUTPUT_LENGTH = 1
     ARRIVAL = 2
     TOKENS = 3
+    PREFIX = 4
+    POOL_LENGTH = 5
+    POOL_SHARE = 6
+    POOL_CHOICE = 7
+    TURNS = 8
+    THINK_TIME = 9
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

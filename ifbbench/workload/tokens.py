@@ -1,22 +1,30 @@
 """The token ids of a request's prompt."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError
+from ifbbench.workload.prefix import PREFIX_BLOCK, prefix_runs
 from ifbbench.workload.streams import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest
 
+CACHED_BLOCKS = 8192  # 16 MiB of tokens
+
 
 def prompt_tokens(request: TraceRequest, vocab_size: int, seed: int) -> NDArray[np.int32]:
-    """The recorded token ids, or uniform ones drawn from (seed, request id, length); shape [prompt_len].
+    """The recorded token ids, or uniform ones; shape [prompt_len].
 
-    InputError if a recorded id is not below `vocab_size`.
+    Those of a prefix id are drawn from (seed, id) and so are the same in every request; the others from (seed, request
+    id, how many they are). InputError if a recorded id is not below `vocab_size`.
     """
-    if request.prompt_tokens is None:
-        draws = generator(seed, Stream.TOKENS, request.request_id)
-        return draws.integers(0, vocab_size, size=request.prompt_len, dtype=np.int32)
-    return _recorded_tokens(request, vocab_size)
+    if request.prompt_tokens is not None:
+        return _recorded_tokens(request, vocab_size)
+    parts = [_block(prefix_id, vocab_size, seed)[:length] for prefix_id, length in prefix_runs(request)]
+    draws = generator(seed, Stream.TOKENS, request.request_id)
+    own = draws.integers(0, vocab_size, size=request.prompt_len - sum(map(len, parts)), dtype=np.int32)
+    return np.concatenate((*parts, own)) if parts else own
 
 
 def check_vocabulary(trace: Trace, vocab_size: int) -> None:
@@ -24,6 +32,13 @@ def check_vocabulary(trace: Trace, vocab_size: int) -> None:
     for request in trace:
         if request.prompt_tokens is not None:
             _recorded_tokens(request, vocab_size)
+
+
+@lru_cache(CACHED_BLOCKS)
+def _block(prefix_id: int, vocab_size: int, seed: int) -> NDArray[np.int32]:
+    """The tokens of a prefix id; shape [PREFIX_BLOCK]. To be read only: requests share it."""
+    draws = generator(seed, Stream.PREFIX, prefix_id)
+    return draws.integers(0, vocab_size, size=PREFIX_BLOCK, dtype=np.int32)
 
 
 def _recorded_tokens(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:

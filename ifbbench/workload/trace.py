@@ -13,7 +13,9 @@ class TraceRequest:
     `arrival_s` is in seconds from the start of the trace. `max_new_tokens` is what the client reserves and all that
     schedulers may see; `output_len` is how many tokens the request really makes, known to the stop check alone.
     `prompt_tokens` is None where the trace records only lengths; such prompts are drawn from the seed when needed.
-    `stop_ids` are token ids that end the request, should it make one before `output_len`.
+    `prefix_ids` name the blocks that the prompt begins with, in a trace that tells which tokens are equal without
+    saying what they are; `prefix_lens` are the tokens of each block, where that is not "all, as far as the prompt
+    goes". See `prefix`. `stop_ids` are token ids that end the request, should it make one before `output_len`.
     """
 
     request_id: int
@@ -26,6 +28,8 @@ class TraceRequest:
     beam_width: int = 1
     lora_task_id: int | None = None
     stop_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] | None = None
+    prefix_lens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
         "enable_chunked_context": True, "max_num_tokens": 24, "context_chunk_unit": 1, "tokens_per_block": 1,
         "kv_cache_config": {"max_tokens": 110},
     },
+    "reuse": {
+        "max_num_tokens": 200, "tokens_per_block": 4, "max_batch_size": 4,
+        "kv_cache_config": {"enable_block_reuse": True},
+    },
+    "reuse and chunks": {
+        "enable_chunked_context": True, "max_num_tokens": 24, "context_chunk_unit": 1, "tokens_per_block": 1,
+        "max_batch_size": 3, "kv_cache_config": {"enable_block_reuse": True},
+    },
 }  # fmt: skip
 
 
@@ -111,7 +119,8 @@ def test_beams_do_not_depend_on_the_schedule(
 ) -> None:
     requests = [
         InferenceRequest(index, prompt, 10, end_id=END_ID, pad_id=PAD_ID, beam_width=4, return_log_probs=True)
-        for index, prompt in enumerate(prompts)
+        # All prompts twice, so that there is something to reuse.
+        for index, prompt in enumerate(prompts * 2)
     ]
     found, pauses = answers(checkpoint, requests, "max_utilization", **SCHEDULES[schedule])
     assert (pauses > 0) == ("pauses" in schedule)

@@ -4,6 +4,7 @@ import pytest
 
 from ifbbench import BatchManager
 from ifbbench.batching.batching_type import BatchingType
+from ifbbench.batching.kv_cache.sequence import ReuseRules
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
 from tests.api.client import Client
@@ -56,10 +57,20 @@ def test_the_batching_type_has_many_names(spelling, batching_type):
         ({"kv_cache_config": {"max_tokens": "many"}}, "--max_tokens_in_paged_kvcache: 'many' is not valid"),
         ({"kv_cache_config": 160}, "kv_cache_config: expected a mapping of its settings, not int"),
         ({"kv_cache_config": {"free_gpu_memory_fraction": 1.5}}, "--kv_cache_free_gpu_mem_fraction: 1.5 is not valid"),
-        ({"kv_cache_config": {"enable_block_reuse": True}}, "reuse of KV cache blocks, which is not built yet"),
-        ({"kv_cache_config": {"max_attention_window": 128}}, "a sliding attention window, which is not built yet"),
-        ({"kv_cache_config": {"sink_token_length": 4}}, "sink tokens, which is not built yet"),
-        ({"kv_cache_config": {"host_cache_size": 2**30}}, "a KV cache in host memory, which is not built yet"),
+        (
+            {"kv_cache_config": {"max_attention_window": "12 tokens"}},
+            "--max_attention_window: '12 tokens' is not valid",
+        ),
+        ({"kv_cache_config": {"sink_token_length": 40}}, "40 first tokens fill the attention window of 40"),
+        (
+            {"kv_cache_config": {"enable_block_reuse": True, "max_attention_window": (16, 32)}},
+            "--enable_kv_cache_reuse: works with a paged cache and one attention window",
+        ),
+        (
+            {"kv_cache_config": {"host_cache_size": 2**30}, "kv_cache_type": "contiguous"},
+            "--kv_host_cache_bytes: works with a paged cache and one attention window",
+        ),
+        ({"kv_cache_type": "contiguous", "policy": "max_utilization"}, "max_utilization pauses for blocks"),
         ({"enable_chunked_context": True, "max_num_tokens": 8}, "--max_num_tokens: 8 is less than one context chunk"),
     ],
 )
@@ -69,7 +80,37 @@ def test_parameters_that_do_not_fit_are_refused_by_name(arguments, words):
     assert words in str(refused.value)
 
 
-def test_what_is_not_built_yet_may_be_switched_off():
+def test_the_cache_is_what_its_settings_say():
+    rules = {"enable_block_reuse": True, "enable_partial_reuse": False, "host_cache_size": 600_000}
+    config = manager_with(max_seq_len=40, kv_cache_config={"max_tokens": 160, **rules}).config
+    assert config.reuse == ReuseRules(enabled=True, partial=False, copy_partial=True)
+    assert (config.num_blocks, config.num_host_blocks) == (5, 600_000 // (4096 * 32))
+    config = manager_with(max_seq_len=40, max_tokens=160, max_attention_window="8,99", sink_token_len=2,
+                          window_mode="linear", tokens_per_block=4).config  # fmt: skip
+    long, short = config.windows
+    assert (long.geometry.attention_window, long.geometry.sink_token_length, long.num_blocks) == (40, 0, 40)
+    assert (short.geometry.attention_window, short.geometry.sink_token_length, short.num_blocks) == (8, 2, 40)
+    assert not short.geometry.is_cyclic
+    assert manager_with(kv_cache_type="contiguous", **SIZES).config.is_contiguous
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_block_reuse": True, "host_cache_size": 2**24},
+        {"max_attention_window": 12, "sink_token_len": 3, "tokens_per_block": 4},
+        {"max_attention_window": "12,20", "tokens_per_block": 4},
+        {"kv_cache_type": "contiguous"},
+        {"kv_cache_type": "contiguous", "model_type": "V1"},
+    ],
+)
+def test_each_kind_of_cache_serves(settings):
+    client = Client([request_of(1), request_of(2)])
+    manager_with(client=client, **SIZES, **settings).close()
+    assert [answer.error for answer in client.answers] == ["", ""]
+
+
+def test_what_caches_can_do_may_be_switched_off():
     off = {"enable_block_reuse": False, "max_attention_window": None, "sink_token_length": 0, "host_cache_size": 0}
     assert manager_with(max_seq_len=40, kv_cache_config={"max_tokens": 160, **off}).config.num_blocks == 5
 

@@ -2,7 +2,7 @@
 
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity import CapacityDecision, GuaranteedNoEvict, Limit, Pause
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.interface import KvCache
 
 
 class PausesAllOnce(GuaranteedNoEvict):
@@ -14,7 +14,7 @@ class PausesAllOnce(GuaranteedNoEvict):
         super().__init__(max_num_requests)
         self._calls = 0
 
-    def schedule(self, active: ActiveRequests, kv_cache: KvCacheManager) -> CapacityDecision:
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         self._calls += 1
         if self._calls != 3:
             return super().schedule(active, kv_cache)

@@ -40,10 +40,9 @@ def error_of(*arguments: str) -> str:
 @pytest.mark.parametrize("setting", list(settings()), ids=lambda setting: setting.name)
 def test_help_shows_each_setting_with_its_aliases(setting):
     printed = CliRunner().invoke(main, ["run", "--help"]).output
-    is_shown = not setting.unavailable
     for name in (setting.name, *setting.aliases):
-        assert bool(re.search(rf"--{name}\b", printed)) == is_shown
-        assert bool(re.search(rf"--no_{name}\b", printed)) == (is_shown and setting.type is bool)
+        assert re.search(rf"--{name}\b", printed)
+        assert bool(re.search(rf"--no_{name}\b", printed)) == (setting.type is bool)
 
 
 def test_help_has_a_section_for_each_group():
@@ -96,6 +95,18 @@ def test_aliases(config_of):
         (["--max_tokens", "640"], {"max_tokens_in_paged_kvcache": 640}),
         (["--log_iteration_data"], {"log_iteration_data": True}),
         (["--no_enable_block_reuse", "--sink_token_length", "0", "--host_cache_size", "0"], {}),
+        (["--enable_kv_cache_reuse"], {"enable_kv_cache_reuse": True}),
+        (
+            ["--enable-block-reuse", "--no_enable_partial_reuse", "--no_copy_on_partial_reuse"],
+            {"enable_kv_cache_reuse": True, "enable_partial_reuse": False, "copy_on_partial_reuse": False},
+        ),
+        (["--max_attention_window", "512,1024"], {"max_attention_window": "512,1024"}),
+        (["--sink_token_len", "4", "--window_mode", "Linear"], {"sink_token_len": 4, "window_mode": "linear"}),
+        (["--host_cache_size", "1000000"], {"kv_host_cache_bytes": 1_000_000}),
+        (
+            ["--kv_cache_dtype", "fp8", "--kv_cache_type=contiguous"],
+            {"kv_cache_dtype": "fp8", "kv_cache_type": "contiguous"},
+        ),
     ],
 )
 def test_gpt_manager_benchmarks_options(config_of, arguments, values):
@@ -105,16 +116,24 @@ def test_gpt_manager_benchmarks_options(config_of, arguments, values):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (["--enable_kv_cache_reuse"], "enable_kv_cache_reuse"),
-        (["--enable-block-reuse"], "enable_kv_cache_reuse"),
-        (["--max_attention_window", "512,1024"], "max_attention_window"),
-        (["--sink_token_len", "4"], "sink_token_len"),
-        (["--host_cache_size", "1000000"], "kv_host_cache_bytes"),
+        (["--kv_cache_type", "contiguous", "--enable_kv_cache_reuse"], "enable_kv_cache_reuse"),
+        (["--kv_cache_type", "contiguous", "--host_cache_size", "9999999"], "kv_host_cache_bytes"),
+        (["--kv_cache_type", "contiguous", "--policy", "max_utilization"], "kv_cache_type contiguous"),
+        (["--max_attention_window", "512,1024", "--enable-block-reuse"], "enable_kv_cache_reuse"),
+        (["--max_attention_window", "512,1024", "--host_cache_size", "9999999"], "kv_host_cache_bytes"),
+        (["--max_attention_window", "512,many"], "max_attention_window: '512,many'"),
+        (["--max_attention_window", "0"], "max_attention_window: '0'"),
+        (["--max_attention_window", "64", "--sink_token_len", "64"], "sink_token_len: 64"),
+        (["--kv_cache_dtype", "int8"], "kv_cache_dtype: 'int8'"),
+        (["--kv_cache_type", "piecewise"], "kv_cache_type: 'piecewise'"),
+        (["--window_mode", "round"], "window_mode: 'round'"),
     ],
 )
-def test_what_is_not_built_yet_is_refused(arguments, name):
-    error = error_of(*arguments)
-    assert all(words in error for words in (f"--{name}", "not built yet", "leave it out"))
+@pytest.mark.parametrize("device", ["cpu", "null"])
+def test_caches_that_cannot_be_are_refused_before_anything_is_written(arguments, name, device, tmp_path):
+    error = error_of("--device", device, "--output", str(tmp_path / "run"), *arguments)
+    assert error.startswith(f"Error: --{name}")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,19 @@
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
+
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity import POLICY_CLASSES, LoraLimits
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.sequence import ReuseRules
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import RequestTable
 from tests.conformance.capacity_loop import CapacityLoop, Decided
-from tests.conformance.outcome import Case, Skip, expect_equal, require_features
+from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
-SUPPORTED = {"lora", "pause", "chunking", "priority", "late_arrival", "sink_tokens", "draft_tokens"}
+SUPPORTED = {"lora", "pause", "chunking", "priority", "late_arrival", "sink_tokens", "draft_tokens", "reuse"}
 
 
 def replay(case: Case) -> None:
@@ -43,7 +46,11 @@ def _replay_loop(case: Case) -> None:
                 _check(decided, window)
     expect_equal("iterations", loop.iteration, expected["num_iterations"])
     expect_equal("free blocks at the end", loop.cache.free_blocks, config["kv_cache"]["num_blocks"])
-    expect_equal("reused blocks", 0, expected["final_reused_blocks"] or expected["final_reused_blocks_min"] or 0)
+    reused, least = loop.cache.blocks.counters.reused, expected["final_reused_blocks_min"]
+    if expected["final_reused_blocks"] is not None:
+        expect_equal("reused blocks", reused, expected["final_reused_blocks"])
+    if least is not None and reused < least:
+        raise Mismatch(f"reused blocks: {reused}, expected at least {least}")
 
 
 def _check(decided: Decided, window: dict[str, Any]) -> None:
@@ -78,6 +85,7 @@ def _request(entry: dict[str, Any], by_priority: bool) -> Request:
         beam_width=entry["beam_width"],
         lora_task_id=entry["lora_task_id"],
         num_draft_tokens=entry["num_draft_tokens"],
+        prompt_tokens=np.array(entry["prompt_tokens"] or [1] * entry["prompt_len"], np.int32),
         **priority,
     )
     if entry["context_chunk_size"] is not None:
@@ -100,4 +108,8 @@ def _cache(case: Case) -> KvCacheManager:
         config["sink_token_length"],
         max(entry["beam_width"] for entry in case["requests"]),
     )
-    return KvCacheManager(geometry, config["num_blocks"], slots=len(case["requests"]))
+    rules = ReuseRules(
+        config["enable_block_reuse"], config["enable_partial_reuse"], config["copy_on_partial_reuse"]
+    )
+    slots = len(case["requests"])
+    return KvCacheManager(geometry, config["num_blocks"], slots, config["host_blocks"], rules)

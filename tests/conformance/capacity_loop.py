@@ -76,20 +76,32 @@ class CapacityLoop:
             else:
                 self._advance_generation(request)
             if not request.in_context and request.num_generated == request.max_new_tokens:
-                self.cache.remove_sequence(request.slot)
+                computed = request.prompt_len + request.num_generated - 1
+                self.cache.remove_sequence(request.slot, min(computed, request.reuse.num_known))
                 self.active.remove(request)
                 request.complete()
 
     def _advance_context(self, request: Request) -> None:
         size = request.chunk
         if request.is_first_chunk:
-            self.cache.add_request(request)
+            reused = self.cache.add_request(request)
+            request.set_prepopulated(reused, self.cache.geometry.tokens_per_block)
         request.advance_context()
         request.set_chunk(size)
         if request.remaining_context == 0:
+            self.cache.store_context(request.slot)
             request.start_generation()
             self.active.move_to_generation(request)
+            self._append_token(request)
 
     def _advance_generation(self, request: Request) -> None:
         self.cache.add_tokens(np.array([request.slot]))
         self.active.table.generated[request.slot] += 1
+        self._append_token(request)
+
+    def _append_token(self, request: Request) -> None:
+        """The token that an iteration makes is its number."""
+        table, slot = self.active.table, np.array([request.slot])
+        table.makes_tokens = True
+        table.confirmed[request.slot] = table.generated[request.slot]
+        table.write_outputs(slot, np.array([request.num_outputs - 1]), np.array([self.iteration], np.int32))

@@ -1,7 +1,7 @@
 """A stand-in for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ifbbench.batching.batch import Batch, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.batching.beam_search import BeamSearch
+from ifbbench.batching.kv_cache.copies import BlockCopy
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.batching.output_numbers import OutputNumbers
 from ifbbench.batching.request import Request
 from ifbbench.batching.sampling_params import (
@@ -22,7 +25,6 @@ from ifbbench.batching.sampling_params import (
     StopConditions,
 )
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 
 CPU = torch.device("cpu")
@@ -98,16 +100,17 @@ class RecordingModel(LlamaModel):
     last_inputs: ForwardInputs
     last_logits: Tensor
 
-    def forward(self, inputs: ForwardInputs, cache: PagedKvCache) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> Tensor:
         self.last_inputs = inputs
-        self.last_logits = super().forward(inputs, cache)
+        self.last_logits = super().forward(inputs)
         return self.last_logits
 
 
 class Driver:
     """Runs requests on `executor`; blocks lie in an order drawn from `seed`, and slots are reused.
 
-    Beams share the full blocks of their prompt. padded: run prompts as static batching does.
+    Beams share the full blocks of their prompt. padded: run prompts as static batching does. copies: those of the next
+    batch. window_tables: of the windows after the first, where no beams share anything.
     """
 
     def __init__(
@@ -121,6 +124,9 @@ class Driver:
         self.tables = self.own_blocks.copy()
         self.free_slots = list(range(num_slots))
         self.padded = False
+        self.copies: tuple[BlockCopy, ...] = ()
+        self.window_tables: tuple[NDArray[np.int32], ...] = ()
+        self.geometry = CacheGeometry(executor.tokens_per_block, 2**40, 2**40)
         self.iteration = 0
         self.under_way: deque[tuple[tuple[ContextChunk, ...], list[FakeRequest]]] = deque()
 
@@ -134,9 +140,13 @@ class Driver:
         chunks = tuple(ContextChunk(cast(Request, request), request.computed, length) for request, length in context)
         for request, _ in context:
             self._share_prompt(request)
+        for request in generation:
+            self._write_over(request)
         tables = self.tables.copy()
-        self.executor.submit(self._batch(chunks, context, generation, tables))
+        batch = self._batch(chunks, context, generation, tables)
+        self.executor.submit(replace(batch, copies=self.copies, window_tables=self.window_tables))
         tables[:] = -9  # nobody may look at them any more
+        self.copies = ()
         self.iteration += 1
         for request, length in context:
             request.computed += length
@@ -198,14 +208,33 @@ class Driver:
             tokens=np.stack([search.tokens for search in searches]),
             parents=np.stack([search.parents for search in searches]),
             scores=np.stack([search.scores for search in searches]),
-            private_from=np.array([request.prompt_len // size * size for request in generation], np.int32),
+            # Of a prompt, beams own one block at most; where they share that, too, nothing is copied.
+            private_from=np.array([max(request.prompt_len - size, 0) for request in generation], np.int32),
         )
 
     def _share_prompt(self, request: FakeRequest) -> None:
-        shared = request.prompt_len // self.executor.tokens_per_block
-        self.tables[request.slot] = self.own_blocks[request.slot]
-        if request.beam_width > 1:
-            self.tables[request.slot, 1:, :shared] = self.tables[request.slot, 0, :shared]
+        self.tables[request.slot] = own = self.own_blocks[request.slot]
+        if request.beam_width == 1:
+            return
+        place, size = self._place(request.prompt_len), self.executor.tokens_per_block
+        shared = place // size if place == request.prompt_len + self.geometry.bubble else own.shape[1]
+        self.tables[request.slot, 1:, :shared] = self.tables[request.slot, 0, :shared]
+        if place % size:
+            self.tables[request.slot, :, place // size] = own[:, place // size]
+
+    def _write_over(self, request: FakeRequest) -> None:
+        """A shared block that the window has come round to is shared no longer."""
+        block = self._place(request.num_cached) // self.executor.tokens_per_block
+        if request.num_cached + self.geometry.bubble >= self.geometry.capacity:
+            self.tables[request.slot, :, block] = self.own_blocks[request.slot, :, block]
+
+    def _place(self, position: int) -> int:
+        """Where a position behind the sink tokens lies, as blocks are allocated."""
+        geometry = self.geometry
+        first, registered = geometry.sink_token_length + geometry.bubble, position + geometry.bubble
+        if registered < geometry.capacity:
+            return registered
+        return first + (registered - first) % (geometry.capacity - first)
 
     def _chunk(self, request: FakeRequest, largest: int | None) -> int:
         left = request.prompt_len - request.computed
@@ -230,3 +259,19 @@ def driver_of(
     num_blocks = num_slots * max_beams * -(-longest // tokens_per_block) + 3
     executor = ModelExecutor(model, num_slots, num_blocks, tokens_per_block)
     return Driver(executor, num_slots, num_blocks, seed, max_beams)
+
+
+def layout_driver(
+    model: LlamaModel, layout: CacheLayout, num_slots: int, seed: int = 0, kv_cache_dtype: torch.dtype | None = None
+) -> Driver:
+    """A driver over a fresh executor with the cache `layout`; each window has blocks for `num_slots` sequences."""
+    first, *others = layout.windows
+    max_beams = first.geometry.max_beam_width
+    executor = ModelExecutor(model, num_slots, 0, 0, layout=layout, kv_cache_dtype=kv_cache_dtype)
+    driver = Driver(executor, num_slots, first.num_blocks, seed, max_beams)
+    driver.geometry = first.geometry
+    driver.window_tables = tuple(
+        driver.random.permutation(window.num_blocks).astype(np.int32)[: window.num_blocks // num_slots * num_slots]
+        .reshape(num_slots, 1, -1) for window in others
+    )  # fmt: skip
+    return driver

@@ -11,6 +11,7 @@ from ifbbench.batching.batch import Batch, BeamInputs, StepOutputs
 from ifbbench.batching.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.beams import STAND_IN_SCORE, best_candidates, rows_to_copy
 from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.model.attention_window import AttentionWindow
 from tests.execution.driving import FakeRequest, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint, reference_logits
 
@@ -123,11 +124,33 @@ def test_copies_cover_the_private_positions_of_beams_with_another_parent() -> No
     beams = BeamInputs(parents, parents, parents.astype(np.float32), np.array([4, 8], np.int32))
     positions = np.array([7, 8], np.int32)
     batch = Batch(0, (), np.array([1, 0], np.int32), positions, tables, 3, beams, 6)
-    sources, destinations = rows_to_copy(batch, 4)
+    sources, destinations = rows_to_copy(batch, tables, AttentionWindow(4))
     # Positions 4 to 6 of the first request; the other has nothing of its own yet.
     first_rows = tables[1, :, 1] * 4
     assert destinations.tolist() == [row for beam in (0, 2) for row in range(first_rows[beam], first_rows[beam] + 3)]
     assert sources.tolist() == [row for beam in (1, 0) for row in range(first_rows[beam], first_rows[beam] + 3)]
+
+
+def test_copies_leave_out_what_a_window_hides() -> None:
+    tables = np.arange(12, dtype=np.int32).reshape(1, 2, 6)
+    parents = np.array([[1, 1]], np.int32)
+    beams = BeamInputs(parents, parents, parents.astype(np.float32), np.array([2], np.int32))
+    batch = Batch(0, (), np.zeros(1, np.int32), np.array([20], np.int32), tables, 2, beams, 4)
+    # The next query, at position 20, sees the sink positions 0 to 2 and 16 to 20; position 0 is shared, and with the
+    # bubble position 1 may be private.
+    _, linear = rows_to_copy(batch, tables, AttentionWindow(4, 8, 3, 1))
+    assert linear.tolist() == [1, 2, 17, 18, 19, 20]
+    _, cyclic = rows_to_copy(batch, tables, AttentionWindow(4, 8, 3, 1, 13))
+    assert cyclic.tolist() == [1, 2, 8, 9, 10, 11]
+
+
+def test_what_parent_and_child_share_is_not_copied() -> None:
+    tables = np.array([[[0, 1, 2], [0, 1, 3]]], np.int32)
+    parents = np.array([[1, 1]], np.int32)
+    beams = BeamInputs(parents, parents, parents.astype(np.float32), np.array([4], np.int32))
+    batch = Batch(0, (), np.zeros(1, np.int32), np.array([10], np.int32), tables, 2, beams, 4)
+    sources, destinations = rows_to_copy(batch, tables, AttentionWindow(4))
+    assert (sources.tolist(), destinations.tolist()) == ([12, 13], [8, 9])
 
 
 def test_candidates_are_best_first_and_equal_ones_by_place() -> None:

@@ -57,10 +57,13 @@ def test_all_rows_run_and_padding_is_kept_out_of_the_cache(tmp_path: Path) -> No
     assert len(inputs.tokens) == 4 * 37
     assert inputs.positions.tolist() == list(range(37)) * 4
     assert inputs.output_rows.tolist() == [4, 37 + 36, 2 * 37, 3 * 37 + 15]
-    spare = inputs.cache_rows == driver.executor._cache.spare_row
+    layer = inputs.layers[0]
+    assert layer.cache.spare_row is not None
+    cache_rows = layer.cache_rows
+    spare = cache_rows.eq(layer.cache.spare_row)
     assert spare.sum() == 4 * 37 - sum(length for length, _ in LENGTHS)
     assert not inputs.tokens[spare].any()
-    assert len(inputs.cache_rows[~spare].unique()) == (~spare).sum()
+    assert len(cache_rows[~spare].unique()) == (~spare).sum()
     driver.step([], requests)
     assert len(model.last_inputs.tokens) == 4
 

@@ -78,5 +78,22 @@ def test_long_later_chunks_are_tiled() -> None:
 
 def test_entries_beyond_a_sequence_are_replaced_by_its_own_first_block() -> None:
     (group,) = plan([1, 1], [40, 3])
-    assert group.block_ids is not None
+    assert isinstance(group.block_ids, torch.Tensor)
     assert group.block_ids.tolist() == [[0, 1, 2], [3, 3, 3]]
+
+
+def test_sequences_of_one_block_that_follow_each_other_are_a_slice() -> None:
+    ones = np.ones(3, np.int64)
+    tables = np.arange(8, dtype=np.int32)[:, None]
+    for rows, expected in (([4, 2, 3], slice(2, 5)), ([1, 2, 4], None), ([2, 2, 4], None)):
+        spans = QuerySpans(np.arange(3), ones, np.array([40, 41, 44]), np.array(rows))
+        (group,) = plan_attention(spans, tables, 64, CPU, is_contiguous=True)
+        assert group.num_block_keys == 45
+        assert group.mask is not None
+        assert group.mask.shape == (3, 1, 1, 45)
+        if expected is not None:
+            assert group.block_ids == expected
+            assert group.query_rows.tolist() == [1, 2, 0]
+        else:
+            assert isinstance(group.block_ids, torch.Tensor)
+            assert group.block_ids.tolist() == [[row] for row in rows]

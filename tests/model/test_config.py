@@ -46,11 +46,13 @@ def test_end_tokens(tmp_path: Path) -> None:
     assert config_of(tmp_path, eos_token_id=[2, 5]).eos_token_ids == (2, 5)
 
 
-def test_mistral_without_an_active_window(tmp_path: Path) -> None:
-    config_of(tmp_path, model_type="mistral", sliding_window=None)
-    config_of(tmp_path, model_type="mistral", sliding_window=128)
-    with pytest.raises(InputError, match="sliding_window is 127"):
-        config_of(tmp_path, model_type="mistral", sliding_window=127)
+def test_sliding_windows_of_mistral(tmp_path: Path) -> None:
+    assert config_of(tmp_path, model_type="mistral", sliding_window=None).sliding_window is None
+    assert config_of(tmp_path, model_type="mistral", sliding_window=128).sliding_window is None
+    assert config_of(tmp_path, model_type="mistral", sliding_window=127).sliding_window == 127
+    assert config_of(tmp_path, model_type="llama", sliding_window=127).sliding_window is None
+    with pytest.raises(InputError, match="sliding_window is 0; expected an integer of at least 1"):
+        config_of(tmp_path, model_type="mistral", sliding_window=0)
 
 
 @pytest.mark.parametrize(

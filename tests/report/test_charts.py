@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from ifbbench.errors import InputError
 from ifbbench.report.charts import plot_run, plot_sweep, timeline_cells
 from ifbbench.report.charts.style import styled
+from ifbbench.report.charts.sweep import draw_sweep
 from ifbbench.report.charts.time_axis import MOST_BINS, TimeBins
 from ifbbench.report.charts.timeline import draw_timeline
 from ifbbench.report.load import load_run
@@ -120,3 +122,30 @@ def test_sweep_over_numbers_and_texts(tmp_path: Path) -> None:
     assert len(plot_sweep(names, "policy", tmp_path / "t")) == 2
     with pytest.raises(InputError, match="'dtype'"):
         plot_sweep(names, "dtype", tmp_path)
+
+
+def sweep_of_pools(hit_rates: dict[Any, float | None]) -> Figure:
+    figures = {"output_throughput_tokens_per_s": 90.0, "ttft_s.p50": 0.1, "ttft_s.p99": 0.4}
+    rows = [{"pool": size, "prefix_hit_rate": rate, **figures} for size, rate in hit_rates.items()]
+    with styled():
+        return draw_sweep(rows, "pool")
+
+
+def test_sweep_shows_what_was_reused_in_a_panel_of_its_own() -> None:
+    figure = sweep_of_pools({64_000_000: 0.651, 250_000: 0.0, 1_048_576: 0.1, 8_000_000: None})
+    throughput, ttft, hit_rate = figure.axes
+    (line,) = hit_rate.lines
+    assert np.asarray(line.get_xdata()).tolist() == [250_000, 1_048_576, 8_000_000, 64_000_000]
+    assert np.asarray(line.get_ydata()) == pytest.approx([0, 10, np.nan, 65.1], nan_ok=True)
+    assert hit_rate.get_xscale() == "log"
+    assert [label.get_text() for label in hit_rate.get_xticklabels()] == ["250k", "1.05M", "8M", "64M"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["output tokens/s", "TTFT (ms)", "prefix hit rate (%)"]
+    assert [text.get_text() for text in hit_rate.texts] == ["65.1 %"]
+    assert (throughput.get_xlabel(), ttft.get_xlabel(), hit_rate.get_xlabel()) == ("", "", "pool")
+
+
+@pytest.mark.parametrize("hit_rates", [{8: 0.0, 16: 0.0}, {8: None, 16: 0.0}, {"a": None, "b": None}], ids=str)
+def test_sweep_without_reuse_has_no_such_panel(hit_rates: dict[Any, float | None]) -> None:
+    figure = sweep_of_pools(hit_rates)
+    assert len(figure.axes) == 2
+    assert figure.axes[1].get_xlabel() == "pool"

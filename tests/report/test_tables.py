@@ -79,6 +79,18 @@ def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixt
     assert ["16", *["–"] * 8] in lines
 
 
+def test_sweep_lists_hit_rates_where_anything_was_reused(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = "prefix_hit_rate"
+    print_sweep([{"pool": 1, rates: 0.0}, {"pool": 2, rates: 0.0}], "pool", Console(width=120))
+    assert "hit rate" not in capsys.readouterr().out
+    print_sweep([{"pool": 1, rates: 0.25}, {"pool": 2, rates: 0.004}, {"pool": 3}], "pool", Console(width=120))
+    out = capsys.readouterr().out
+    assert "hit rate" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    dashes = " ".join("–" * 6)
+    assert [f"1 {dashes} 25 %* – –", f"2 {dashes} <1 % – –", f"3 {dashes} – – –"] == lines[-4:-1]
+
+
 def test_numbers_as_people_read_them() -> None:
     assert [significant(value) for value in (0, 1234.5, 12.34, 0.01234, None, float("nan"))] == [
         "0", "1,234", "12.3", "0.0123", "–", "–"

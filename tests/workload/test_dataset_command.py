@@ -11,6 +11,9 @@ from ifbbench.workload.bundled import bundled_path
 from ifbbench.workload.read import read_trace
 
 NORMAL = "synth token-norm-dist --num-requests 40 --input-mean 90 --input-stdev 5 --output-mean 20 --output-stdev 2"
+LENGTHS = "--num-requests 40 --input-mean 90 --input-stdev 5 --output-mean 20 --output-stdev 2"
+SHARED = f"synth shared-prefix --pools 2 --prefix-mean 70 {LENGTHS}"
+TURNS = f"synth multi-turn --turns-mean 3 --think-time-mean 8 {LENGTHS}"
 UNIFORM = "synth token-unif-dist --num-requests 40 --input-min 3 --input-max 9 --output-min 1 --output-max 4"
 
 
@@ -34,6 +37,22 @@ def test_uniform_with_arrivals_and_reservation(tmp_path):
     assert all(3 <= request.prompt_len <= 9 and 1 <= request.output_len <= 4 for request in trace)
     assert [request.arrival_s for request in trace] == [index / 4 for index in range(40)]
     assert {request.max_new_tokens for request in trace} == {6}
+
+
+def test_shared_prefixes(tmp_path):
+    result = dataset(SHARED, "--share", 0.8, "--skew", 1, "-o", tmp_path / "a.jsonl")
+    assert result.exit_code == 0
+    trace = read_trace(tmp_path / "a.jsonl")
+    assert {request.prefix_ids for request in trace} == {None, (0,), (1,)}
+    assert {request.prefix_lens for request in trace} == {None, (70,)}
+
+
+def test_conversations(tmp_path):
+    assert dataset(f"{TURNS} --arrival poisson --request-rate 2 -o", tmp_path / "a.jsonl").exit_code == 0
+    trace = read_trace(tmp_path / "a.jsonl")
+    assert len(trace) == 40
+    first_ids = [request.prefix_ids[0] for request in trace if request.prefix_ids]
+    assert 5 < len(set(first_ids)) < 30
 
 
 def test_underscores_and_dashes_are_the_same(tmp_path):
@@ -65,6 +84,21 @@ def test_existing_output(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        (f"{SHARED} --pools 0", "0 is not in the range x>=1"),
+        (f"{SHARED} --share 1.5", "1.5 is not in the range 0<=x<=1"),
+        (f"{TURNS} --turns-mean 0.5", "0.5 is not in the range x>=1"),
+        (f"{TURNS} --request-rate 3", "--arrival all_at_once takes no --request-rate"),
+    ],
+)
+def test_bad_options_of_prompts_that_share(tmp_path, command, complaint):
+    result = dataset(command, "-o", tmp_path / "a.jsonl")
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+@pytest.mark.parametrize(
     ("options", "complaint"),
     [
         ("--arrival poisson", "--arrival poisson needs a --request-rate"),
@@ -93,6 +127,16 @@ def test_info_as_json():
     assert (facts["name"], facts["requests"]) == ("chat", 50)
     assert facts["prompt_tokens"]["min"] >= 2
     assert facts["max_new_tokens"]["max"] == 1000
+
+
+def test_info_tells_what_was_seen_before(tmp_path):
+    path = tmp_path / "a.jsonl"
+    row = '{"arrival_s": 0, "prompt_len": 512, "output_len": 1, "prefix_ids": [%d]}\n'
+    path.write_text("".join(row % prefix_id for prefix_id in (1, 2, 1, 1)))
+    assert "prompt tokens seen before: 50.0%" in dataset("info", path).output
+    assert json.loads(dataset("info --json", path).output)["seen_before_share"] == 0.5
+    assert "seen before" not in dataset("info default").output
+    assert json.loads(dataset("info default --json").output)["seen_before_share"] is None
 
 
 def test_info_counts_bad_rows(tmp_path):

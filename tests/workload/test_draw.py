@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ifbbench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
-from ifbbench.workload.distributions import Fixed, LogNormal, Normal, Quantiles, Uniform
-from ifbbench.workload.spec import WorkloadSpec, draw_trace
+from ifbbench.workload.distributions import Fixed, Geometric, LogNormal, Normal, Quantiles, Uniform
+from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.durations import ExponentialTime, FixedTime, LogNormalTime, UniformTime
+from ifbbench.workload.spec import WorkloadSpec
 from ifbbench.workload.streams import Stream, generator
 
 MANY = 20_000
@@ -20,8 +22,10 @@ DISTRIBUTIONS = [
     Normal(50, 20),
     Uniform(3, 900),
     LogNormal(40, 90, 500),
+    Geometric(3),
     Quantiles(((0, 1), (50, 20), (100, 300))),
 ]
+TIMES = [FixedTime(2.5), UniformTime(1, 3), ExponentialTime(4), LogNormalTime(2, 5, 60)]
 PROCESSES = [AllAtOnce(), Constant(3.0), Poisson(3.0), Gamma(3.0, 4.0)]
 
 
@@ -48,6 +52,26 @@ def test_a_longer_series_of_arrivals_starts_with_the_shorter(process, seed, coun
     assert process.draw(generator(seed, Stream.ARRIVAL), count).tolist() == longer[:count].tolist()
     assert longer[0] == 0
     assert (np.diff(longer) >= 0).all()
+
+
+@pytest.mark.parametrize("times", TIMES)
+@given(seed=st.integers(0, 2**40), count=st.integers(1, 60))
+def test_a_longer_series_of_times_starts_with_the_shorter(times, seed, count):
+    longer = times.draw(generator(seed, Stream.THINK_TIME), 60)
+    assert times.draw(generator(seed, Stream.THINK_TIME), count).tolist() == longer[:count].tolist()
+    assert longer.min() >= 0
+
+
+@pytest.mark.parametrize(("times", "mean"), [*zip(TIMES, (2.5, 2, 4, 4.8), strict=True)])
+def test_times_have_the_mean_asked_for(times, mean):
+    assert times.draw(generator(3, Stream.THINK_TIME), MANY).mean() == pytest.approx(mean, rel=0.05)
+
+
+def test_geometric_numbers():
+    turns = drawn(Geometric(4))
+    assert turns.mean() == pytest.approx(4, rel=0.03)
+    assert (turns > 1).mean() == pytest.approx(0.75, abs=0.01)
+    assert set(drawn(Geometric(1), 5).tolist()) == {1}
 
 
 def test_normal_lengths():

@@ -1,16 +1,23 @@
 """Workload specifications as files."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from ifbbench.errors import InputError
 from ifbbench.workload.arrivals import AllAtOnce, Gamma
 from ifbbench.workload.bundled import bundled_path
-from ifbbench.workload.distributions import Fixed, Quantiles, Uniform
-from ifbbench.workload.spec import WorkloadSpec, draw_trace
+from ifbbench.workload.distributions import Fixed, Geometric, Quantiles, Uniform
+from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.durations import LogNormalTime
+from ifbbench.workload.sessions import Sessions
+from ifbbench.workload.shared_prefix import SharedPrefix
+from ifbbench.workload.spec import WorkloadSpec
 from ifbbench.workload.spec_file import parse_spec, read_spec
 from ifbbench.workload.statistics import trace_statistics
 
+ONE = {"distribution": "fixed", "value": 1}
 MINIMAL = {
     "num_requests": 3,
     "prompt_len": {"distribution": "fixed", "value": 4},
@@ -36,6 +43,17 @@ def test_yaml_and_toml_say_the_same(tmp_path):
     )
     expected = WorkloadSpec("w", 3, Quantiles(((0, 1), (99.9, 8), (100, 9))), Fixed(2), Gamma(2, 3), "factor:2")
     assert read_spec(as_yaml) == read_spec(as_toml) == expected
+
+
+def test_shared_prefixes_and_sessions():
+    think_time = {"distribution": "lognormal", "median": 2, "mean": 3}
+    sessions = {"turns": {"distribution": "geometric", "mean": 2.5}, "think_time": think_time}
+    shared_prefix = {"pools": 20, "len": {"distribution": "uniform", "min": 5, "max": 9}, "share": 0.8, "skew": 1}
+    spec = parse_spec(MINIMAL | {"shared_prefix": shared_prefix, "sessions": sessions}, "mine")
+    assert spec.shared_prefix == SharedPrefix(20, Uniform(5, 9), 0.8, 1)
+    assert spec.sessions == Sessions(Geometric(2.5), LogNormalTime(2, 3))
+    short = parse_spec(MINIMAL | {"shared_prefix": {"pools": 2, "len": 700}}, "mine")
+    assert short.shared_prefix == SharedPrefix(2, Fixed(700), 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +86,26 @@ def test_yaml_and_toml_say_the_same(tmp_path):
         ({"arrival": {"process": "poisson", "rate": 0}}, "arrival: rate 0 is not a finite number above 0"),
         ({"arrival": {"process": "gamma", "rate": 1, "cv": 0}}, "arrival: cv 0 is not a finite number above 0"),
         ({"arrival": {"process": "all_at_once", "rate": 1}}, "arrival has an unknown key 'rate'; expected none"),
+        ({"output_len": {"distribution": "geometric", "mean": 0.5}}, "output_len: mean 0.5 is below 1"),
+        ({"shared_prefix": 3}, "shared_prefix is 3; expected keys and values"),
+        ({"shared_prefix": {"pools": 3}}, "shared_prefix has no key 'len'; expected a number of tokens or a"),
+        ({"shared_prefix": {"len": 3}}, "shared_prefix has no key 'pools'"),
+        ({"shared_prefix": {"pools": 0, "len": 3}}, "shared_prefix: pools 0 is not from 1 to"),
+        ({"shared_prefix": {"pools": 1.5, "len": 3}}, "shared_prefix.pools is 1.5; expected an integer"),
+        ({"shared_prefix": {"pools": 1, "len": 0}}, "shared_prefix.len: value 0 is below 1"),
+        ({"shared_prefix": {"pools": 1, "len": "x"}}, "shared_prefix.len.value is 'x'; expected a finite number"),
+        ({"shared_prefix": {"pools": 1, "len": {}}}, "shared_prefix.len.distribution is None"),
+        ({"shared_prefix": {"pools": 1, "len": 3, "share": 2}}, "shared_prefix: share 2 is not from 0 to 1"),
+        ({"shared_prefix": {"pools": 1, "len": 3, "skew": -1}}, "shared_prefix: skew -1 is negative"),
+        ({"shared_prefix": {"pools": 1, "len": 3, "skew": "x"}}, "shared_prefix.skew is 'x'; expected a finite number"),
+        ({"shared_prefix": {"pools": 1, "len": 3, "zipf": 1}}, "shared_prefix has an unknown key 'zipf'"),
+        ({"sessions": []}, "sessions is []; expected keys and values"),
+        ({"sessions": {"turns": ONE}}, "sessions has no key 'think_time'"),
+        ({"sessions": {"think_time": ONE}}, "sessions has no key 'turns'"),
+        ({"sessions": {"turns": ONE, "think_time": ONE, "pause": 1}}, "sessions has an unknown key 'pause'"),
+        ({"sessions": {"turns": 2, "think_time": ONE}}, "sessions.turns is 2; expected keys and values"),
+        ({"sessions": {"turns": ONE, "think_time": ONE | {"value": -1}}}, "sessions.think_time: value -1 is negative"),
+        ({"sessions": {"turns": ONE, "think_time": {"distribution": "normal"}}}, "sessions.think_time.distribution is"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, change, complaint):
@@ -124,3 +162,27 @@ def test_bundled_specification_keeps_the_published_figures(name):
     assert [prompt.mean, output.mean] == pytest.approx([prompt_mean, output_mean], rel=tolerance)
     assert [prompt.p50, prompt.p90] == pytest.approx([prompt_p50, prompt_p90], rel=0.05)
     assert [output.p50, output.p90] == pytest.approx([output_p50, output_p90], rel=0.05)
+
+
+def test_bundled_conversations_keep_the_published_figures():
+    """Mooncake's conversation trace: what its specification says about it, drawn as often as the trace has requests."""
+    path = bundled_path("mooncake-conversation")
+    assert path is not None
+    statistics = trace_statistics(draw_trace(replace(read_spec(path), num_requests=12_031), 0, ""))
+    prompt, output = statistics.prompt_tokens, statistics.output_tokens
+    assert prompt.mean == pytest.approx(12_035, rel=0.03)
+    assert [prompt.p50, prompt.p90, prompt.p99] == pytest.approx([6_909, 27_367, 85_400], rel=0.15)
+    assert [output.p50, output.p90, output.p99] == pytest.approx([350, 597, 1_119], rel=0.05)
+    assert statistics.span_s == pytest.approx(3_537, rel=0.05)
+    assert statistics.seen_before_share == pytest.approx(0.37, abs=0.02)
+
+
+def test_bundled_chat_in_turns_keeps_the_published_means():
+    path = bundled_path("multi-turn")
+    assert path is not None
+    spec = replace(read_spec(path), num_requests=20_000)
+    trace = draw_trace(spec, 0, "")
+    assert spec.sessions is not None
+    assert len(trace) / len(list(spec.sessions.draw(0, 20_000, spec.arrival))) == pytest.approx(2.0, rel=0.03)
+    alone = trace_statistics(draw_trace(replace(spec, sessions=None), 0, ""))
+    assert [alone.prompt_tokens.mean, alone.output_tokens.mean] == pytest.approx([69.5, 214.5], rel=0.05)

@@ -2,7 +2,8 @@
 
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.capacity.reuse_delay import ReuseDelay
+from ifbbench.batching.kv_cache.interface import KvCache
 
 NO_LORA = LoraLimits()
 
@@ -18,12 +19,13 @@ class GuaranteedNoEvict:
     """
 
     may_pause = False
+    _delays_for_reuse = True
 
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
         self.max_num_requests = max_num_requests
         self.lora = lora
 
-    def schedule(self, active: ActiveRequests, kv_cache: KvCacheManager) -> CapacityDecision:
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         decision = CapacityDecision(held=active.generation[self.max_num_requests :])
         if active.context and self._considers_context(active):
             self._admit(decision, active, kv_cache)
@@ -36,7 +38,7 @@ class GuaranteedNoEvict:
     def _considers_context(self, active: ActiveRequests) -> bool:
         return True
 
-    def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCacheManager) -> None:
+    def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCache) -> None:
         running = active.generation_rows[: self.max_num_requests]
         available = kv_cache.free_blocks - kv_cache.reserved_blocks(running)
         pages = LoraPages(self.lora)
@@ -44,8 +46,12 @@ class GuaranteedNoEvict:
             for request in active.generation[: self.max_num_requests]:
                 pages.claim(request)
         only_started = False
+        delay = ReuseDelay(active, kv_cache) if self._delays_for_reuse else None
         for request in active.context:
             if only_started and not request.has_started:
+                continue
+            if delay is not None and delay.is_worth_waiting(request):
+                _leave_out(decision, LeftOut(request, Limit.REUSE_DELAY))
                 continue
             if len(running) + len(decision.admitted) >= self.max_num_requests:
                 _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ifbbench.batching.capacity.guaranteed_no_evict import GuaranteedNoEvict
+from ifbbench.batching.capacity.max_requests import MaxRequests
 from ifbbench.batching.capacity.max_utilization import MaxUtilization
 from ifbbench.batching.capacity.policy import CapacityPolicy
 from ifbbench.batching.capacity.static_batch import StaticBatch
@@ -25,6 +26,9 @@ POLICY_CLASSES: dict[str, type[GuaranteedNoEvict] | type[MaxUtilization]] = {
     "static_batch": StaticBatch,
 }
 
+# The policy of caches without blocks: chosen with the cache, not by name.
+WITHOUT_BLOCKS: dict[str, type[MaxRequests]] = {"max_requests": MaxRequests}
+
 PolicyFactory = Callable[[int], CapacityPolicy]
 """Makes a policy from the most requests that may run at a time."""
 
@@ -37,6 +41,8 @@ def find_policy(name: str) -> PolicyFactory:
     cannot be made."""
     if name in POLICY_CLASSES:
         return POLICY_CLASSES[name]
+    if name in WITHOUT_BLOCKS:
+        return WITHOUT_BLOCKS[name]
     target = _from_module(name) if ":" in name else _from_entry_point(name)
     _check(name, target)
     return partial(_make, name, target)

@@ -4,7 +4,7 @@ from itertools import islice
 
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity.policy import CapacityDecision, LeftOut, Limit
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.interface import KvCache
 
 
 class MaxRequests:
@@ -15,7 +15,7 @@ class MaxRequests:
     def __init__(self, max_num_requests: int) -> None:
         self.max_num_requests = max_num_requests
 
-    def schedule(self, active: ActiveRequests, kv_cache: KvCacheManager | None = None) -> CapacityDecision:
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache | None = None) -> CapacityDecision:
         decision = CapacityDecision(admitted=list(active.context), generation_first=False)
         if len(active) <= self.max_num_requests:
             return decision

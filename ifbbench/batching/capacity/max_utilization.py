@@ -9,7 +9,8 @@ import numpy as np
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.capacity.guaranteed_no_evict import NO_LORA
 from ifbbench.batching.capacity.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages, Pause
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.capacity.reuse_delay import ReuseDelay
+from ifbbench.batching.kv_cache.interface import BlockCount, KvCache
 from ifbbench.batching.request import Request
 
 _ORDER = attrgetter("order")
@@ -29,25 +30,26 @@ class MaxUtilization:
         self.max_num_requests = max_num_requests
         self.lora = lora
 
-    def schedule(self, active: ActiveRequests, kv_cache: KvCacheManager) -> CapacityDecision:
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         rows = active.generation_rows
         needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows])
         walks_all = len(active) > self.max_num_requests or (active.num_with_lora and self.lora.pages_per_task)
         if walks_all:
             indices: Iterable[int] = range(len(active.generation))
         else:
-            if not active.context and int(needs.sum()) <= kv_cache.free_blocks:
+            if not active.context and kv_cache.counted(needs.sum(axis=0)) <= kv_cache.free_blocks:
                 return CapacityDecision(generation_first=False)
-            indices = np.flatnonzero(needs).tolist()
-        generation = [(active.generation[index], int(needs[index])) for index in indices]
+            indices = np.flatnonzero(needs if needs.ndim == 1 else needs.any(axis=1)).tolist()
+        generation = [(active.generation[index], kv_cache.counted(needs[index])) for index in indices]
         return _Walk(self, active, kv_cache).run(generation)
 
 
 class _Walk:
     """One iteration's walk over the list."""
 
-    def __init__(self, policy: MaxUtilization, active: ActiveRequests, kv_cache: KvCacheManager) -> None:
+    def __init__(self, policy: MaxUtilization, active: ActiveRequests, kv_cache: KvCache) -> None:
         self.max_num_requests = policy.max_num_requests
+        self.active = active
         self.kv_cache = kv_cache
         self.pages = LoraPages(policy.lora)
         self.counts_pages = bool(policy.lora.pages_per_task)
@@ -57,13 +59,18 @@ class _Walk:
         self.started_generation = len(active.generation)
         self.generation = active.generation
         self.started_context = [request for request in active.context if request.has_started]
-        self.claimed = self.scheduled = 0
+        self.claimed: BlockCount = 0
+        self.scheduled = 0
 
-    def run(self, generation: list[tuple[Request, int]]) -> CapacityDecision:
+    def run(self, generation: list[tuple[Request, BlockCount]]) -> CapacityDecision:
         """Walk context requests and the given generation requests (each with the blocks it needs) in order."""
         pending = ((request, self.kv_cache.first_chunk_need(request)) for request in self.context)
         end: tuple[float, int] | None = None
+        delay = ReuseDelay(self.active, self.kv_cache)
         for request, need in merge(pending, generation, key=lambda entry: entry[0].order):
+            if (end is None or request.order < end) and delay.is_worth_waiting(request):
+                self._leave_out(request, Limit.REUSE_DELAY)
+                continue
             while True:
                 if end is not None and request.order >= end:
                     self._leave_out(request, Limit.KV_BLOCKS)
@@ -80,7 +87,7 @@ class _Walk:
             self._schedule(request, need)
         return self.decision
 
-    def _what_lacks(self, request: Request, need: int) -> Limit | None:
+    def _what_lacks(self, request: Request, need: BlockCount) -> Limit | None:
         if self.scheduled >= self.max_num_requests:
             return Limit.BATCH_SIZE
         if self.claimed + need > self.plan.free_blocks:
@@ -89,7 +96,7 @@ class _Walk:
             return Limit.LORA_PAGES
         return None
 
-    def _schedule(self, request: Request, need: int) -> None:
+    def _schedule(self, request: Request, need: BlockCount) -> None:
         self.scheduled += 1
         self.claimed += need
         self.pages.claim(request)
@@ -110,5 +117,5 @@ class _Walk:
 
     def _leave_out(self, request: Request, limit: Limit) -> None:
         """Remember the first waiting request left out; one that is itself paused is told by its pause."""
-        if all(pause.victim is not request for pause in self.decision.paused):
+        if self.decision.left_out is None and all(pause.victim is not request for pause in self.decision.paused):
             self.decision.left_out = LeftOut(request, limit)

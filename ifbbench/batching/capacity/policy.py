@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from ifbbench.batching.active import ActiveRequests
-from ifbbench.batching.kv_cache.manager import KvCacheManager
+from ifbbench.batching.kv_cache.interface import KvCache
 from ifbbench.batching.request import Request
 
 
@@ -23,6 +23,7 @@ class Limit(StrEnum):
     STATIC_BATCH = "static_batch"
     BEAM_WIDTH = "beam_width"
     IN_FLIGHT = "in_flight"
+    REUSE_DELAY = "reuse_delay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class CapacityDecision:
 class CapacityPolicy(Protocol):
     """A capacity scheduler policy: reads the active requests and the cache, changes neither."""
 
-    def schedule(self, active: ActiveRequests, kv_cache: KvCacheManager) -> CapacityDecision:
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         """Decide for one iteration. Called before anything of the iteration is allocated or released."""
         ...
 

@@ -7,5 +7,8 @@ from ifbbench.batching.capacity.guaranteed_no_evict import GuaranteedNoEvict
 class StaticBatch(GuaranteedNoEvict):
     """GUARANTEED_NO_EVICT that looks at context requests only when nothing is in generation."""
 
+    # All members start together, so there is nothing to wait for.
+    _delays_for_reuse = False
+
     def _considers_context(self, active: ActiveRequests) -> bool:
         return not active.generation

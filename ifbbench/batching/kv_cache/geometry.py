@@ -15,7 +15,8 @@ class CacheGeometry:
     """Block size and limits of one attention window, all in tokens.
 
     Sink tokens fill whole blocks: `bubble` empty places behind them, which count as registered tokens. `capacity` is
-    how many tokens a sequence keeps before its blocks are used cyclically.
+    how many tokens a sequence keeps before its blocks are used cyclically. With `is_cyclic` false (the linear mode of
+    later versions) a sequence has places for all its tokens, and the window only limits what attention sees.
     """
 
     tokens_per_block: int
@@ -24,15 +25,21 @@ class CacheGeometry:
     sink_token_length: int = 0
     max_beam_width: int = 1
     temporary_window: int = 0
+    is_cyclic: bool = True
 
     @property
     def bubble(self) -> int:
         return -self.sink_token_length % self.tokens_per_block
 
     @property
+    def kept_tokens(self) -> int:
+        """Tokens of a sequence that have a place of their own."""
+        return self.attention_window if self.is_cyclic else max(self.attention_window, self.max_seq_len)
+
+    @property
     def capacity(self) -> int:
-        spare = self.tokens_per_block if self.max_seq_len > self.attention_window and self.max_beam_width > 1 else 0
-        return self.attention_window + self.bubble + spare
+        spare = self.tokens_per_block if self.max_seq_len > self.kept_tokens and self.max_beam_width > 1 else 0
+        return self.kept_tokens + self.bubble + spare
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -47,7 +54,7 @@ class CacheGeometry:
 
     def first_chunk_need(self, prompt_len: int, max_new_tokens: int, draft_tokens: int = 0, beam_width: int = 1) -> int:
         """Blocks that a request takes in the iteration of its first context chunk: those of its whole prompt."""
-        tokens = min(prompt_len + min(draft_tokens, max_new_tokens), self.attention_window) + self.bubble
+        tokens = min(prompt_len + min(draft_tokens, max_new_tokens), self.kept_tokens) + self.bubble
         return tokens // self.tokens_per_block + (beam_width if tokens % self.tokens_per_block else 0)
 
     def step_needs(
@@ -71,7 +78,7 @@ class CacheGeometry:
 
     def total_blocks(self, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
         """Blocks that beams share (of the context), and blocks of one beam when the request is complete."""
-        longest = self.attention_window + self.temporary_window
+        longest = self.kept_tokens + self.temporary_window
         context = (min(prompt_len, longest) + self.bubble) // self.tokens_per_block
         total = ceil_div(min(prompt_len + max_new_tokens, longest) + self.bubble, self.tokens_per_block)
         return context, total

@@ -1,33 +1,32 @@
-"""The paged KV cache manager: which blocks each sequence owns."""
+"""The paged KV cache manager: which blocks each sequence owns, and which of them hold what somebody computed before."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.batching.kv_cache.blocks import BlockCounters, Blocks, OutOfBlocks
+from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.pool import BlockPool, OutOfBlocks
+from ifbbench.batching.kv_cache.known_prefixes import MissingBlock
+from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention
+from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules, Sequence
+from ifbbench.batching.kv_cache.token_keys import BlockKey
+from ifbbench.batching.kv_cache.window import WindowCache
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
 
-
-@dataclass(slots=True)
-class Sequence:
-    """The blocks of one sequence, in order, a list a beam. Beams share all context blocks but a last partial one."""
-
-    beams: list[list[int]]
-
-    def references(self) -> Counter[int]:
-        """How often the sequence holds each of its blocks."""
-        return Counter(block for beam in self.beams for block in beam)
+Rows = NDArray[np.int64]
+NO_REUSE = ReuseRules()
 
 
 @dataclass(slots=True)
 class ReleasePlan:
     """What would be free if some sequences were removed, without removing them.
 
-    Holds only differences to the pool's reference counts, so it costs what the planned sequences hold.
+    Holds only differences to the blocks' reference counts, so it costs what the planned sequences hold.
     """
 
     manager: "KvCacheManager"
@@ -36,7 +35,7 @@ class ReleasePlan:
 
     def release(self, slot: int) -> None:
         """Plan the removal of the sequence in `slot`."""
-        references = self.manager.pool.references
+        references = self.manager.blocks.references
         for block, count in self.manager.sequences[slot].references().items():
             self._given_back[block] += count
             if references[block] == self._given_back[block]:
@@ -50,17 +49,27 @@ class KvCacheManager:
 
     registered: [slots], tokens in each sequence, the sink bubble included.
     blocks_held: [slots], blocks of one beam.
-    block_tables: [slots, beams, blocks per sequence], block ids; entries beyond `blocks_held` are meaningless.
+    block_tables: [slots, beams, blocks per sequence], places in device memory; entries beyond `blocks_held` are
+        meaningless.
     """
 
-    def __init__(self, geometry: CacheGeometry, num_blocks: int, slots: int) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        num_blocks: int,
+        slots: int,
+        num_host_blocks: int = 0,
+        reuse: ReuseRules = NO_REUSE,
+    ) -> None:
         self.geometry = geometry
-        self.pool = BlockPool(num_blocks)
-        self.sequences: dict[int, Sequence] = {}
+        self.blocks = Blocks(num_blocks, num_host_blocks, geometry.tokens_per_block)
+        self.reuse = reuse
         self.registered = np.zeros(slots, np.int64)
         self.blocks_held = np.zeros(slots, np.int64)
         shape = (slots, geometry.max_beam_width, geometry.max_blocks_per_sequence)
         self.block_tables: IntArray = np.zeros(shape, np.int32)
+        self._window = WindowCache(geometry, self.blocks, reuse)
+        self._searches: dict[int, MissingBlock] = {}
         # Of each slot's request: the most tokens it may register, and its blocks when complete (shared, per beam).
         self._limit = np.zeros(slots, np.int64)
         self._context_blocks = np.zeros(slots, np.int64)
@@ -69,11 +78,29 @@ class KvCacheManager:
 
     @property
     def free_blocks(self) -> int:
-        return self.pool.num_free
+        return self.blocks.num_free
 
     @property
     def num_blocks(self) -> int:
-        return self.pool.num_blocks
+        return self.blocks.num_primary
+
+    @property
+    def num_used(self) -> int:
+        return self.blocks.num_used
+
+    @property
+    def counters(self) -> BlockCounters:
+        """Sums since the start."""
+        return replace(self.blocks.counters)
+
+    @property
+    def window_tables(self) -> tuple[IntArray, ...]:
+        """Block tables of further attention windows: there are none."""
+        return ()
+
+    @property
+    def sequences(self) -> dict[int, Sequence]:
+        return self._window.sequences
 
     # What schedulers ask.
 
@@ -85,16 +112,20 @@ class KvCacheManager:
             request.prompt_len, request.max_new_tokens, request.num_draft_tokens, request.beam_width
         )
 
-    def step_needs(self, rows: NDArray[np.int64], draft_tokens: NDArray[np.int64] | int = 0) -> NDArray[np.int64]:
+    def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         """Blocks that each of the generation requests in `rows` takes in its next step."""
         return self.geometry.step_needs(self.registered[rows], self._limit[rows], draft_tokens, self._beam_width[rows])
+
+    def counted(self, blocks: Rows) -> int:
+        """A number, or a sum of numbers, of `step_needs`."""
+        return int(blocks)
 
     def blocks_to_completion(self, request: Request) -> int:
         """Blocks that a context request may still take until all its reserved tokens are made."""
         held = int(self.blocks_held[request.slot]) if request.slot in self.sequences else 0
         return self.geometry.blocks_to_completion(request.prompt_len, request.max_new_tokens, held, request.beam_width)
 
-    def reserved_blocks(self, rows: NDArray[np.int64]) -> int:
+    def reserved_blocks(self, rows: Rows) -> int:
         """Blocks that the generation requests in `rows` together may still take."""
         held, context, total = self.blocks_held[rows], self._context_blocks[rows], self._total_blocks[rows]
         beams = self._beam_width[rows]
@@ -102,97 +133,176 @@ class KvCacheManager:
         return int((shared + (total - np.maximum(held, context)) * beams).sum())
 
     def plan_release(self) -> ReleasePlan:
-        return ReleasePlan(self, self.pool.num_free)
+        return ReleasePlan(self, self.blocks.num_free)
+
+    def missing_block(self, request: Request) -> tuple[Hashable, BlockKey] | None:
+        """The first full block of the prompt that no one has computed yet, equal for two requests if and only if they
+        lack the same one; None where there is none, or nothing is reused."""
+        known = self._known(request)
+        if known is None:
+            return None
+        search = self._searches.setdefault(request.slot, MissingBlock())
+        return self._window.prefixes.find_missing(search, known, request.prompt_len)
 
     # What the loop does.
 
-    def add_request(self, request: Request) -> None:
-        """Take the blocks of the request's whole prompt."""
-        self.add_sequence(request.slot, request.prompt_len, request.beam_width)
+    def holds(self, slot: int) -> bool:
+        """Whether `slot` has a sequence."""
+        return slot in self.sequences
+
+    def add_request(self, request: Request, now_s: float = 0.0) -> int:
+        """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
+        self.blocks.eviction.refresh(now_s)
+        self._searches.pop(request.slot, None)
+        reused = self.add_sequence(
+            request.slot, request.prompt_len, request.beam_width, self._known(request), request.retention,
+            # Logits of reused tokens would be missing.
+            may_look_up=not request.options.return_context_logits,
+        )  # fmt: skip
         context, total = self.geometry.total_blocks(request.prompt_len, request.max_new_tokens)
         self._context_blocks[request.slot] = context
         self._total_blocks[request.slot] = total
         self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.geometry.bubble
+        return reused
 
-    def add_sequence(self, slot: int, prompt_len: int, beam_width: int = 1) -> None:
-        """Take the blocks of a prompt; the last one for each beam, if it is partial and so will be written to.
+    def add_sequence(
+        self, slot: int, prompt_len: int, beam_width: int = 1, known: KnownTokens | None = None,
+        retention: Retention = NO_RETENTION, may_look_up: bool = True,
+    ) -> int:
+        """Take the blocks of a prompt, the last one for each beam if it will be written to; returns how many of its
+        tokens they hold already.
 
         Raises OutOfBlocks, having taken nothing, when too few are free; ValueError when `slot` is taken."""
-        geometry = self.geometry
-        count = geometry.prompt_blocks(prompt_len)
-        registered = prompt_len + geometry.bubble
-        private_last = beam_width > 1 and registered % geometry.tokens_per_block != 0 and registered < geometry.capacity
-        self.add_blocks(slot, count, beam_width, share_last=not private_last)
-        self.registered[slot] = registered
+        reused = self._window.add(slot, prompt_len, beam_width, known, retention, may_look_up)
+        self._enter(slot, beam_width)
+        self.registered[slot] = prompt_len + self.geometry.bubble
         self._limit[slot] = np.iinfo(np.int64).max
+        return reused
 
     def add_blocks(self, slot: int, count: int, beam_width: int, share_last: bool) -> None:
         """Give `slot` a sequence of `count` blocks, shared by its beams except the last one unless `share_last`."""
-        if slot in self.sequences:
-            raise ValueError(f"slot {slot} holds a sequence already")
-        private = 0 if share_last else min(count, 1)
-        needed = count - private + private * beam_width
-        if needed > self.pool.num_free:
-            raise OutOfBlocks(f"a sequence needs {needed} KV cache blocks, {self.pool.num_free} are free")
-        shared = [self.pool.take(references=beam_width) for _ in range(count - private)]
-        beams = [shared + [self.pool.take() for _ in range(private)] for _ in range(beam_width)]
-        self.sequences[slot] = Sequence(beams)
-        self.block_tables[slot, :beam_width, :count] = beams
-        self.blocks_held[slot] = count
-        self._beam_width[slot] = beam_width
+        self._window.add_blocks(slot, count, beam_width, share_last)
+        self._enter(slot, beam_width)
 
-    def add_tokens(self, rows: NDArray[np.int64]) -> None:
+    def add_tokens(self, rows: Rows) -> None:
         """Register one more token in each of `rows`, taking a block for each beam where the token starts one.
 
-        Beyond the window's capacity blocks are used cyclically and none is taken."""
+        Beyond the window's capacity blocks are used cyclically."""
+        geometry = self.geometry
         registered = self.registered[rows]
-        starts_block = (registered % self.geometry.tokens_per_block == 0) & (registered < self.geometry.capacity)
-        for slot in rows[starts_block].tolist():
-            self._grow(slot)
+        starts_block = registered % geometry.tokens_per_block == 0
+        for slot in rows[starts_block & (registered < geometry.capacity)].tolist():
+            self._window.grow(slot)
+            self._write_table(slot, int(self.blocks_held[slot]))
+            self.blocks_held[slot] += 1
+        if (registered >= geometry.capacity).any():
+            self._come_round(rows, registered)
         self.registered[rows] = registered + 1
-
-    def _grow(self, slot: int) -> None:
-        held = int(self.blocks_held[slot])
-        for number, beam in enumerate(self.sequences[slot].beams):
-            beam.append(self.pool.take())
-            self.block_tables[slot, number, held] = beam[-1]
-        self.blocks_held[slot] = held + 1
 
     def remove_token(self, slot: int) -> None:
         """Take back the newest token (a rejected draft); its block, if now empty, is the next to be handed out."""
         self.registered[slot] -= 1
         if self.registered[slot] % self.geometry.tokens_per_block == 0:
-            for beam in self.sequences[slot].beams:
-                self.pool.release([beam.pop()], to_front=True)
+            self._window.shrink(slot)
             self.blocks_held[slot] -= 1
 
-    def remove_sequence(self, slot: int) -> None:
-        """Release all blocks of the sequence, the last ones first, so that tails are reused before heads."""
-        sequence = self.sequences.pop(slot)
-        for index in range(int(self.blocks_held[slot]) - 1, -1, -1):
-            self.pool.release(beam[index] for beam in sequence.beams)
+    def store_context(self, slot: int) -> None:
+        """The prompt is computed: others may use its full blocks. Its last token's is left out, for who repeats the
+        prompt must compute at least one."""
+        self._store(slot, int(self.registered[slot]) - self.geometry.bubble - 1)
+
+    def store_generated(self, slot: int, num_tokens: int) -> None:
+        """The sequence's first `num_tokens` tokens, output included, are known and computed."""
+        self._store(slot, num_tokens)
+
+    def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
+        """Release all blocks of the sequence, the last ones first, so that tails are reused before heads.
+
+        store: of how many of its first tokens the blocks stay findable, a part of the last one included."""
+        sequence = self.sequences[slot]
+        if store is not None and len(sequence.beams) == 1 and not self._has_come_round(slot):
+            self._store(slot, store, with_partial=True)
+        self._window.remove(slot, now_s)
         self.blocks_held[slot] = self.registered[slot] = 0
+
+    def forget_sequence(self, slot: int) -> None:
+        """What the sequence's blocks hold was never computed: nobody shall find it."""
+        self._window.forget(slot)
+
+    def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
+        """Forget what is known of a conversation of `length` tokens beyond its first `keep`."""
+        self._window.prefixes.truncate(known, length, keep)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """What the executor is to move before its next batch; each copy is told once."""
+        copies = tuple(self.blocks.copies)
+        self.blocks.copies.clear()
+        return copies
 
     # What is recorded and checked.
 
-    def fragmentation(self) -> float:
-        """Share of the token places in used blocks that hold no token (beams and windows count by block)."""
-        places = self.pool.num_used * self.geometry.tokens_per_block
-        if places == 0:
-            return 0.0
-        return max(0.0, 1.0 - float(self.registered.sum()) / places)
+    @property
+    def places(self) -> int:
+        """Tokens that all blocks have room for."""
+        return self.num_blocks * self.geometry.tokens_per_block
+
+    @property
+    def held_places(self) -> int:
+        """Those in used blocks."""
+        return self.num_used * self.geometry.tokens_per_block
+
+    @property
+    def filled_places(self) -> int:
+        """Those with a token in them; a token that several sequences share counts for each."""
+        return int(np.minimum(self.registered, self.geometry.capacity).sum())
 
     def check_consistency(self) -> None:
         """Raise AssertionError unless every block is free or owned, never both, and reference counts agree."""
         held: Counter[int] = Counter()
         for sequence in self.sequences.values():
             held.update(sequence.references())
-        free = self.pool.free_blocks()
-        assert len(free) == len(set(free)), "a block is free twice"
-        assert not held.keys() & set(free), "a block is both free and owned"
-        assert len(free) + len(held) == self.pool.num_blocks, "a block is neither free nor owned"
-        references = {block: int(count) for block, count in enumerate(self.pool.references) if count}
-        assert references == dict(held), "reference counts disagree with the sequences"
+        self.blocks.check_consistency(dict(held))
+        for slot, sequence in self.sequences.items():
+            for beam, table in zip(sequence.beams, self.block_tables[slot], strict=False):
+                places = [self.blocks.memory[block] for block in beam]
+                assert table[: len(beam)].tolist() == places, f"the block table of slot {slot} is out of date"
+
+    def _enter(self, slot: int, beam_width: int) -> None:
+        beams = self.sequences[slot].beams
+        memory = self.blocks.memory
+        for number, beam in enumerate(beams):
+            self.block_tables[slot, number, : len(beam)] = [memory[block] for block in beam]
+        self.blocks_held[slot] = len(beams[0])
+        self._beam_width[slot] = beam_width
+
+    def _write_table(self, slot: int, index: int) -> None:
+        for number, beam in enumerate(self.sequences[slot].beams):
+            self.block_tables[slot, number, index] = self.blocks.memory[beam[index]]
+
+    def _come_round(self, rows: Rows, registered: Rows) -> None:
+        """Tokens beyond the capacity go where the oldest ones lie."""
+        geometry = self.geometry
+        kept = geometry.sink_token_length + geometry.bubble
+        places = kept + (registered - kept) % (geometry.capacity - kept)
+        over = (registered >= geometry.capacity) & (places % geometry.tokens_per_block == 0)
+        for slot, place in zip(rows[over].tolist(), places[over].tolist(), strict=True):
+            index = place // geometry.tokens_per_block
+            if self._window.write_over(slot, index):
+                self._write_table(slot, index)
+
+    def _store(self, slot: int, num_tokens: int, with_partial: bool = False) -> None:
+        if self.reuse.enabled and not self.sequences[slot].is_cyclic:
+            self._window.prefixes.store(self.sequences[slot], num_tokens, with_partial)
+
+    def _has_come_round(self, slot: int) -> bool:
+        return bool(self.registered[slot] >= self.geometry.kept_tokens + self.geometry.bubble)
+
+    def _known(self, request: Request) -> KnownTokens | None:
+        """What the request's tokens are, for those who look for them. A sequence that will come round keeps to itself:
+        it writes over its beginning."""
+        geometry = self.geometry
+        comes_round = request.prompt_len + request.max_new_tokens > geometry.kept_tokens
+        return None if not self.reuse.enabled or geometry.bubble or comes_round else request.reuse.known()
 
 
 __all__ = ["KvCacheManager", "OutOfBlocks", "ReleasePlan", "Sequence"]

@@ -1,0 +1,152 @@
+"""Tokens as keys of blocks: what a block holds, in a form that can be compared, ordered and kept."""
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockKey: TypeAlias = "bytes | tuple[int, ...]"
+
+
+def block_ranges(num_tokens: int, tokens_per_block: int, with_partial: bool = True) -> list[tuple[int, int]]:
+    """(start, stop) of the blocks that hold the first `num_tokens` tokens; one that is not full only if asked for."""
+    stop = num_tokens if with_partial else num_tokens - num_tokens % tokens_per_block
+    return [(start, min(start + tokens_per_block, stop)) for start in range(0, stop, tokens_per_block)]
+
+
+class BlockTokens(Protocol):
+    """The tokens of one request, cut into blocks.
+
+    Keys of one `kind` can be compared. They are ordered so that of all keys, the neighbours of a key have the longest
+    beginning in common with it.
+    """
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    def key(self, start: int, stop: int) -> BlockKey:
+        """The key of the tokens at positions `start` to `stop - 1`."""
+        ...
+
+    def num_tokens(self, key: BlockKey) -> int:
+        """How many tokens a key stands for."""
+        ...
+
+    def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
+        """With how many equal tokens two keys begin."""
+        ...
+
+
+class TokenIds:
+    """Real token ids, each with an extra id (of a prompt-tuning table) where the request has such.
+
+    The key of a block is its ids' bytes: exact, hashed once, and compared at the speed of memory.
+    """
+
+    def __init__(self, tokens: NDArray[np.int32], extra_ids: NDArray[np.int64] | None = None) -> None:
+        """tokens, extra_ids: [length]."""
+        self._has_extra_ids = extra_ids is not None
+        self._bytes_per_token = 16 if self._has_extra_ids else 4
+        self._bytes = bytearray()
+        self.append(tokens, extra_ids)
+
+    @property
+    def kind(self) -> Hashable:
+        return "token ids", self._has_extra_ids
+
+    def __len__(self) -> int:
+        return len(self._bytes) // self._bytes_per_token
+
+    def append(self, tokens: NDArray[np.int32], extra_ids: NDArray[np.int64] | None = None) -> None:
+        """More tokens of the same request. Their extra ids are 0 where it has such and none are given."""
+        if self._has_extra_ids:
+            pairs = np.zeros((len(tokens), 2), ">i8")
+            pairs[:, 0] = tokens
+            if extra_ids is not None:
+                pairs[:, 1] = extra_ids
+            self._bytes += pairs.tobytes()
+        else:
+            self._bytes += np.ascontiguousarray(tokens, ">i4").tobytes()
+
+    def key(self, start: int, stop: int) -> BlockKey:
+        return bytes(self._bytes[start * self._bytes_per_token : stop * self._bytes_per_token])
+
+    def num_tokens(self, key: BlockKey) -> int:
+        return len(key) // self._bytes_per_token
+
+    def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
+        low, high = 0, min(len(key), len(other)) // self._bytes_per_token
+        while low < high:
+            middle = (low + high + 1) // 2
+            end = middle * self._bytes_per_token
+            if key[:end] == other[:end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class SymbolicTokens:
+    """Tokens that nobody has spelt out: runs of consecutive numbers, (first number, length) each.
+
+    A trace that says "these 512 tokens are those of hash id 7" is a run of 512 numbers that belong to id 7 alone, so a
+    prompt of 190,000 tokens is some hundreds of runs. The key of a block is the runs in it, in a row.
+    """
+
+    kind: Hashable = "symbolic"
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        self._runs = _joined(runs)
+        self._ends = list(accumulate(length for _, length in self._runs))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def append(self, first: int, length: int) -> None:
+        """A run of `length` more tokens."""
+        if self._runs and sum(self._runs[-1]) == first:
+            self._runs[-1] = (self._runs[-1][0], self._runs[-1][1] + length)
+            self._ends[-1] += length
+        elif length:
+            self._runs.append((first, length))
+            self._ends.append(len(self) + length)
+
+    def key(self, start: int, stop: int) -> BlockKey:
+        parts: list[int] = []
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            first, length = self._runs[index]
+            end = self._ends[index]
+            until = min(stop, end)
+            parts += (first + start - (end - length), until - start)
+            start, index = until, index + 1
+        return tuple(parts)
+
+    def num_tokens(self, key: BlockKey) -> int:
+        return sum(key[1::2])
+
+    def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
+        common = 0
+        for first, length, other_first, other_length in zip(key[::2], key[1::2], other[::2], other[1::2], strict=False):
+            if first != other_first:
+                break
+            common += min(length, other_length)
+            if length != other_length:
+                break
+        return common
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same tokens in the fewest runs: equal tokens must have equal keys."""
+    joined: list[tuple[int, int]] = []
+    for first, length in runs:
+        if length <= 0:
+            continue
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((first, length))
+    return joined

@@ -1,0 +1,101 @@
+"""The KV cache that a run would have: bytes, blocks and tokens."""
+
+from dataclasses import dataclass
+
+from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.batching.kv_cache.sizing import blocks_of_memory
+from ifbbench.capacity.device import Device
+from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.errors import InputError
+from ifbbench.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWindow:
+    """The blocks of the layers that share an attention window.
+
+    layout: as a run has it. bytes_per_token: in all of these layers. num_blocks: what there is room for, of which a run
+    takes no more than a full batch can fill.
+    """
+
+    layout: WindowLayout
+    bytes_per_token: int
+    num_blocks: int
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        return self.layout.geometry
+
+    @property
+    def blocks_of_run(self) -> int:
+        return self.layout.num_blocks
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.geometry.tokens_per_block
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.bytes_per_block * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """windows: one, or one for each size of attention window. budget_bytes: the memory that the KV cache may take, None
+    where the settings alone size it. weight_bytes: of the model, in memory beside it."""
+
+    windows: tuple[PoolWindow, ...]
+    weight_bytes: int
+    budget_bytes: int | None = None
+    is_contiguous: bool = False
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The cache of a run."""
+        return CacheLayout(tuple(window.layout for window in self.windows), self.is_contiguous)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all layers."""
+        return sum(window.bytes_per_token for window in self.windows)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(window.kv_bytes for window in self.windows)
+
+
+def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
+    """The KV cache that `config` (limits resolved) gets on `device`, the weights of `model` taken off its memory.
+
+    Raises InputError if the weights, or a single block beside them, do not fit."""
+    weight_bytes = model.num_parameters * DTYPE_BYTES[config.dtype]
+    budget = _budget(config, device, weight_bytes)
+    layout = cache_layout(config, model, budget)
+    per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
+    sizes = {window.geometry.attention_window: len(window.layers) * per_layer for window in layout.windows}
+    numbers = {window.geometry.attention_window: window.num_blocks for window in layout.windows}
+    if budget is not None and config.max_tokens_in_paged_kvcache is None:
+        numbers = {window: blocks.primary for window, blocks
+                   in blocks_of_memory(budget, sizes, config.tokens_per_block).items()}  # fmt: skip
+    windows = (
+        PoolWindow(window, sizes[window.geometry.attention_window], numbers[window.geometry.attention_window])
+        for window in layout.windows
+    )
+    return Pool(tuple(windows), weight_bytes, budget, layout.is_contiguous)
+
+
+def _budget(config: RunConfig, device: Device, weight_bytes: int) -> int | None:
+    """Bytes for keys and values. The weights are taken off measured memory too, for they are not loaded yet."""
+    if device.free_bytes is None:
+        return None
+    left = device.free_bytes - weight_bytes
+    if left <= 0:
+        raise InputError(
+            f"the weights of model {config.model} take {weight_bytes:,} bytes in {config.dtype}, {device.name} has "
+            f"{device.free_bytes:,} free; choose a smaller --dtype or model, or give more memory."
+        )
+    budget = int(config.kv_cache_free_gpu_mem_fraction * left)
+    return budget if device.max_kv_bytes is None else min(budget, device.max_kv_bytes)

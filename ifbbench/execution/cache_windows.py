@@ -1,0 +1,168 @@
+"""The executor's KV cache: storage for each attention window, and what the model's layers need of it in a batch."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ifbbench.batching.batch import Batch
+from ifbbench.batching.kv_cache.copies import BlockCopy
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.batching.request_table import IntArray
+from ifbbench.errors import InputError
+from ifbbench.execution.beams import rows_to_copy
+from ifbbench.execution.block_copies import run_copies
+from ifbbench.execution.packing import Int64Array, PackedBatch, table_rows
+from ifbbench.model.attention import LayerInputs
+from ifbbench.model.attention_window import AttentionWindow
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.contiguous_cache import ContiguousKvCache
+from ifbbench.model.kv_cache import KvStorage, PagedKvCache
+from ifbbench.model.window_plan import plan_window
+
+
+def one_window_layout(
+    config: ModelConfig, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None
+) -> CacheLayout:
+    """A layout with one window for all layers: the model's sliding window, or as long as the longest sequence.
+
+    Each position has a place of its own (linear mode). max_seq_len: as many positions as the model has, if not told.
+    """
+    longest = max_seq_len or config.max_position_embeddings
+    window = min(config.sliding_window or longest, longest)
+    geometry = CacheGeometry(tokens_per_block, window, longest, is_cyclic=False)
+    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), geometry, num_blocks),))
+
+
+def check_layout(layout: CacheLayout, config: ModelConfig) -> None:
+    """ValueError if a layer is in no window or in several, or a contiguous cache is to have windows with places that
+    are written over or host memory; InputError if layers would see more than the model's sliding window."""
+    layers = sorted(layer for window in layout.windows for layer in window.layers)
+    if layers != list(range(config.num_layers)):
+        raise ValueError(f"a cache layout of the layers {layers} for a model of {config.num_layers} layers")
+    if layout.is_contiguous and any(window.num_host_blocks for window in layout.windows):
+        raise ValueError("a contiguous cache has no host blocks")
+    for window in layout.windows:
+        size = min(window.geometry.attention_window, window.geometry.max_seq_len)
+        if config.sliding_window is not None and size > config.sliding_window:
+            raise InputError(f"--max_attention_window: {size} is more than the model's sliding window; expected at "
+                             f"most {config.sliding_window} (tokens). Lower it or leave it out.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWindow:
+    """The cache of the layers that share an attention window. tables: block tables to use instead of the batch's."""
+
+    layers: tuple[int, ...]
+    rule: AttentionWindow
+    cache: KvStorage
+    tables: IntArray | None = None
+
+    def tables_of(self, batch: Batch, index: int) -> IntArray:
+        """Block tables [slots, beams, blocks per sequence] of this window, number `index` of the batch's."""
+        if self.tables is not None:
+            return self.tables
+        return batch.window_tables[index - 1] if index else batch.block_tables
+
+
+class CacheWindows:
+    """All of the cache, of the model `config` on `device`. kv_cache_dtype: the data type in memory, `dtype` if None."""
+
+    def __init__(
+        self, config: ModelConfig, layout: CacheLayout, num_slots: int, device: torch.device, dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_layout(layout, config)
+        self._device = device
+        self._num_layers = config.num_layers
+        self._is_contiguous = layout.is_contiguous
+        make = self._contiguous if layout.is_contiguous else self._paged
+        self.windows = tuple(make(config, window, num_slots, dtype, kv_cache_dtype) for window in layout.windows)
+
+    def _paged(
+        self, config: ModelConfig, window: WindowLayout, _num_slots: int, dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype | None,
+    ) -> CacheWindow:
+        cache = PagedKvCache(
+            config, window.num_blocks, window.geometry.tokens_per_block, self._device, dtype,
+            kv_cache_dtype=kv_cache_dtype, layers=window.layers, num_host_blocks=window.num_host_blocks,
+        )  # fmt: skip
+        return CacheWindow(window.layers, AttentionWindow.of(window.geometry), cache)
+
+    def _contiguous(
+        self, config: ModelConfig, window: WindowLayout, num_slots: int, dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype | None,
+    ) -> CacheWindow:
+        """One block a sequence, as long as the longest sequence: places for all positions, with nothing between."""
+        longest, beams = window.geometry.max_seq_len, window.geometry.max_beam_width
+        cache = ContiguousKvCache(config, num_slots * beams, longest, self._device, dtype,
+                                  kv_cache_dtype=kv_cache_dtype, layers=window.layers)  # fmt: skip
+        seen = replace(AttentionWindow.of(window.geometry), tokens_per_block=longest, bubble=0, capacity=None)
+        tables = np.arange(num_slots * beams, dtype=np.int32).reshape(num_slots, beams, 1)
+        return CacheWindow(window.layers, seen, cache, tables)
+
+    def max_beams(self, batch: Batch) -> int:
+        """Rows of a block table that each slot has, in every window."""
+        return int(self.windows[0].tables_of(batch, 0).shape[1])
+
+    def prepare(self, batch: Batch) -> None:
+        """Move what the batch wants moved: its copies, then the keys and values of beams that go on from others."""
+        if batch.copies:
+            self._run_copies(batch.copies)
+        if batch.beam_width == 1:
+            return
+        for index, window in enumerate(self.windows):
+            sources, destinations = rows_to_copy(batch, window.tables_of(batch, index), window.rule)
+            if len(sources):
+                window.cache.copy_rows(self._tensor(sources), self._tensor(destinations))
+
+    def _run_copies(self, copies: tuple[BlockCopy, ...]) -> None:
+        caches = [window.cache for window in self.windows if isinstance(window.cache, PagedKvCache)]
+        if not caches:
+            raise ValueError("copies of blocks for a contiguous cache, which has none")
+        run_copies(copies, caches, self._device)
+
+    def layer_inputs(self, batch: Batch, packed: PackedBatch) -> tuple[LayerInputs, ...]:
+        """What each layer needs; attention is planned once a window. Reads the block tables before it returns."""
+        inputs: dict[int, LayerInputs] = {}
+        for index, window in enumerate(self.windows):
+            tables = table_rows(window.tables_of(batch, index))
+            plan = plan_window(packed.spans, tables, window.rule, self._device, is_contiguous=self._is_contiguous)
+            rows = self._tensor(cache_rows(packed, tables, window))
+            inputs.update(dict.fromkeys(window.layers, LayerInputs(window.cache, rows, plan.after, plan.before)))
+        return tuple(inputs[layer] for layer in range(self._num_layers))
+
+    def share_prompts(self, batch: Batch, packed: PackedBatch) -> None:
+        """Give all beams of the batch's chunks their keys and values, where they have no blocks in common."""
+        num_tokens = batch.num_context_tokens
+        if not self._is_contiguous or batch.beam_width == 1 or num_tokens == 0:
+            return
+        for index, window in enumerate(self.windows):
+            rows = cache_rows(packed, table_rows(window.tables_of(batch, index)), window)
+            rows = rows[: len(packed.context_tokens)]
+            beams = np.arange(1, batch.beam_width)[:, None] * window.rule.tokens_per_block
+            window.cache.copy_rows(self._tensor(np.tile(rows, batch.beam_width - 1)),
+                                   self._tensor((rows + beams).ravel()))  # fmt: skip
+
+    def _tensor(self, array: Int64Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def cache_rows(packed: PackedBatch, tables: IntArray, window: CacheWindow) -> Int64Array:
+    """Where keys and values of each packed row go, [rows].
+
+    Padding, and what a later token of the same chunk is to be written over, go to the spare row if there is one: which
+    of several values for a row wins is not defined.
+    """
+    owners, spans = packed.owners, packed.spans
+    rows = window.rule.cache_rows(tables, spans.table_rows[owners], packed.positions)
+    spare_row = window.cache.spare_row
+    if spare_row is None:
+        return rows
+    if packed.is_padded:
+        rows[packed.positions >= packed.ends[owners]] = spare_row
+    if window.rule.capacity is not None:
+        rows[~window.rule.outlives(packed.positions, packed.ends[owners])] = spare_row
+    return rows

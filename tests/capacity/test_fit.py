@@ -1,0 +1,182 @@
+"""How many requests run at once: counted by hand, and as many as the engine then runs."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.batching_type import BatchingType
+from ifbbench.batching.capacity.policy import Limit
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.request import Request
+from ifbbench.capacity.fit import WAYS, Fit, Way, as_admitted, contiguous_fit, fit, refusal
+from ifbbench.capacity.pool import Pool
+from ifbbench.workload.trace import TraceRequest
+from tests.batching import engine
+from tests.capacity.examples import pool_of, request, window_of
+
+GUARANTEED, AT_START, AT_END, STATIC = WAYS
+
+
+def limits(**changes: Any) -> BatchingConfig:
+    """An engine with ample room, but for `changes`."""
+    ample = BatchingConfig(
+        policy="guaranteed_no_evict", max_batch_size=2048, max_num_tokens=8192, max_seq_len=20_000,
+        max_input_len=8192, tokens_per_block=32, num_blocks=7319,
+    )  # fmt: skip
+    return dataclasses.replace(ample, **changes)
+
+
+def fit_of(way: Way, one: TraceRequest, config: BatchingConfig) -> Fit:
+    return fit(way, [one], config, pool_of(config))
+
+
+def test_the_known_case():
+    found = {way: fit_of(way, request(1096, 211, 7000), limits()) for way in WAYS}
+    assert {way: int(fit.mean_blocks) for way, fit in found.items()} == {
+        GUARANTEED: 253, AT_START: 35, AT_END: 41, STATIC: 253,
+    }  # fmt: skip
+    assert {way: fit.at_once for way, fit in found.items()} == {GUARANTEED: 28, AT_START: 209, AT_END: 178, STATIC: 7}
+    assert found[GUARANTEED].bound_by is Limit.KV_BLOCKS
+    assert found[STATIC].bound_by is Limit.NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_once", "bound_by"),
+    [
+        ({"max_batch_size": 28}, 28, Limit.BATCH_SIZE),  # As the policies, which count requests before blocks.
+        ({"max_batch_size": 5}, 5, Limit.BATCH_SIZE),
+        ({"max_num_tokens": 1100}, 5, Limit.NUM_TOKENS),  # 4 tokens beside the last prompt
+        ({"max_num_tokens": 1100, "chunk_unit": 32}, 28, Limit.KV_BLOCKS),
+        ({"max_num_tokens": 40, "chunk_unit": 32}, 9, Limit.NUM_TOKENS),
+    ],
+)
+def test_the_tightest_limit_binds(changes, at_once, bound_by):
+    found = fit_of(GUARANTEED, request(1096, 211, 7000), limits(**changes))
+    assert (found.at_once, found.bound_by) == (at_once, bound_by)
+
+
+def test_beams_share_full_prompt_blocks_and_take_a_token_each():
+    config = limits(max_beam_width=4, max_num_tokens=100)
+    found = fit_of(GUARANTEED, request(64, 32, beam_width=4), config)
+    assert found.mean_blocks == 2 + 4
+    assert found.by_tokens == 1 + (100 - 64) // 4
+
+
+def test_a_trace_is_packed_in_its_order():
+    requests = [request(32, 32), request(3200, 32), request(32, 32)]
+    config = limits(num_blocks=105)
+    found = fit(GUARANTEED, requests, config, pool_of(config))
+    assert found.mean_blocks == pytest.approx((2 + 101 + 2) / 3)
+    assert (found.at_once, found.first) == (3, 3)
+    config = limits(num_blocks=102)
+    assert fit(GUARANTEED, requests, config, pool_of(config)).first == 1, "those behind one that does not fit wait"
+    config = limits(max_num_tokens=3200)
+    assert fit(GUARANTEED, requests, config, pool_of(config)).first == 1, "no room for the prompt beside the token"
+    assert fit(STATIC, requests, limits(max_num_tokens=3232), pool_of(limits())).first == 2
+    assert fit(GUARANTEED, requests, limits(max_batch_size=2), pool_of(limits())).first == 2
+
+
+def test_the_window_with_the_least_room_binds():
+    short, long = (CacheGeometry(32, window, 20_000) for window in (64, 20_000))
+    pool = Pool((window_of(long, 1000), window_of(short, 10)), weight_bytes=0)
+    found = fit(GUARANTEED, [request(320, 320)], limits(), pool)
+    assert found.mean_blocks == 2 + 20
+    assert found.by_blocks == 10 // 2
+
+
+def test_a_contiguous_cache_has_room_for_the_longest_sequence_of_each():
+    config = limits(max_seq_len=3200, max_beam_width=2, num_blocks=1000)
+    found = contiguous_fit(config, pool_of(config))
+    assert (found.positions, found.bytes_per_request, found.fit) == (6400, 640_000, 5)
+    assert contiguous_fit(dataclasses.replace(config, max_batch_size=3), pool_of(config)).at_once == 3
+
+
+def test_requests_that_an_engine_refuses():
+    config = limits(max_seq_len=3200, max_input_len=1000, num_blocks=50)
+    pool = pool_of(config)
+    assert refusal(request(1000, 600), config, pool) is None
+    assert "51 KV cache blocks" in str(refusal(request(1000, 601), config, pool))
+    assert "max_input_len" in str(refusal(request(1001, 1), config, pool))
+    assert "max_beam_width" in str(refusal(request(10, 1, beam_width=2), config, pool))
+
+
+def test_a_contiguous_cache_refuses_nothing_for_its_blocks():
+    config = limits(max_seq_len=3200, max_input_len=1000, num_blocks=1)
+    assert refusal(request(1000, 600), config, dataclasses.replace(pool_of(config), is_contiguous=True)) is None
+
+
+def test_new_tokens_end_at_max_seq_len():
+    clamped = as_admitted(request(1000, 50, 5000), limits(max_seq_len=1040))
+    assert (clamped.max_new_tokens, clamped.output_len) == (40, 40)
+
+
+# What the engine does with many such requests, all there from the start.
+
+
+def run_many(config: BatchingConfig, one: TraceRequest, count: int) -> engine.Run:
+    requests = [Request(index, one.prompt_len, one.max_new_tokens, output_len=one.output_len) for index in range(count)]
+    run, _ = engine.checked_run(config, *requests)
+    assert len(run.completed) == count
+    return run
+
+
+def most_at_once(run: engine.Run) -> int:
+    return max(record.num_generation + len(record.context) + record.idle for record in run.records)
+
+
+SMALL: dict[str, Any] = {"max_batch_size": 10, "max_num_tokens": 60, "max_seq_len": 200, "max_input_len": 60,
+                         "tokens_per_block": 4, "num_blocks": 100}  # fmt: skip
+CASES: list[dict[str, Any]] = [
+    {},
+    {"num_blocks": 90},
+    {"num_blocks": 60},
+    {"max_batch_size": 3},
+    {"max_num_tokens": 14, "max_input_len": 14},
+    {"max_num_tokens": 12, "max_input_len": 12},
+    {"max_num_tokens": 6, "chunk_unit": 4},
+    {"max_num_tokens": 45, "num_blocks": 400, "max_batch_size": 40},
+]
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_as_many_run_as_guaranteed_no_evict_lets(changes):
+    config = limits(**SMALL | changes)
+    one = request(10, 60, 80)
+    assert most_at_once(run_many(config, one, 50)) == fit_of(GUARANTEED, one, config).at_once
+
+
+@pytest.mark.parametrize("changes", [changes for changes in CASES if "chunk_unit" not in changes])
+@pytest.mark.parametrize("batching", [{"policy": "static_batch"}, {"batching_type": BatchingType.V1}])
+def test_as_many_run_as_form_a_static_batch(changes, batching):
+    config = limits(**SMALL | changes | batching)
+    one = request(10, 6, 9)
+    assert most_at_once(run_many(config, one, 50)) == fit_of(STATIC, one, config).at_once
+
+
+def test_a_prompt_that_is_cut_waits_for_the_first_static_batch_to_end():
+    config = limits(**SMALL | {"policy": "static_batch", "max_num_tokens": 25, "chunk_unit": 4})
+    one = request(10, 6, 9)
+    assert run_many(config, one, 50).records[1].num_generation == fit_of(STATIC, one, config).at_once == 2
+
+
+@pytest.mark.parametrize(("prompt_len", "output_len"), [(10, 20), (8, 1), (8, 2), (9, 40), (12, 17)])
+def test_max_utilization_pauses_nobody_of_as_many_as_fit_at_their_end(prompt_len, output_len):
+    config = limits(**SMALL | {"policy": "max_utilization", "max_batch_size": 90, "max_num_tokens": 1000})
+    one = request(prompt_len, output_len, 50)
+    most = fit_of(AT_END, one, config).at_once
+    assert fit_of(AT_END, one, config).bound_by is Limit.KV_BLOCKS
+    assert not any(record.paused for record in run_many(config, one, most).records)
+    more = run_many(config, one, most + 1)
+    if most < fit_of(AT_START, one, config).at_once:
+        assert any(record.paused for record in more.records)
+    else:
+        assert most_at_once(more) == most
+
+
+def test_max_utilization_starts_as_many_as_have_room_for_their_prompts():
+    config = limits(**SMALL | {"policy": "max_utilization", "max_batch_size": 90, "max_num_tokens": 1000})
+    one = request(10, 20)
+    run = run_many(config, one, 50)
+    assert len(run.records[0].context) == fit_of(AT_START, one, config).at_once == 33

@@ -1,0 +1,152 @@
+"""The KV cache that memory and settings give, and where the memory is."""
+
+import sys
+
+import pytest
+
+from ifbbench.api.engine import build_engine
+from ifbbench.api.resolve import resolve_limits
+from ifbbench.capacity.device import Memory, find_device
+from ifbbench.capacity.pool import make_pool
+from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.errors import InputError
+from ifbbench.execution import build, host_memory
+from ifbbench.model.config import ModelConfig
+
+TINY = ModelConfig.tiny()
+GIB = 1024**3
+
+
+def resolved(**settings) -> RunConfig:
+    config = RunConfig(**settings)
+    return resolve_limits(config, TINY.max_position_embeddings, on_cpu=config.device == "cpu")
+
+
+def test_weights_and_the_free_fraction_come_first():
+    config = resolved(kv_cache_free_gpu_mem_fraction=0.5)
+    pool = make_pool(config, TINY, Memory("here", free_bytes=GIB))
+    (window,) = pool.windows
+    assert pool.weight_bytes == TINY.num_parameters * 4
+    assert pool.budget_bytes == (GIB - pool.weight_bytes) // 2
+    assert pool.bytes_per_token == window.bytes_per_token == 2 * 4 * 128 * 4
+    assert window.bytes_per_block == 32 * 4096
+    assert window.num_blocks == -(-(pool.budget_bytes // 4096) // 32)
+
+
+def test_a_device_may_give_the_cache_only_so_much():
+    pool = make_pool(resolved(device="cpu"), TINY, Memory("cpu", 100 * GIB, max_kv_bytes=2 * GIB, is_cpu=True))
+    assert pool.kv_bytes == 2 * GIB
+
+
+def test_a_run_takes_no_more_than_a_full_batch_can_fill():
+    config = resolved(device="cpu", max_batch_size=2)
+    pool = make_pool(config, TINY, Memory("cpu", 100 * GIB, 2 * GIB, is_cpu=True))
+    assert pool.windows[0].blocks_of_run == 2 * 512
+    assert pool.windows[0].num_blocks == 2 * GIB // (4096 * 32)
+
+
+@pytest.mark.parametrize("free_bytes", [60_000_000, 7 * GIB])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_batch_size": 3},
+        {"tokens_per_block": 64, "dtype": "bf16", "max_seq_len": 500},
+        {"kv_cache_dtype": "fp8", "kv_cache_free_gpu_mem_fraction": 0.37},
+        {"max_attention_window": "100,700", "sink_token_len": 5, "max_seq_len": 3000},
+        {"max_attention_window": "100", "window_mode": "linear", "max_seq_len": 3000},
+        {"kv_host_cache_bytes": 10_000_000, "enable_kv_cache_reuse": True, "max_seq_len": 3000},
+        {"max_tokens_in_paged_kvcache": 333, "max_attention_window": "100,700"},
+        {"max_tokens_in_paged_kvcache": 99_999},
+        {"beam_width": 3, "max_seq_len": 1000},
+    ],
+)
+def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypatch):
+    """The weights are loaded when a run measures what is free; `capacity` takes them off."""
+    config = RunConfig(device="cpu", **settings)
+    taken = dict.fromkeys(("loaded", "layout"))
+    weight_bytes = TINY.num_parameters * DTYPE_BYTES[config.dtype]
+    monkeypatch.setattr(build, "available_host_bytes", lambda: free_bytes - weight_bytes)
+    monkeypatch.setattr(build, "load_model", lambda config: None)
+    monkeypatch.setattr(build, "make_executor", lambda *_, **options: taken.update(options))
+    limits = build_engine(config).limits
+    pool = make_pool(resolved(device="cpu", **settings), TINY, find_device(config, free_bytes))
+    assert pool.layout == taken["layout"]
+    assert limits.num_blocks == pool.windows[0].blocks_of_run
+
+
+def test_a_size_in_tokens_needs_no_memory_and_yields_to_memory_that_is_given():
+    config = resolved(max_tokens_in_paged_kvcache=1000)
+    assert make_pool(config, TINY, Memory("here")).windows[0].num_blocks == 32
+    assert make_pool(config, TINY, Memory("here", GIB)).windows[0].num_blocks == 32
+    assert make_pool(config, TINY, Memory("here", 22_000_000)).windows[0].num_blocks == 14
+
+
+def test_without_memory_or_a_size_a_full_batch_fits():
+    pool = make_pool(resolved(device="null", max_batch_size=5), TINY, Memory("null"))
+    assert pool.windows[0].num_blocks == 5 * 512
+
+
+def test_windows_of_layers_share_the_memory():
+    windows = "1024,99999"
+    config = resolved(max_attention_window=windows, max_batch_size=4096)
+    long, short = make_pool(config, TINY, Memory("here", GIB)).windows
+    assert (long.geometry.attention_window, short.geometry.attention_window) == (16_384, 1024)
+    assert (long.layout.layers, short.layout.layers) == ((1, 3), (0, 2))
+    assert long.bytes_per_token == short.bytes_per_token == 2048
+    assert long.num_blocks / short.num_blocks == pytest.approx(16, rel=0.01)
+    config = resolved(max_tokens_in_paged_kvcache=1000, max_attention_window=windows)
+    assert [window.num_blocks for window in make_pool(config, TINY, Memory("here")).windows] == [32, 32]
+
+
+def test_a_smaller_data_type_makes_room_for_more():
+    plain, small = (
+        make_pool(resolved(kv_cache_dtype=dtype), TINY, Memory("here", GIB)) for dtype in ("float32", "fp8")
+    )
+    assert (plain.bytes_per_token, small.bytes_per_token) == (4096, 1024)
+    assert small.windows[0].num_blocks == pytest.approx(4 * plain.windows[0].num_blocks, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "words"),
+    [(1000, ["weights of model tiny", "19,997,696", "1,000 free"]), (20_000_000, ["single KV cache block"])],
+)
+def test_too_little_memory_is_told(free_bytes, words):
+    with pytest.raises(InputError) as error:
+        make_pool(resolved(), TINY, Memory("here", free_bytes))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_given_memory_asks_no_device(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    given = find_device(RunConfig(), GIB)
+    assert (given.free_bytes, given.max_kv_bytes, given.is_cpu) == (GIB, None, False)
+    assert find_device(RunConfig(device="cuda"), GIB) == Memory("cuda", GIB)
+    assert find_device(RunConfig(device="cuda", max_tokens_in_paged_kvcache=9)) == Memory("cuda")
+    assert find_device(RunConfig(device="null")) == Memory("null")
+
+
+def test_a_cpu_is_asked_without_torch_and_gives_the_cache_two_gib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 7 * GIB)
+    assert find_device(RunConfig(device="cpu")) == Memory("cpu", 7 * GIB, 2 * GIB, is_cpu=True)
+    assert find_device(RunConfig(device="cpu"), GIB) == Memory("cpu", GIB, 2 * GIB, is_cpu=True)
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert find_device(RunConfig()).name == "cpu"
+    assert find_device(RunConfig(max_tokens_in_paged_kvcache=9)).free_bytes
+    with pytest.raises(InputError, match="no CUDA device"):
+        find_device(RunConfig(device="cuda"))
+
+
+def test_free_memory_of_a_gpu_is_asked_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (5 * GIB, 80 * GIB))
+    assert find_device(RunConfig()) == Memory("cuda", 5 * GIB)
+    assert find_device(RunConfig(max_tokens_in_paged_kvcache=9)) == Memory("cuda", 5 * GIB), "a size yields to it"
+
+
+def test_what_is_known_of_types_is_what_runs_know():
+    assert {name: dtype.itemsize for name, dtype in build.KV_CACHE_DTYPES.items()} == DTYPE_BYTES

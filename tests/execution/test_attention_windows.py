@@ -1,0 +1,170 @@
+"""Attention windows show what their rule says: as a dense decoder with the mask written out does."""
+
+import numpy as np
+import pytest
+import torch
+
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.batching.sampling_params import OutputOptions
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.kv_cache import PagedKvCache
+from ifbbench.model.llama import LlamaModel
+from ifbbench.model.weights import random_weights
+from tests.execution.dense_reference import dense_logits
+from tests.execution.driving import CPU, Driver, FakeRequest, RecordingModel, layout_driver, requests_of
+
+SMALL = ModelConfig(vocab_size=97, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+                    intermediate_size=48, max_position_embeddings=512)
+SEED = 3
+ALL_LAYERS = (0, 1, 2)
+LONGEST = 80
+SLOTS = 3
+LENGTHS = [(5, 30), (37, 12), (1, 40), (16, 7), (61, 10), (12, 12)]
+# Also prompts longer than the windows, on both sides of the borders of blocks.
+BEAM_LENGTHS = [(5, 40), (11, 30), (8, 50), (41, 12), (30, 12), (33, 30), (20, 12)]
+ALL_NUMBERS = OutputOptions(False, True, True, True)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaModel:
+    return LlamaModel(SMALL, random_weights(SMALL, SEED, CPU, torch.float32))
+
+
+def window_of(
+    size: int, sink: int = 0, tokens_per_block: int = 4, is_cyclic: bool = True, layers: tuple[int, ...] = ALL_LAYERS,
+    max_beams: int = 1,
+) -> WindowLayout:
+    geometry = CacheGeometry(tokens_per_block, size, LONGEST, sink, max_beams, is_cyclic=is_cyclic)
+    blocks = SLOTS * max_beams * geometry.max_blocks_per_sequence
+    return WindowLayout(layers, geometry, blocks)
+
+
+def asking_requests(lengths: list[tuple[int, int]], beam_width: int = 1) -> list[FakeRequest]:
+    requests = requests_of(lengths, SMALL.vocab_size, beam_width=beam_width)
+    for request in requests:
+        request.options = ALL_NUMBERS
+    return requests
+
+
+def assert_dense(request: FakeRequest, windows: list[tuple[int, int]], config: ModelConfig = SMALL) -> None:
+    """All logits of the request are those of the dense decoder."""
+    tokens, length = request.prompt.tolist() + request.outputs, request.prompt_len
+    expected = dense_logits(config, SEED, tokens, windows).float().numpy()
+    context, generation = request.numbers.context_logits, request.numbers.generation_logits()
+    assert context is not None
+    assert generation is not None
+    np.testing.assert_allclose(context, expected[:length], atol=1e-4)
+    np.testing.assert_allclose(generation.reshape(-1, config.vocab_size), expected[length - 1 : -1], atol=1e-4)
+
+
+def poison(driver: Driver) -> None:
+    """Nothing that was not written may be read: it is no number."""
+    for window in driver.executor._cache.windows:
+        assert isinstance(window.cache, PagedKvCache)
+        for storage in window.cache._all():
+            with torch.inference_mode():
+                storage.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("largest_chunk", [None, 30, 7, 3])
+@pytest.mark.parametrize(("size", "sink"), [(8, 0), (13, 0), (13, 3), (14, 8), (3, 1), (40, 5), (100, 3)])
+@pytest.mark.parametrize(("tokens_per_block", "is_cyclic"), [(4, True), (4, False), (16, True), (16, False), (1, True)])
+def test_logits_of_every_position(
+    model: LlamaModel, tokens_per_block: int, is_cyclic: bool, size: int, sink: int, largest_chunk: int | None
+) -> None:
+    layout = CacheLayout((window_of(size, sink, tokens_per_block, is_cyclic),))
+    requests = asking_requests(LENGTHS)
+    layout_driver(model, layout, SLOTS, seed=size).run(requests, largest_chunk)
+    for request in requests:
+        assert_dense(request, [(size, sink)] * 3)
+
+
+@pytest.mark.parametrize("largest_chunk", [None, 9])
+@pytest.mark.parametrize("is_cyclic", [True, False])
+def test_layers_with_windows_of_their_own(model: LlamaModel, is_cyclic: bool, largest_chunk: int | None) -> None:
+    windows = (window_of(LONGEST, layers=(1,)), window_of(11, 2, 8, is_cyclic, (2,)),
+               window_of(6, 0, 4, is_cyclic, (0,)))  # fmt: skip
+    requests = asking_requests(LENGTHS)
+    driver = layout_driver(model, CacheLayout(windows), SLOTS)
+    driver.run(requests, largest_chunk)
+    for request in requests:
+        assert_dense(request, [(6, 0), (LONGEST, 0), (11, 2)])
+
+
+@pytest.mark.parametrize(("size", "sink"), [(8, 0), (9, 2)])
+@pytest.mark.parametrize("is_cyclic", [True, False])
+def test_places_that_were_not_written_are_not_read(model: LlamaModel, is_cyclic: bool, size: int, sink: int) -> None:
+    requests = asking_requests([(12, 30), (43, 9), (30, 12)])
+    driver = layout_driver(model, CacheLayout((window_of(size, sink, 4, is_cyclic),)), SLOTS)
+    poison(driver)
+    for slot, request in enumerate(requests):
+        request.slot = slot
+    first, second, third = requests
+    driver.step([(first, 12), (second, 10)], [])
+    driver.step([(second, 3), (third, 30)], [first])
+    driver.step([(second, 30)], [first, third])
+    while not (first.is_done and third.is_done):
+        driver.step([], [request for request in requests if not request.is_done])
+    for request in requests:
+        assert_dense(request, [(size, sink)] * 3)
+
+
+@pytest.mark.parametrize(("size", "sink"), [(9, 0), (11, 3), (24, 0)])
+def test_padded_prompts(model: LlamaModel, size: int, sink: int) -> None:
+    requests = asking_requests(LENGTHS[:3])
+    driver = layout_driver(model, CacheLayout((window_of(size, sink),)), SLOTS)
+    driver.padded = True
+    driver.run(requests)
+    for request in requests:
+        assert_dense(request, [(size, sink)] * 3)
+
+
+@pytest.mark.parametrize(("size", "sink"), [(12, 0), (13, 0), (13, 3), (15, 4), (30, 5)])
+def test_beams_in_cyclic_blocks_are_those_in_linear_ones(model: LlamaModel, size: int, sink: int) -> None:
+    finals = []
+    for is_cyclic in (True, False):
+        requests = requests_of(BEAM_LENGTHS, SMALL.vocab_size, beam_width=3)
+        layout = CacheLayout((window_of(size, sink, 4, is_cyclic, max_beams=3),))
+        layout_driver(model, layout, SLOTS, seed=int(is_cyclic)).run(requests, largest_chunk=6)
+        finals.append([[beam.tokens.tolist() for beam in request.search.final()] for request in requests])
+    assert finals[0] == finals[1]
+    unlimited = requests_of(BEAM_LENGTHS, SMALL.vocab_size, beam_width=3)
+    layout_driver(model, CacheLayout((window_of(LONGEST, max_beams=3),)), SLOTS).run(unlimited)
+    assert finals[0] != [[beam.tokens.tolist() for beam in request.search.final()] for request in unlimited]
+
+
+def test_long_prompts_are_tiled() -> None:
+    config = ModelConfig(97, 32, 1, 4, 2, 8, 48, 2048)
+    model = LlamaModel(config, random_weights(config, SEED, CPU, torch.float32))
+    geometry = CacheGeometry(16, 100, 1500, 5)
+    layout = CacheLayout((WindowLayout((0,), geometry, 2 * geometry.max_blocks_per_sequence),))
+    requests = requests_of([(1201, 3), (900, 3)], 97)
+    for request in requests:
+        request.options = ALL_NUMBERS
+    layout_driver(model, layout, 2).run(requests, 700)
+    for request in requests:
+        assert_dense(request, [(100, 5)], config)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_no_place_is_written_twice_in_a_batch(padded: bool) -> None:
+    recording = RecordingModel(SMALL, random_weights(SMALL, SEED, CPU, torch.float32))
+    long, short = requests_of([(37, 2), (11, 2)], SMALL.vocab_size)
+    long.slot, short.slot = 0, 2
+    driver = layout_driver(recording, CacheLayout((window_of(13, 3),)), SLOTS)
+    driver.padded = padded
+    driver.step([(long, 37), (short, 11)], [])
+    layer = recording.last_inputs.layers[0]
+    kept = layer.cache_rows[layer.cache_rows != layer.cache.spare_row]
+    assert len(kept) == 13 + 11
+    assert len(kept.unique()) == len(kept)
+    positions = recording.last_inputs.positions[layer.cache_rows != layer.cache.spare_row]
+    assert positions.tolist() == [0, 1, 2, *range(27, 37), *range(11)]
+
+
+def test_layouts_that_do_not_fit_the_model(model: LlamaModel) -> None:
+    with pytest.raises(ValueError, match="a model of 3 layers"):
+        layout_driver(model, CacheLayout((window_of(8, layers=(0, 1)),)), SLOTS)
+    with pytest.raises(ValueError, match="no room beside 8 sink tokens"):
+        layout_driver(model, CacheLayout((window_of(8, 8),)), SLOTS)

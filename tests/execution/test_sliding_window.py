@@ -1,0 +1,63 @@
+"""A model's own sliding window: Mistral's, as transformers computes it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.errors import InputError
+from ifbbench.execution.cache_windows import one_window_layout
+from ifbbench.execution.model_executor import ModelExecutor
+from tests.execution.driving import layout_driver, requests_of
+from tests.execution.test_equality_with_transformers import assert_greedy
+from tests.execution.transformers_reference import mistral_checkpoint, reference_logits
+
+WINDOW = 8
+LENGTHS = [(5, 20), (40, 12), (1, 15), (8, 9), (7, 7)]
+
+
+def layout_of(is_cyclic: bool, window: int = WINDOW) -> CacheLayout:
+    geometry = CacheGeometry(4, window, 60, is_cyclic=is_cyclic)
+    return CacheLayout((WindowLayout((0, 1, 2), geometry, 60),))
+
+
+@pytest.mark.parametrize("is_cyclic", [True, False])
+@pytest.mark.parametrize("largest_chunk", [None, 5, 20])
+def test_generation_of_transformers(tmp_path: Path, is_cyclic: bool, largest_chunk: int | None) -> None:
+    model, reference = mistral_checkpoint(tmp_path, WINDOW)
+    requests = requests_of(LENGTHS, model.config.vocab_size)
+    layout_driver(model, layout_of(is_cyclic), 3).run(requests, largest_chunk)
+    for request in requests:
+        assert_greedy(reference, request)
+
+
+@pytest.mark.parametrize("layout", [None, layout_of(True), layout_of(False)])
+def test_logits_of_transformers(tmp_path: Path, layout: CacheLayout | None) -> None:
+    model, reference = mistral_checkpoint(tmp_path, WINDOW)
+    (request,) = requests_of([(30, 12)], model.config.vocab_size)
+    driver = layout_driver(model, layout or one_window_layout(model.config, 60, 4, 60), 1)
+    request.slot = 0
+    driver.step([(request, 30)], [])
+    seen = list(model.last_logits)
+    while not request.is_done:
+        driver.step([], [request])
+        seen += list(model.last_logits)
+    expected = reference_logits(reference, request.prompt.tolist() + request.outputs)[29:-1]
+    torch.testing.assert_close(torch.stack(seen), expected, atol=1e-4, rtol=0)
+
+
+def test_the_models_window_is_kept_without_being_told(tmp_path: Path) -> None:
+    model, _ = mistral_checkpoint(tmp_path, WINDOW)
+    assert model.config.sliding_window == WINDOW
+    (window,) = ModelExecutor(model, 1, 20, 4)._cache.windows
+    assert window.rule.size == WINDOW
+    (window,) = ModelExecutor(model, 1, 20, 4, max_seq_len=WINDOW)._cache.windows
+    assert window.rule.is_straight(torch.arange(500).numpy()).all()
+
+
+def test_a_layout_cannot_widen_the_models_window(tmp_path: Path) -> None:
+    model, _ = mistral_checkpoint(tmp_path, WINDOW)
+    with pytest.raises(InputError, match="9 is more than the model's sliding window; expected at most 8"):
+        ModelExecutor(model, 1, 20, 4, layout=layout_of(True, WINDOW + 1))
