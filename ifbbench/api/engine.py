@@ -64,7 +64,7 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     loaded = build.load_model(resolved)
-    layout = cache_layout(resolved, model, build.kv_memory(resolved, device))
+    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)
     try:
         executor = build.make_executor(

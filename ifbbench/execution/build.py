@@ -10,6 +10,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.execution.profiling import activation_bytes
 from ifbbench.model.config import TINY, ModelConfig, load_model_config
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import load_weights, random_weights
@@ -54,14 +55,17 @@ def load_model(config: RunConfig) -> LoadedModel:
         return LoadedModel(model_config, LlamaModel(model_config, weights), device, dtype)
 
 
-def kv_memory(config: RunConfig, device: torch.device) -> int:
+def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
     """Bytes that keys and values may take: `kv_cache_free_gpu_mem_fraction` of the memory that is free now.
 
-    On a CPU at most 2 GiB of it. Load the model first, for its weights count.
+    On CUDA that is without what the largest batch takes while it runs; on a CPU at most 2 GiB. `config` has its limits
+    resolved.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(config.kv_cache_free_gpu_mem_fraction * free)
+    if loaded.device.type == "cuda":
+        longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
+        activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
+        free, _ = torch.cuda.mem_get_info(loaded.device)
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free - activations))
     return int(min(config.kv_cache_free_gpu_mem_fraction * available_host_bytes(), MAX_CPU_KV_BYTES))
 
 

@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.kv_cache` prints one JSON object. A cache of 1,000 and one of 1,000,000 blocks are filled
 until every block is in the tree; then the same conversations go on in both: each finds its old blocks, evicts others
-for its new ones, and leaves. Elementary steps are calls of functions, Python's and built in, counted by the interpreter.
+for its new ones, and leaves. Elementary steps are calls of functions, Python's and built in, counted by the
+interpreter.
 """
 
 import json

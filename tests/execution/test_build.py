@@ -1,5 +1,7 @@
 """From settings to a loaded model and the size of its KV cache."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution import build
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.llama import ForwardInputs, LlamaModel
 
 
 def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,16 +24,45 @@ def test_null_has_no_model() -> None:
         build.load_model(RunConfig(device="null"))
 
 
-def test_kv_memory_follows_the_fraction_of_free_memory_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def loaded() -> build.LoadedModel:
+    return build.load_model(RunConfig(device="cpu"))
+
+
+def test_kv_memory_follows_the_fraction_of_free_memory_up_to_a_limit(
+    loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = RunConfig(kv_cache_free_gpu_mem_fraction=0.5)
     monkeypatch.setattr(build, "available_host_bytes", lambda: 1000)
-    assert build.kv_memory(config, torch.device("cpu")) == 500
+    assert build.kv_memory(config, loaded) == 500
     monkeypatch.setattr(build, "available_host_bytes", lambda: 10**15)
-    assert build.kv_memory(config, torch.device("cpu")) == 2 * 1024**3
+    assert build.kv_memory(config, loaded) == 2 * 1024**3
 
 
-def test_this_machine_has_memory() -> None:
-    assert build.kv_memory(RunConfig(), torch.device("cpu")) > 1_000_000
+def test_this_machine_has_memory(loaded: build.LoadedModel) -> None:
+    assert build.kv_memory(RunConfig(), loaded) > 1_000_000
+
+
+def test_what_the_largest_batch_takes_is_no_room_for_a_cache_on_a_gpu(
+    loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model runs on the CPU here, and a CUDA that is not there tells of its memory."""
+    rows = []
+    forward = LlamaModel.forward
+
+    def spy(self: LlamaModel, inputs: ForwardInputs) -> torch.Tensor:
+        rows.append(len(inputs.tokens))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(LlamaModel, "forward", spy)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12_000, 80_000))
+    on_gpu = dataclasses.replace(loaded, device=torch.device("cuda"))
+    config = RunConfig(max_num_tokens=300, kv_cache_free_gpu_mem_fraction=0.5)
+    assert build.kv_memory(config, on_gpu) == (12_000 - 2_000) // 2
+    assert rows == [300]
 
 
 def test_executor_from_a_loaded_model() -> None:

@@ -35,7 +35,11 @@ def trace_file(folder: Path, *rows: object) -> Path:
         (["--request_rate", "0"], ["--request_rate", "above 0"]),
         (["--time_scale", "-1"], ["--time_scale", "at least 0"]),
         (["--enable_chunked_context", "--max_num_tokens", "16"], ["--max_num_tokens", "16", "32", "chunk"]),
-        (["--max_seq_len", "1000000"], ["--max_seq_len", "1000000", "16384"]),
+        (["--device", "cpu", "--max_seq_len", "1000000"], ["--max_seq_len", "1000000", "16384"]),
+        (["--max_attention_window", "12,x"], ["--max_attention_window", "12,x", "tokens"]),
+        (["--max_attention_window", "64", "--sink_token_len", "64"], ["--sink_token_len", "64"]),
+        (["--kv_cache_type", "contiguous", "--policy", "max_utilization"], ["--kv_cache_type", "max_utilization"]),
+        (["--kv_cache_type", "contiguous", "--enable_kv_cache_reuse"], ["--enable_kv_cache_reuse", "paged"]),
         (["--model", "no/such/model"], ["no/such/model"]),
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--reserve", "half"], ["reserve", "half", "factor:F"]),
@@ -81,12 +85,17 @@ def test_token_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cache_beyond_all_memory(tmp_path: Path) -> None:
+def test_a_cache_beyond_all_memory_is_as_large_as_memory_has_room_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trace = trace_file(tmp_path, GOOD_ROW)
-    blocks = ("--max_tokens_in_paged_kvcache", "100000000000000")
-    status, output = invoke("run", trace, "--device", "cpu", *blocks, "--output", tmp_path / "run")
-    assert status == 2
-    assert "--max_tokens_in_paged_kvcache" in output
+    tokens = 100_000_000_000_000
+    settings = ("--max_tokens_in_paged_kvcache", tokens)
+    status, _ = invoke("run", trace, "--device", "cpu", *settings, "--output", tmp_path / "run")
+    assert status == 0
+    assert f"--max_tokens_in_paged_kvcache {tokens}: memory has room for" in caplog.text
+    resolved = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["max_tokens_in_paged_kvcache"]
+    assert 0 < resolved < tokens
 
 
 def test_skipped_rows_are_counted(tmp_path: Path) -> None:
