@@ -90,7 +90,7 @@ def test_a_cache_beyond_all_memory_is_as_large_as_memory_has_room_for(
 ) -> None:
     trace = trace_file(tmp_path, GOOD_ROW)
     tokens = 100_000_000_000_000
-    settings = ("--max_tokens_in_paged_kvcache", tokens)
+    settings = ("--max_tokens_in_paged_kvcache", str(tokens))
     status, _ = invoke("run", trace, "--device", "cpu", *settings, "--output", tmp_path / "run")
     assert status == 0
     assert f"--max_tokens_in_paged_kvcache {tokens}: memory has room for" in caplog.text
