@@ -22,13 +22,14 @@ class AdmissionLimits:
     max_beam_width: int = 1
     vocab_size: int | None = None
     pause_truncates: bool = False
+    reuses_blocks: bool = False
 
     @classmethod
     def of(cls, config: BatchingConfig, policy_may_pause: bool) -> "AdmissionLimits":
         """What `config` lets in. Without chunks a resumed prompt may be too long, and is cut then."""
         return cls(
             config.max_seq_len, config.max_input_len, config.pools, config.max_beam_width, config.vocab_size,
-            pause_truncates=config.chunk_unit is None and policy_may_pause,
+            pause_truncates=config.chunk_unit is None and policy_may_pause, reuses_blocks=config.reuse.enabled,
         )  # fmt: skip
 
     def refusal(self, request: Request) -> str | None:
@@ -75,6 +76,7 @@ class AdmissionLimits:
         request.clamp_new_tokens(self.max_seq_len - prompt_len)
         for geometry, num_blocks in self.pools:
             needed = geometry.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
+            needed += geometry.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
             if needed > num_blocks:
                 return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None

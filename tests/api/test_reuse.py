@@ -15,7 +15,9 @@ PARAMS = {
 }  # fmt: skip
 
 
-def serve_in_turn(requests: list[InferenceRequest], **changes: Any) -> tuple[list[list[int]], BatchManager, list[str]]:
+def serve_in_turn(
+    requests: list[InferenceRequest], max_beam_width: int = 1, **changes: Any
+) -> tuple[list[list[int]], BatchManager, list[str]]:
     """Serve one after the other; the output of each, and what went wrong."""
     outputs: list[list[int]] = []
     errors: list[str] = []
@@ -28,8 +30,10 @@ def serve_in_turn(requests: list[InferenceRequest], **changes: Any) -> tuple[lis
         errors.append(error)
         outputs.append([] if error else tensors["output_ids"][0, 0].tolist())
 
-    manager = BatchManager("tiny", "IFB", 1, "max_utilization", get, send, optional_params={**PARAMS, **changes},
-                           start=False)  # fmt: skip
+    params = {**PARAMS, **changes}
+    manager = BatchManager(
+        "tiny", "IFB", max_beam_width, "max_utilization", get, send, optional_params=params, start=False
+    )
     for request in requests:
         waiting.append(request)
         while manager.step():
@@ -69,7 +73,7 @@ def test_a_conversation_worth_keeping_outlives_many_others():
     found = []
     for retention in (Retention(), keep):
         first = InferenceRequest(0, PROMPT, 4, retention=retention)
-        small = {"kv_cache_config": {"enable_block_reuse": True, "max_tokens": 256}}
+        small: dict[str, Any] = {"kv_cache_config": {"enable_block_reuse": True, "max_tokens": 256}}
         _, manager, _ = serve_in_turn([first, *others, again], **small)
         found.append(reused_blocks(manager))
     assert found == [0, 5]
@@ -87,3 +91,18 @@ def test_a_conversation_worth_keeping_outlives_many_others():
 def test_what_cannot_be_read_is_refused(request_: InferenceRequest, named: str):
     _, _, errors = serve_in_turn([request_])
     assert named in errors[0]
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32])
+def test_beams_with_reuse_fit_the_smallest_pool_that_admission_lets_them_into(length: int):
+    """A full last block is each beam's own then, so a prompt takes more than its tokens need."""
+    for blocks in range(1, 20):
+        sizes: dict[str, Any] = {"kv_cache_config": {"enable_block_reuse": True, "max_tokens": 8 * blocks}}
+        requests = [InferenceRequest(index, [7] * length, 6, beam_width=3) for index in range(2)]
+        outputs, manager, errors = serve_in_turn(requests, max_beam_width=3, **sizes)
+        assert manager.kv_cache.free_blocks == blocks
+        if errors == ["", ""]:
+            assert outputs[0] == outputs[1]
+            return
+        assert all("KV cache blocks" in error for error in errors)
+    raise AssertionError("none of the pools was large enough")

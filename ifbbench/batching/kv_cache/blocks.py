@@ -124,11 +124,6 @@ class Blocks:
             if self.references[block] == 0:
                 self.eviction.release(block, to_front, now_s)
 
-    def forget_all(self) -> None:
-        """No block is findable any more, as after a warm-up."""
-        for block in range(len(self.memory)):
-            self.tree.unlink(block)
-
     def check_consistency(self, held: dict[int, int]) -> None:
         """Raise AssertionError unless references, free queues, memory and tree agree. held: block → references."""
         references = {block: count for block, count in enumerate(self.references) if count}

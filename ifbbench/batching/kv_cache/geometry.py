@@ -52,6 +52,11 @@ class CacheGeometry:
         registered = prompt_len + self.bubble
         return ceil_div(min(registered, self.capacity + self.temporary_window), self.tokens_per_block)
 
+    def more_for_beams(self, prompt_len: int, beam_width: int) -> int:
+        """Blocks that a prompt takes beyond all estimates where blocks are reused: its last one is then each beam's own
+        even if it is full."""
+        return beam_width - 1 if (prompt_len + self.bubble) % self.tokens_per_block == 0 else 0
+
     def first_chunk_need(self, prompt_len: int, max_new_tokens: int, draft_tokens: int = 0, beam_width: int = 1) -> int:
         """Blocks that a request takes in the iteration of its first context chunk: those of its whole prompt."""
         tokens = min(prompt_len + min(draft_tokens, max_new_tokens), self.kept_tokens) + self.bubble

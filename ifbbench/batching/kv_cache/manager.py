@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from ifbbench.batching.kv_cache.blocks import BlockCounters, Blocks, OutOfBlocks
 from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.known_prefixes import MissingBlock
+from ifbbench.batching.kv_cache.release_plan import ReleasePlan
 from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention
 from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules, Sequence
 from ifbbench.batching.kv_cache.token_keys import BlockKey
@@ -20,26 +21,6 @@ from ifbbench.batching.request_table import IntArray
 
 Rows = NDArray[np.int64]
 NO_REUSE = ReuseRules()
-
-
-@dataclass(slots=True)
-class ReleasePlan:
-    """What would be free if some sequences were removed, without removing them.
-
-    Holds only differences to the blocks' reference counts, so it costs what the planned sequences hold.
-    """
-
-    manager: "KvCacheManager"
-    free_blocks: int
-    _given_back: Counter[int] = field(default_factory=Counter)
-
-    def release(self, slot: int) -> None:
-        """Plan the removal of the sequence in `slot`."""
-        references = self.manager.blocks.references
-        for block, count in self.manager.sequences[slot].references().items():
-            self._given_back[block] += count
-            if references[block] == self._given_back[block]:
-                self.free_blocks += 1
 
 
 class KvCacheManager:
@@ -108,9 +89,10 @@ class KvCacheManager:
         """Blocks that `request` takes in its next context chunk: all of its prompt's, or none past the first chunk."""
         if not request.is_first_chunk:
             return 0
-        return self.geometry.first_chunk_need(
+        need = self.geometry.first_chunk_need(
             request.prompt_len, request.max_new_tokens, request.num_draft_tokens, request.beam_width
         )
+        return need + self._more_for_beams(request)
 
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         """Blocks that each of the generation requests in `rows` takes in its next step."""
@@ -122,8 +104,11 @@ class KvCacheManager:
 
     def blocks_to_completion(self, request: Request) -> int:
         """Blocks that a context request may still take until all its reserved tokens are made."""
-        held = int(self.blocks_held[request.slot]) if request.slot in self.sequences else 0
-        return self.geometry.blocks_to_completion(request.prompt_len, request.max_new_tokens, held, request.beam_width)
+        length, reserved, beams = request.prompt_len, request.max_new_tokens, request.beam_width
+        if request.slot in self.sequences:
+            held = int(self.blocks_held[request.slot])
+            return self.geometry.blocks_to_completion(length, reserved, held, beams)
+        return self.geometry.blocks_to_completion(length, reserved, 0, beams) + self._more_for_beams(request)
 
     def reserved_blocks(self, rows: Rows) -> int:
         """Blocks that the generation requests in `rows` together may still take."""
@@ -133,7 +118,7 @@ class KvCacheManager:
         return int((shared + (total - np.maximum(held, context)) * beams).sum())
 
     def plan_release(self) -> ReleasePlan:
-        return ReleasePlan(self, self.blocks.num_free)
+        return ReleasePlan(self.blocks, self.sequences)
 
     def missing_block(self, request: Request) -> tuple[Hashable, BlockKey] | None:
         """The first full block of the prompt that no one has computed yet, equal for two requests if and only if they
@@ -266,6 +251,9 @@ class KvCacheManager:
             for beam, table in zip(sequence.beams, self.block_tables[slot], strict=False):
                 places = [self.blocks.memory[block] for block in beam]
                 assert table[: len(beam)].tolist() == places, f"the block table of slot {slot} is out of date"
+
+    def _more_for_beams(self, request: Request) -> int:
+        return self.geometry.more_for_beams(request.prompt_len, request.beam_width) if self.reuse.enabled else 0
 
     def _enter(self, slot: int, beam_width: int) -> None:
         beams = self.sequences[slot].beams

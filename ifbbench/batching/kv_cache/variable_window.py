@@ -10,7 +10,8 @@ from ifbbench.batching.kv_cache.blocks import BlockCounters, OutOfBlocks
 from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.layout import WindowLayout
-from ifbbench.batching.kv_cache.manager import NO_REUSE, KvCacheManager, ReleasePlan
+from ifbbench.batching.kv_cache.manager import NO_REUSE, KvCacheManager
+from ifbbench.batching.kv_cache.release_plan import ReleasePlan
 from ifbbench.batching.kv_cache.sequence import Sequence
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
