@@ -5,12 +5,14 @@ import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
 from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSignals, ReturnStats, SendResponse
 from ifbbench.api.engine import build_engine
+from ifbbench.api.inference_request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batch import Executor
 from ifbbench.batching.batching_config import BatchingConfig
@@ -18,6 +20,7 @@ from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.kv_cache.interface import KvCache
 from ifbbench.batching.manager import BatchManager as TokenGenerationLoop
 from ifbbench.batching.manager import ExecutorFailed
+from ifbbench.batching.request import Request
 from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig, from_mapping
@@ -91,6 +94,7 @@ class BatchManager:
         )  # fmt: skip
         self._closing, self._aborting, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._failures = 0
+        self._truncations: SimpleQueue[tuple[Request, int]] = SimpleQueue()
         self._in_step = self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -130,6 +134,15 @@ class BatchManager:
         if self._aborting.is_set():
             self._work()
         return worked
+
+    def truncate_blocks(self, conversation: InferenceRequest, num_tokens_to_keep: int) -> None:
+        """Before the next iteration, forget the KV cache blocks that hold this conversation beyond its first tokens.
+
+        Its input_ids are all of it, answers included: what goes on from there is another conversation, and stays as all
+        others do. A block of which a part is to be kept stays. From any thread; InputError if it cannot be read."""
+        if num_tokens_to_keep < 0:
+            raise InputError(f"num_tokens_to_keep {num_tokens_to_keep}: expected at least 0")
+        self._truncations.put((engine_request(conversation), num_tokens_to_keep))
 
     def close(self) -> None:
         """Wait until no request is active and none comes any more, then end. Raises BatchManagerFailed if the loop has
@@ -210,7 +223,15 @@ class BatchManager:
         finally:
             self._in_step = False
 
+    def _truncate(self) -> None:
+        while not self._truncations.empty():
+            request, keep = self._truncations.get()
+            known = request.reuse.known()
+            if known is not None:
+                self._loop.kv_cache.truncate(known, request.prompt_len, keep)
+
     def _guarded_step(self) -> bool:
+        self._truncate()
         iterations = self._callbacks.num_iterations
         try:
             worked = self._loop.step()

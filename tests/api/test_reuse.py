@@ -6,6 +6,7 @@ import pytest
 
 from ifbbench import BatchManager, InferenceRequest, Retention, RetentionRange
 from ifbbench.api.tensors import Tensors
+from ifbbench.errors import InputError
 
 PROMPT = [*range(20, 60)]
 UNHASHABLE: Any = []
@@ -106,3 +107,31 @@ def test_beams_with_reuse_fit_the_smallest_pool_that_admission_lets_them_into(le
             return
         assert all("KV cache blocks" in error for error in errors)
     raise AssertionError("none of the pools was large enough")
+
+
+def test_a_truncated_conversation_is_found_up_to_where_it_was_cut():
+    request = InferenceRequest(0, PROMPT, 4)
+    waiting = [request]
+    said: list[list[int]] = []
+
+    def get(count: int) -> list[InferenceRequest]:
+        return [waiting.pop()] if waiting else []
+
+    def send(request_id: int, tensors: Tensors, is_final: bool, error: str) -> None:
+        said.append(tensors["output_ids"][0, 0].tolist())
+
+    manager = BatchManager("tiny", "IFB", 1, "max_utilization", get, send, optional_params=PARAMS, start=False)
+    found = []
+    for keep in (None, 16, 0):
+        if keep is not None:
+            manager.truncate_blocks(InferenceRequest(1, said[-1], 1), keep)
+            waiting.append(request)
+        before = reused_blocks(manager)
+        while manager.step():
+            pass
+        found.append(reused_blocks(manager) - before)
+    with pytest.raises(InputError, match="-1"):
+        manager.truncate_blocks(request, -1)
+    manager.close()
+    # Nothing at first; then the two blocks of 8 tokens that were kept; then none.
+    assert found == [0, 2, 0]

@@ -7,6 +7,7 @@ from ifbbench.batching.kv_cache.blocks import BlockCounters
 from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.manager import NO_REUSE
+from ifbbench.batching.kv_cache.sequence import KnownTokens
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
 
@@ -92,6 +93,9 @@ class ContiguousCache:
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         del self._beams[slot]
         self.registered[slot] = 0
+
+    def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
+        """Nothing is reused."""
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         return ()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ifbbench.batching.kv_cache.blocks import BlockCounters
 from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.sequence import ReuseRules
+from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules
 from ifbbench.batching.request_table import IntArray
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ class KvCache(Protocol):
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None: ...
 
     def forget_sequence(self, slot: int) -> None: ...
+
+    def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
+        """Forget what is known of a conversation of `length` tokens beyond its first `keep`."""
+        ...
 
     def take_copies(self) -> tuple[BlockCopy, ...]: ...
 

@@ -12,7 +12,7 @@ from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.layout import WindowLayout
 from ifbbench.batching.kv_cache.manager import NO_REUSE, KvCacheManager
 from ifbbench.batching.kv_cache.release_plan import ReleasePlan
-from ifbbench.batching.kv_cache.sequence import Sequence
+from ifbbench.batching.kv_cache.sequence import KnownTokens, Sequence
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
 
@@ -144,6 +144,9 @@ class VariableWindowCache:
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         for window in self.windows:
             window.remove_sequence(slot, now_s=now_s)
+
+    def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
+        """Nothing is reused."""
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         return tuple(
