@@ -66,8 +66,11 @@ class Blocks:
         block = self.eviction.front(PRIMARY)
         self.counters.allocated_total += 1
         if self.tree.key[block] is None:
+            # It has never been in the tree.
             self.counters.allocated_new += 1
-        elif self.eviction.num_free[SECONDARY] and self.eviction.is_worth_offloading(block):
+            self.references[block] = references
+            return self.eviction.take_front(PRIMARY, priority, duration_s)
+        if self.eviction.num_free[SECONDARY] and self.eviction.is_worth_offloading(block):
             block = self._offload(block)
         self.tree.unlink_with_descendants(block)
         self.eviction.claim(block, priority, duration_s)

@@ -41,6 +41,12 @@ class CacheGeometry:
         spare = self.tokens_per_block if self.max_seq_len > self.kept_tokens and self.max_beam_width > 1 else 0
         return self.kept_tokens + self.bubble + spare
 
+    def places(self, registered: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the token after so many registered ones lies in its sequence's blocks. Behind the sink, places are used
+        in turn."""
+        kept = self.sink_token_length + self.bubble
+        return np.where(registered < self.capacity, registered, kept + (registered - kept) % (self.capacity - kept))
+
     @property
     def max_blocks_per_sequence(self) -> int:
         """Blocks of one beam of the longest sequence."""

@@ -35,11 +35,7 @@ class KvCacheManager:
     """
 
     def __init__(
-        self,
-        geometry: CacheGeometry,
-        num_blocks: int,
-        slots: int,
-        num_host_blocks: int = 0,
+        self, geometry: CacheGeometry, num_blocks: int, slots: int, num_host_blocks: int = 0,
         reuse: ReuseRules = NO_REUSE,
     ) -> None:
         self.geometry = geometry
@@ -176,10 +172,9 @@ class KvCacheManager:
         geometry = self.geometry
         registered = self.registered[rows]
         starts_block = registered % geometry.tokens_per_block == 0
-        for slot in rows[starts_block & (registered < geometry.capacity)].tolist():
-            self._window.grow(slot)
-            self._write_table(slot, int(self.blocks_held[slot]))
-            self.blocks_held[slot] += 1
+        growing = rows[starts_block & (registered < geometry.capacity)]
+        if len(growing):
+            self._grow(growing)
         if (registered >= geometry.capacity).any():
             self._come_round(rows, registered)
         self.registered[rows] = registered + 1
@@ -263,18 +258,28 @@ class KvCacheManager:
         self.blocks_held[slot] = len(beams[0])
         self._beam_width[slot] = beam_width
 
+    def _grow(self, rows: Rows) -> None:
+        """One more block for each beam of each of `rows`."""
+        slots, places = rows.tolist(), self.blocks_held[rows]
+        for slot in slots:
+            self._window.grow(slot)
+        if self.geometry.max_beam_width == 1:
+            memory, sequences = self.blocks.memory, self.sequences
+            self.block_tables[rows, 0, places] = [memory[sequences[slot].beams[0][-1]] for slot in slots]
+        else:
+            for slot, place in zip(slots, places.tolist(), strict=True):
+                self._write_table(slot, place)
+        self.blocks_held[rows] = places + 1
+
     def _write_table(self, slot: int, index: int) -> None:
         for number, beam in enumerate(self.sequences[slot].beams):
             self.block_tables[slot, number, index] = self.blocks.memory[beam[index]]
 
     def _come_round(self, rows: Rows, registered: Rows) -> None:
         """Tokens beyond the capacity go where the oldest ones lie."""
-        geometry = self.geometry
-        kept = geometry.sink_token_length + geometry.bubble
-        places = kept + (registered - kept) % (geometry.capacity - kept)
-        over = (registered >= geometry.capacity) & (places % geometry.tokens_per_block == 0)
-        for slot, place in zip(rows[over].tolist(), places[over].tolist(), strict=True):
-            index = place // geometry.tokens_per_block
+        places, size = self.geometry.places(registered), self.geometry.tokens_per_block
+        over = (registered >= self.geometry.capacity) & (places % size == 0)
+        for slot, index in zip(rows[over].tolist(), (places[over] // size).tolist(), strict=True):
             if self._window.write_over(slot, index):
                 self._write_table(slot, index)
 
@@ -286,8 +291,7 @@ class KvCacheManager:
         return bool(self.registered[slot] >= self.geometry.kept_tokens + self.geometry.bubble)
 
     def _known(self, request: Request) -> KnownTokens | None:
-        """What the request's tokens are, for those who look for them. A sequence that will come round keeps to itself:
-        it writes over its beginning."""
+        """The request's tokens. A sequence that will come round keeps to itself: it writes over its beginning."""
         geometry = self.geometry
         comes_round = request.prompt_len + request.max_new_tokens > geometry.kept_tokens
         return None if not self.reuse.enabled or geometry.bubble or comes_round else request.reuse.known()
