@@ -31,6 +31,8 @@ PHASE_NAMES = {
     "waiting": "waiting",
     "skipped": "generation skipped",
 }
+# In a static batch a request that does not run is complete, and its slot is empty.
+STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ifbbench.report.charts.style import PHASE_COLOURS, PHASE_NAMES, draw_limit, heading, thousands
+from ifbbench.report.charts.style import PHASE_COLOURS, PHASE_NAMES, STATIC_PHASE_NAMES, draw_limit, heading, thousands
 from ifbbench.report.charts.time_axis import TimeBins
 from ifbbench.report.charts.timeline_cells import request_order
 from ifbbench.report.load import RunData
@@ -52,7 +52,8 @@ def _phases(axes: Axes, bins: TimeBins, run: RunData, requests: list[str]) -> No
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     thousands(axes.yaxis)
     axes.grid(visible=False)
-    handles = [Patch(color=PHASE_COLOURS[phase], label=PHASE_NAMES[phase]) for phase in PHASE_NAMES if phase in seen]
+    names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
+    handles = [Patch(color=PHASE_COLOURS[phase], label=name) for phase, name in names.items() if phase in seen]
     axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), borderaxespad=0.2)
 
 
