@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Mapping
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.geometry import CacheGeometry, ceil_div
 from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.batching.kv_cache.sizing import WindowBlocks, blocks_of_memory
 from ifbbench.config import DTYPE_BYTES, RunConfig
@@ -48,12 +48,13 @@ def _blocks(
     most = config.max_tokens_in_paged_kvcache
     host = blocks_of_memory(0, sizes, config.tokens_per_block, host_bytes=config.kv_host_cache_bytes)
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)
+    room = None if memory_bytes is None else blocks_of_memory(memory_bytes, sizes, config.tokens_per_block)
     blocks = {}
     for window, geometry in geometries.items():
-        wanted = full_batch * geometry.max_blocks_per_sequence if most is None else -(-most // config.tokens_per_block)
-        primary = wanted
-        if memory_bytes is not None:
-            primary = min(wanted, blocks_of_memory(memory_bytes, sizes, config.tokens_per_block)[window].primary)
+        wanted = full_batch * geometry.max_blocks_per_sequence
+        if most is not None:
+            wanted = ceil_div(most, config.tokens_per_block)
+        primary = wanted if room is None else min(wanted, room[window].primary)
         if most is not None and primary < wanted:
             _log.warning("--max_tokens_in_paged_kvcache %d: memory has room for %d blocks of %d tokens only.", most,
                          primary, config.tokens_per_block)  # fmt: skip

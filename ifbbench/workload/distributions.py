@@ -74,13 +74,11 @@ class LogNormal:
     max: float = inf
 
     def __post_init__(self) -> None:
-        require(self.median > 0, f"median {self.median:g} is not above 0")
-        require(self.mean >= self.median, f"mean {self.mean:g} is below median {self.median:g}")
+        require_lognormal(self.median, self.mean)
         require(self.max >= 1, f"max {self.max:g} is below 1")
 
     def draw(self, generator: np.random.Generator, count: int) -> Lengths:
-        sigma = sqrt(2 * log(self.mean / self.median))
-        return whole(np.minimum(generator.lognormal(log(self.median), sigma, count), self.max))
+        return whole(np.minimum(lognormal(generator, self.median, self.mean, count), self.max))
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,17 @@ class Quantiles:
     def draw(self, generator: np.random.Generator, count: int) -> Lengths:
         percentiles, lengths = zip(*self.points, strict=True)
         return whole(np.interp(generator.uniform(0, 100, count), percentiles, lengths))
+
+
+def require_lognormal(median: float, mean: float) -> None:
+    """InputError unless there is a log-normal distribution of this median and mean."""
+    require(median > 0, f"median {median:g} is not above 0")
+    require(mean >= median, f"mean {mean:g} is below median {median:g}")
+
+
+def lognormal(generator: np.random.Generator, median: float, mean: float, count: int) -> NDArray[np.float64]:
+    """`count` values, log-normal of the given median and mean."""
+    return generator.lognormal(log(median), sqrt(2 * log(mean / median)), count)
 
 
 KINDS: dict[str, type[LengthDistribution]] = {

@@ -4,13 +4,13 @@ The first N draws of a longer series are the draws of a series of N, so that a w
 """
 
 from dataclasses import dataclass
-from math import inf, log, sqrt
+from math import inf
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.workload.distributions import require
+from ifbbench.workload.distributions import lognormal, require, require_lognormal
 
 Durations = NDArray[np.float64]
 
@@ -71,13 +71,11 @@ class LogNormalTime:
     max: float = inf
 
     def __post_init__(self) -> None:
-        require(self.median > 0, f"median {self.median:g} is not above 0")
-        require(self.mean >= self.median, f"mean {self.mean:g} is below median {self.median:g}")
+        require_lognormal(self.median, self.mean)
         require(self.max > 0, f"max {self.max:g} is not above 0")
 
     def draw(self, generator: np.random.Generator, count: int) -> Durations:
-        sigma = sqrt(2 * log(self.mean / self.median))
-        return np.minimum(generator.lognormal(log(self.median), sigma, count), self.max)
+        return np.minimum(lognormal(generator, self.median, self.mean, count), self.max)
 
 
 KINDS: dict[str, type[DurationDistribution]] = {

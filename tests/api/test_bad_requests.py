@@ -115,7 +115,8 @@ def test_sampling_parameters_may_be_large(sampling):
 def test_early_stopping_may_be_given_by_its_name():
     answers = []
     for early_stopping in ("always", "never"):
-        sampling = SamplingParams(early_stopping=early_stopping, length_penalty=2.0)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"early_stopping": early_stopping, "length_penalty": 2.0}
+        sampling = SamplingParams(**given)
         end_ids = range(0, 4096, 7)
         client = Client([request_of(1, max_new_tokens=12, beam_width=2, stop_ids=end_ids, sampling=sampling)])
         with tiny_manager_of(client, max_beam_width=2):

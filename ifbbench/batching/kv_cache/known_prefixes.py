@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ifbbench.batching.kv_cache.blocks import Blocks
+from ifbbench.batching.kv_cache.geometry import ceil_div
 from ifbbench.batching.kv_cache.sequence import KnownTokens, Sequence
 from ifbbench.batching.kv_cache.token_keys import BlockKey, block_ranges
 
@@ -81,9 +82,8 @@ class KnownPrefixes:
             search.found = (known.identity, known.tokens.key(0, size)) if length >= size else None
             search.depth, search.num_changes = 0, tree.num_changes
             return search.found
-        node = tree.root(known.identity)
         if not search.depth or tree.stamp[search.node] != search.stamp:
-            search.depth, search.node = 0, node
+            search.depth, search.node = 0, tree.root(known.identity)
         node = search.node
         search.found = None
         for index in range(search.depth, length // size):
@@ -101,7 +101,7 @@ class KnownPrefixes:
         """Forget what is known of a conversation of `length` tokens beyond its first `keep`; what others share
         stays."""
         path = self._path(known, length)
-        for block in reversed(path[-(-keep // self._size) :]):
+        for block in reversed(path[ceil_div(keep, self._size) :]):
             if not self._tree.is_leaf(block):
                 return
             self._tree.unlink(block)
