@@ -21,6 +21,10 @@ class Clock(Protocol):
         """Let time pass until `now()` is at least `seconds`; return at once if it already is."""
         ...
 
+    def restart(self) -> None:
+        """Make this moment the run's second zero."""
+        ...
+
 
 class WallClock:
     """Real time. Its zero is the moment it was made, or the last `restart()`."""
@@ -29,7 +33,6 @@ class WallClock:
         self.restart()
 
     def restart(self) -> None:
-        """Make this moment the run's second zero."""
         self._zero = time.perf_counter()
 
     def now(self) -> float:
@@ -45,23 +48,33 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that passes only when told to, in whole nanoseconds so that sums do not depend on their order."""
+    """Time that passes only when told to, in whole nanoseconds so that sums do not depend on their order.
+
+    now_ns: nanoseconds since the run started. epoch_s: what time it was then, in seconds since the Unix epoch.
+    """
 
     def __init__(self, epoch_s: int = 1_700_000_000) -> None:
-        self._epoch_s = epoch_s
-        self._now_ns = 0
+        self.epoch_s = epoch_s
+        self.now_ns = 0
 
     def now(self) -> float:
-        return self._now_ns / NANOSECONDS
+        return self.now_ns / NANOSECONDS
 
     def timestamp(self) -> float:
-        return self._epoch_s + self._now_ns / NANOSECONDS
+        return self.epoch_s + self.now_ns / NANOSECONDS
+
+    def restart(self) -> None:
+        self.now_ns = 0
 
     def advance(self, nanoseconds: int) -> None:
         """Let `nanoseconds` pass; negative is an error, for time does not go back."""
         if nanoseconds < 0:
             raise ValueError(f"time cannot go back by {-nanoseconds} ns")
-        self._now_ns += nanoseconds
+        self.now_ns += nanoseconds
 
     def wait_until(self, seconds: float) -> None:
-        self._now_ns = max(self._now_ns, round(seconds * NANOSECONDS))
+        self.wait_until_ns(round(seconds * NANOSECONDS))
+
+    def wait_until_ns(self, nanoseconds: int) -> None:
+        """`wait_until`, in nanoseconds since the start."""
+        self.now_ns = max(self.now_ns, nanoseconds)

@@ -25,10 +25,12 @@ BATCHING_TYPE_ALIASES = {
     "InflightFusedBatching": "inflight_fused",
 }  # fmt: skip
 EARLY_STOPPING = ("always", "heuristic", "never")
-DTYPES = ("float32", "bf16", "fp16")
-KV_CACHE_DTYPES = (*DTYPES, "fp8")
-DTYPE_BYTES = {"float32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
+KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
+DTYPE_BYTES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5}
+SIMULATED = "sim:"
 WINDOW_MODES = ("cyclic", "linear")
+RECORDING_FORMATS = ("jsonl", "jsonl.gz")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
@@ -79,7 +81,8 @@ class RunConfig:
                                            "the same with context and generation in one pass.", "scheduling",
                          choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES)
     policy: str = _setting("guaranteed_no_evict", "Capacity scheduler policy.", "scheduling",
-                           choices=POLICIES, open_choices=True, aliases=("scheduler_policy",))
+                           choices=POLICIES, other_texts=".+", aliases=("scheduler_policy",),
+                           others="package.module:ClassName or the name of an installed one")
     max_batch_size: int | None = _setting(None, "Most requests in one batch. Default: 16 on CPU, else 2048.",
                                           "scheduling", minimum=1, unit="requests")
     max_num_tokens: int = _setting(DEFAULT_MAX_NUM_TOKENS, "Most tokens in one iteration's batch.", "scheduling",
@@ -133,11 +136,18 @@ class RunConfig:
                                   "kv cache", choices=("paged", "contiguous"))
 
     # Execution.
-    device: str = _setting("auto", "Where the model runs; null is an executor that answers at once.", "execution",
-                           choices=("auto", "cpu", "cuda", "null"))
-    model: str = _setting("tiny", "A built-in model (tiny), or a directory with config.json and safetensors.",
-                          "execution")
-    dtype: str = _setting("float32", "Data type of weights and KV cache.", "execution", choices=DTYPES)
+    device: str = _setting("auto", "Where the model runs; null is an executor that answers at once, sim:PROFILE a "
+                                   "simulated device on a virtual clock.", "execution",
+                           choices=("auto", "cpu", "cuda", "null"), other_texts=f"{SIMULATED}.+",
+                           others="sim:PROFILE (a hardware profile's name or .toml file)")
+    model: str = _setting("tiny", "A built-in model (tiny, llama-3.1-8b, …), or a directory with config.json and "
+                                  "safetensors.", "execution")
+    dtype: str | None = _setting(None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. "
+                                       "fp8 and int4 are for simulated devices only.", "execution", choices=DTYPES)
+    tp_size: int = _setting(1, "GPUs that share each layer (tensor parallelism); simulated devices only.", "execution",
+                            minimum=1, unit="GPUs")
+    pp_size: int = _setting(1, "GPUs that have a share of the layers each (pipeline parallelism); simulated devices "
+                               "only.", "execution", minimum=1, unit="GPUs")
     temperature: float = _setting(0.0, "Sampling temperature; 0 is greedy.", "execution", minimum=0.0)
     top_k: int = _setting(0, "Sample among the k most likely tokens; 0 is all.", "execution", minimum=0)
     top_p: float = _setting(1.0, "Sample among the most likely tokens of this joint probability.", "execution",
@@ -157,6 +167,11 @@ class RunConfig:
     output_csv: str | None = _setting(None, "Also write gptManagerBenchmark's CSV of figures here.", "recording")
     responses_json: str | None = _setting(None, "Also write the generated tokens of each request here.", "recording",
                                           aliases=("responses_json_file",))
+    recording_format: str = _setting("jsonl", "Lines of JSON, plain or compressed.", "recording",
+                                     choices=RECORDING_FORMATS)
+    iteration_stats_every: int = _setting(1, "Write the statistics of every N-th iteration only, and of those that "
+                                             "pause a request or are bound by another limit than the one before.",
+                                          "recording", minimum=1, unit="iterations")
     log_iteration_data: bool = _setting(False, "Print the statistics of each iteration to stderr, as JSON.",
                                         "recording")
     quiet: bool = _setting(False, "No progress line and no tables.", "recording")
@@ -168,6 +183,21 @@ class RunConfig:
     def with_values(self, **values: Any) -> "RunConfig":
         """A copy with some settings changed; every name must be a setting's own name."""
         return dataclasses.replace(self, **values)
+
+    @property
+    def weight_dtype(self) -> str:
+        """`dtype`, or the default of devices that are not simulated."""
+        return self.dtype or DTYPES[0]
+
+    @property
+    def hardware(self) -> str | None:
+        """The hardware profile of a simulated device, None for others."""
+        return self.device.removeprefix(SIMULATED) if self.device.startswith(SIMULATED) else None
+
+    @property
+    def makes_no_tokens(self) -> bool:
+        """Whether nothing is computed, so that output tokens have no ids."""
+        return self.device == "null" or self.hardware is not None
 
     def as_dict(self) -> dict[str, Any]:
         """Setting name to value, in the order of definition."""

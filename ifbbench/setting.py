@@ -1,6 +1,7 @@
 """One setting as every surface sees it: its names, its default, the values it takes and what is said of others."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,8 @@ class Setting:
     """One field of `RunConfig`: its name, type, default, range, help text and aliases.
 
     choices: the values of a text; case does not matter, and dashes are underscores. value_aliases: other words for
-        them. open_choices: other texts are taken too, and judged where they are used.
+        them. other_texts: a pattern of texts that are taken too, and judged where they are used; `others` says in words
+        what they are.
     """
 
     name: str
@@ -27,7 +29,8 @@ class Setting:
     exclusive_minimum: bool = False
     choices: tuple[str, ...] = ()
     value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
-    open_choices: bool = False
+    other_texts: str = ""
+    others: str = ""
     aliases: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
@@ -51,8 +54,7 @@ class Setting:
     def expected(self) -> str:
         """What a value must be, in words: `an integer of at least 1 (requests)`."""
         if self.choices:
-            others = ", package.module:ClassName or the name of an installed one" if self.open_choices else ""
-            return f"one of {', '.join(self.choices)}{others}"
+            return f"one of {', '.join(self.choices)}{', ' + self.others if self.others else ''}"
         words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[self.type]
         if self.minimum is not None:
             words += f" {'above' if self.exclusive_minimum else 'of at least'} {self.minimum:g}"
@@ -65,7 +67,7 @@ class Setting:
         known |= {_folded(alias): choice for alias, choice in self.value_aliases.items()}
         if _folded(value) in known:
             return known[_folded(value)]
-        if self.open_choices:
+        if self.other_texts and re.fullmatch(self.other_texts, value):
             return value
         raise self._error(value)
 

@@ -39,7 +39,7 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
 
 def kv_value_bytes(config: RunConfig) -> int:
     """Bytes of one value in the KV cache."""
-    return DTYPE_BYTES[config.kv_cache_dtype or config.dtype]
+    return int(DTYPE_BYTES[config.kv_cache_dtype or config.weight_dtype])
 
 
 def _blocks(

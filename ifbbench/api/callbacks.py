@@ -9,7 +9,7 @@ from typing import Any
 
 from ifbbench.api.inference_request import InferenceRequest, engine_request
 from ifbbench.api.tensors import Tensors, response_tensors
-from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.records import IterationRecord, Stretch
 from ifbbench.batching.request import Request
 from ifbbench.batching.response import Response
 from ifbbench.batching.statistics import IterationStatistics
@@ -106,6 +106,11 @@ class Callbacks:
         self.num_iterations += 1
         if self._return_stats is not None:
             self._guarded("return_batch_manager_stats", self._return_stats, json.dumps(self._statistics.fields(record)))
+
+    def stretch(self, stretch: Stretch) -> None:
+        """Tell them of each iteration of a stretch."""
+        for record in stretch.records():
+            self.iteration(record)
 
     def left(self, request: Request, error: str | None) -> None:
         """Its response says it all."""

@@ -11,7 +11,7 @@ from ifbbench.batching.batch import Executor
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.manager import BatchManager
 from ifbbench.batching.request import Request
-from ifbbench.clock import WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
@@ -23,9 +23,11 @@ WARM_UP_NEW_TOKENS = 3
 
 @dataclass(frozen=True)
 class Engine:
-    """An executor and the resolved settings that it was made for. `makes_tokens` is false without a model."""
+    """An executor, the clock that its time passes on, and the resolved settings that it was made for. `makes_tokens` is
+    false without a model."""
 
     executor: Executor
+    clock: Clock
     config: RunConfig
     limits: BatchingConfig
     model: ModelConfig
@@ -56,7 +58,14 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
         longest = max(model.max_position_embeddings, config.max_seq_len or 0)
         resolved = resolve_limits(config, longest, on_cpu=False, trace_beam_width=beam_width)
         limits = batching_config(resolved, cache_layout(resolved, model, memory_bytes=None), vocab_size=None)
-        return Engine(NullExecutor(), _with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False)
+        clock = WallClock()
+        return Engine(
+            NullExecutor(), clock, with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False
+        )
+    if config.hardware is not None:
+        from ifbbench.api.simulated import simulated_engine
+
+        return simulated_engine(config, model, beam_width)
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
     from ifbbench.execution import build
@@ -76,7 +85,8 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
         raise InputError(
             f"the KV cache does not fit into memory ({str(error).splitlines()[0]}); lower {held_by}."
         ) from error
-    return Engine(executor, _with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
+    clock = WallClock()
+    return Engine(executor, clock, with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
 
 
 def warm_up(engine: Engine) -> None:
@@ -99,7 +109,7 @@ def warm_up(engine: Engine) -> None:
         pass
 
 
-def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
+def with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
     """The size of the cache as resolved. Windows of different sizes have no size in common."""
     if limits.is_contiguous or len(limits.windows) > 1:
         return config

@@ -38,7 +38,11 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     if not config.enable_chunked_context:
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
         longest = min(longest, config.max_num_tokens)
+    dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
     return config.with_values(
+        dtype=dtype,
+        # Weights of 4 bits are multiplied in 16, and so are keys and values.
+        kv_cache_dtype=config.kv_cache_dtype or ("bf16" if dtype == "int4" else dtype),
         max_batch_size=config.max_batch_size or (CPU_MAX_BATCH_SIZE if on_cpu else GPU_MAX_BATCH_SIZE),
         max_seq_len=max_seq_len,
         max_input_len=min(config.max_input_len or longest, longest),
@@ -58,12 +62,30 @@ def check_settings(config: RunConfig) -> None:
             f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of {_chunk_unit(config)} "
             "tokens; raise it, or lower --context_chunk_unit (default: --tokens_per_block)."
         )
-    if config.device == "null":
+    _check_device(config)
+    if config.makes_no_tokens:
         for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
             if getattr(config, name):
-                raise InputError(f"--{name}: --device null makes no tokens; leave one of them out.")
+                raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")
     _check_beams(config)
     _check_cache(config)
+
+
+def _check_device(config: RunConfig) -> None:
+    """What only simulated devices can do."""
+    if config.hardware is not None:
+        return
+    for name in ("tp_size", "pp_size"):
+        if getattr(config, name) > 1:
+            raise InputError(
+                f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it out, or choose "
+                "--device sim:PROFILE."
+            )
+    if config.dtype in ("fp8", "int4"):
+        raise InputError(
+            f"--dtype: weights in {config.dtype} run on simulated devices only; choose float32, bf16 or fp16, or "
+            "--device sim:PROFILE."
+        )
 
 
 def _check_cache(config: RunConfig) -> None:

@@ -1,7 +1,7 @@
 """What an executor is given and must answer: the border between scheduling and execution."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,10 @@ from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import IntArray
 
 FloatArray = NDArray[np.float32]
+IntArray64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class ContextChunk:
+class ContextChunk(NamedTuple):
     """A stretch of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
 
     request: Request
@@ -48,8 +48,7 @@ class BeamInputs:
     private_from: IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """One pass through the model, packed: context chunks first, then one token of each generation request and beam.
 
     slots: [generation requests], the sequence slot of each.
@@ -149,6 +148,16 @@ class StepOutputs:
 
 
 NO_OUTPUTS = StepOutputs()
+
+
+@runtime_checkable
+class PredictableExecutor(Protocol):
+    """An executor on a virtual clock that can say beforehand how long iterations will take, and makes no tokens."""
+
+    def generation_times(self, positions: IntArray64, steps: int) -> tuple[int, IntArray64]:
+        """Of the next `steps` iterations of nothing but these generation requests: the host's time in each, and the
+        device's, [steps]; both in nanoseconds. positions: [requests], where each one's next token goes."""
+        ...
 
 
 class Executor(Protocol):

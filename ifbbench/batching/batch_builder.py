@@ -31,14 +31,16 @@ class BatchBuilder:
 
         idle: rows of complete requests that a static batch computes on with; they write over their last position. There
         is no pass for them alone."""
-        chunks = tuple(self._chunk(request, now_s) for request in context)
-        registered = self._kv_cache.registered
-        bubble = self._kv_cache.geometry.bubble
-        positions = np.concatenate([registered[rows], registered[idle] - 1]) - bubble
+        chunks = tuple([self._chunk(request, now_s) for request in context])
+        positions = self._kv_cache.registered[rows]
         self._kv_cache.add_tokens(rows)
         if not chunks and not len(rows):
             return ()
-        rows = np.concatenate([rows, idle])
+        if len(idle):
+            positions = np.concatenate([positions, self._kv_cache.registered[idle] - 1])
+            rows = np.concatenate([rows, idle])
+        if bubble := self._kv_cache.geometry.bubble:
+            positions -= bubble
         copies = self._kv_cache.take_copies()
         if chunks and len(rows) and self._passes_apart:
             return (

@@ -18,13 +18,17 @@ class ChunkLimits:
 def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
     """Give each request in turn as much as is left. One that gets nothing does not block those behind it: a short end
     of a prompt may use what is left over."""
+    longest = limits.max_context_length
     left = capacity
     for request in requests:
-        remaining = request.remaining_context
-        size = min(bound for bound in (remaining, left, limits.max_context_length) if bound is not None)
+        size = remaining = request.prompt_len - request.position
+        if left is not None and size > left:
+            size = left
+        if longest is not None and size > longest:
+            size = longest
         if size < remaining:
             size -= size % limits.unit
-        request.set_chunk(size)
+        request.chunk = size
         if left is not None:
             left -= size
 
@@ -55,6 +59,8 @@ CHUNKING: dict[str, Callable[[Sequence[Request], int | None, ChunkLimits], None]
 def fit_draft_tokens(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
     """Cut the draft tokens of requests on their last chunk to the room that the chunk leaves in its unit, so that
     drafts never open a new block. A chunk that fills its unit leaves no room."""
+    if not any(request.num_draft_tokens for request in requests):
+        return
     used = sum(request.chunk for request in requests)
     for request in requests:
         if not request.is_last_chunk or request.num_draft_tokens == 0:

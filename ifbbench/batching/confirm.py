@@ -13,20 +13,21 @@ from ifbbench.batching.request import Request
 def confirm(flight: Flight, outputs: StepOutputs, active: ActiveRequests) -> list[Request]:
     """Write down the outputs of `flight`; returns the requests that have all their tokens now, in batch order."""
     table, rows = active.table, flight.output_rows
-    places = np.arange(len(rows))
+    places = None
     if flight.dropped:
         places = np.flatnonzero(~np.isin(rows, list(flight.dropped)))
         rows = rows[places]
-    table.confirmed[rows] += 1
-    done = table.confirmed[rows] == table.stop_after[rows]
+    confirmed = table.confirmed[rows] + 1
+    table.confirmed[rows] = confirmed
+    done = confirmed == table.stop_after[rows]
     if outputs.tokens is not None:
-        tokens = outputs.tokens[places]
-        table.write_outputs(rows, table.joined[rows] + table.confirmed[rows] - 1, tokens)
+        tokens = outputs.tokens if places is None else outputs.tokens[places]
+        table.write_outputs(rows, table.joined[rows] + confirmed - 1, tokens)
         if table.any_end_tokens:
             done |= (tokens[:, None] == table.end_tokens[rows]).any(axis=1)
     if table.num_special:
         _keep_context_logits(flight, outputs)
-        _confirm_special(rows, places, done, outputs, active)
+        _confirm_special(rows, np.arange(len(rows)) if places is None else places, done, outputs, active)
     return [active.by_slot[row] for row in rows[done].tolist()]
 
 

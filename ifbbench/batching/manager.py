@@ -3,25 +3,26 @@
 from collections import deque
 from collections.abc import Callable, Collection
 
-import numpy as np
-
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.admission import Admission, AdmissionLimits
-from ifbbench.batching.batch import Batch, Executor
+from ifbbench.batching.batch import Executor, PredictableExecutor
 from ifbbench.batching.batch_builder import BatchBuilder
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.capacity import find_policy
 from ifbbench.batching.confirm import confirm
+from ifbbench.batching.fast_forward import FastForward, NextChange
 from ifbbench.batching.flight import Flight
 from ifbbench.batching.kv_cache.blocks import OutOfBlocks
 from ifbbench.batching.lockstep import Lockstep
-from ifbbench.batching.records import CacheState, IterationRecord, Observer, Unobserved
+from ifbbench.batching.record_maker import RecordMaker
+from ifbbench.batching.records import Observer, Unobserved
 from ifbbench.batching.request import Request
 from ifbbench.batching.request_table import RequestTable
 from ifbbench.batching.response import Response, response_of
 from ifbbench.batching.scheduler import Plan, Scheduler
-from ifbbench.clock import Clock
+from ifbbench.batching.store_generated import store_generated
+from ifbbench.clock import Clock, VirtualClock
 from ifbbench.errors import IfbbenchError
 
 
@@ -40,6 +41,8 @@ class BatchManager:
     send_response(response): called at the end of the iteration that has something to send.
     queued(): how many requests have arrived that `get_requests` has not handed out yet.
     poll_stop_signals(): ids of requests to stop; called at the end of each iteration. Unknown ones are ignored.
+    next_change(now_s): when requests will arrive next, None for not at all. Given that, iterations between two events
+        are advanced together, without a call to any of these, if the executor can tell beforehand how long they take.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class BatchManager:
         observer: Observer | None = None,
         queued: Callable[[], int] = lambda: 0,
         poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
+        next_change: NextChange | None = None,
     ) -> None:
         self.config = config
         self.table = RequestTable(config.num_slots)
@@ -62,14 +66,19 @@ class BatchManager:
         self._clock = clock
         self._send_response = send_response
         self._observer = observer or Unobserved()
-        self._queued = queued
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
         limits = AdmissionLimits.of(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse)
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
+        self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
+        self._fast_forward: FastForward | None = None
+        is_steady = getattr(policy, "is_steady", False) and self._lockstep is None and not config.enable_overlap
+        if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
+            self._fast_forward = FastForward(config, executor, clock, self.active, self.kv_cache, next_change)
+        self._num_micro_batches = config.num_micro_batches
         self._in_flight: deque[Flight] = deque()
         self._activated: list[Request] = []
         self._failure: ExecutorFailed | None = None
@@ -83,12 +92,14 @@ class BatchManager:
         self._activated += self._admission.admit(self.active)
         if not len(self.active) and not self._in_flight:
             return False
+        if self._fast_forward is not None and self._advance_together(self._fast_forward, start_s):
+            return True
         plan = self._plan()
         if not plan.does_nothing:
             self._submit(plan, start_s)
             could_not_submit = self._in_flight[-1].error is not None
             # Nothing is built upon a batch that does not run.
-            while self._in_flight and (could_not_submit or len(self._in_flight) >= self.config.num_micro_batches):
+            while self._in_flight and (could_not_submit or len(self._in_flight) >= self._num_micro_batches):
                 self._land()
         elif self._in_flight:
             self._land()
@@ -125,6 +136,27 @@ class BatchManager:
 
     # One iteration, step by step.
 
+    def _advance_together(self, fast_forward: FastForward, start_s: float) -> bool:
+        """Advance iterations that do the same; False, with nothing done, where that is not known of any."""
+        if self._activated:
+            fast_forward.forget_decision()
+        plan = fast_forward.next_plan(start_s)
+        if plan is None:
+            return False
+        record = self._records.make(self.iteration, plan, (), start_s, [])
+        advance = fast_forward.advance()
+        if advance is None:
+            return False
+        rows = plan.rows
+        done = rows[self.table.confirmed[rows] == self.table.stop_after[rows]]
+        finished = [self.active.by_slot[row] for row in done.tolist()]
+        self.iteration += len(advance.start_ns)
+        if self.config.reuse.enabled:
+            store_generated(self.active, self.kv_cache, rows)
+        self._observer.stretch(advance.stretch(record, finished, self.kv_cache, fast_forward.epoch_s))
+        self._finish(finished)
+        return True
+
     def _plan(self) -> Plan:
         plan = self._scheduler.plan()
         if plan.paused and self._in_flight:
@@ -143,13 +175,14 @@ class BatchManager:
         except OutOfBlocks as error:
             raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
         completing = [request for request in plan.context if request.is_last_chunk]
-        slots = np.array([request.slot for request in completing], np.int64)
-        record = self._record(plan, batches, start_s)
-        flight = Flight(record, batches, np.concatenate([slots, plan.rows, plan.idle]), set(plan.idle.tolist()))
-        record.submit_s = self._clock.now()
+        record = self._records.make(self.iteration, plan, batches, start_s, self._activated)
+        flight = Flight(record, batches, plan.output_rows(completing), set(plan.idle.tolist()))
         flight.submit(self._executor)
+        record.submit_s = self._clock.now()
         record.recomputed = self._advance(plan, completing)
         self._in_flight.append(flight)
+        if self._fast_forward is not None:
+            self._fast_forward.remember_decision(plan)
         self._activated = []
         self.iteration += 1
 
@@ -165,12 +198,12 @@ class BatchManager:
         """Move all that was submitted on, as far as is known without its tokens. Returns how many tokens were computed
         before a pause already."""
         table, rows = self.table, plan.rows
-        cached = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
-        # Tokens that a pause dropped, the resumed prompt being full, are generated again.
-        again = cached <= table.cached_before_pause[rows]
-        for slot in rows[again].tolist():
-            self.active.by_slot[slot].recomputed_tokens += 1
-        recomputed = int(again.sum()) + sum(request.advance_context() for request in plan.context)
+        recomputed = 0
+        for request in plan.context:
+            recomputed += request.advance_context()
+        if table.any_paused:
+            cached = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
+            recomputed += self.active.count_made_again(rows, cached)
         table.generated[rows] += 1
         for request in completing:
             request.start_generation()
@@ -195,12 +228,16 @@ class BatchManager:
             self.table.makes_tokens = outputs.tokens is not None or outputs.candidates is not None
         done = confirm(flight, outputs, self.active)
         if self.config.reuse.enabled:
-            self._store_generated(flight)
+            store_generated(self.active, self.kv_cache, flight.output_rows, flight.dropped)
         flight.record.finished = self._lockstep.hold_back(done) if self._lockstep else done
         self._observer.iteration(flight.record)
         if self.table.num_special and self._lockstep is None:
             self._stream(flight)
-        for request in flight.record.finished:
+        self._finish(flight.record.finished)
+
+    def _finish(self, requests: list[Request]) -> None:
+        """Send the final responses of those that have all their tokens."""
+        for request in requests:
             response = self._response(request, is_final=True)
             self._leave(request)
             self._send_response(response)
@@ -227,18 +264,6 @@ class BatchManager:
                 self.kv_cache.forget_sequence(row)
                 self.stop(self.active.by_slot[row].request_id, f"the executor failed: {error}")
 
-    def _store_generated(self, flight: Flight) -> None:
-        """Output that has filled a block makes the block findable."""
-        size = self.kv_cache.geometry.tokens_per_block
-        for row in flight.output_rows.tolist():
-            if row in flight.dropped:
-                continue
-            request = self.active.by_slot[row]
-            computed = request.original_prompt_len + request.num_outputs - 1
-            if computed % size == 0 and request.beam_width == 1:
-                request.reuse.known()
-                self.kv_cache.store_generated(row, min(computed, request.reuse.num_known))
-
     def _release_blocks(self, request: Request) -> None:
         """Give the blocks back. What they hold stays findable, as far as it was computed and its tokens are known."""
         store = None
@@ -249,6 +274,8 @@ class BatchManager:
 
     def _leave(self, request: Request) -> None:
         """Free all that the request holds. What is under way for it means nothing any more."""
+        if self._fast_forward is not None:
+            self._fast_forward.forget_decision()
         for flight in self._in_flight:
             flight.dropped.add(request.slot)
         if self._lockstep:
@@ -263,7 +290,7 @@ class BatchManager:
         for request_id in self._poll_stop_signals():
             self.stop(request_id)
 
-    # Responses and records.
+    # Responses.
 
     def _response(self, request: Request, is_final: bool) -> Response:
         return response_of(request, is_final) if self.table.makes_tokens else Response(request, is_final)
@@ -271,28 +298,3 @@ class BatchManager:
     def _refuse(self, request: Request, error: str) -> None:
         self._observer.left(request, error)
         self._send_response(Response(request, is_final=True, error=error))
-
-    def _record(self, plan: Plan, batches: tuple[Batch, ...], start_s: float) -> IterationRecord:
-        context = batches[0].context if batches else ()
-        longest = max((chunk.length for chunk in context), default=0) if self._lockstep else 0
-        beams = self.table.step_tokens[plan.rows].sum() if self.config.max_beam_width > 1 else len(plan.rows)
-        return IterationRecord(
-            iteration=self.iteration,
-            micro_batch=self.iteration % self.config.num_micro_batches,
-            start_s=start_s,
-            timestamp=self._clock.timestamp(),
-            active=len(self.active),
-            queued=len(self._admission.waiting) + self._queued(),
-            activated=self._activated,
-            context=context,
-            recomputed=0,
-            num_generation=len(plan.rows),
-            num_generation_tokens=int(beams),
-            held=plan.held,
-            paused=plan.paused,
-            left_out=plan.first_left_out(self._admission.waiting),
-            blocked=plan.blocked,
-            cache=CacheState.of(self.kv_cache),
-            idle=len(plan.idle) if batches else 0,
-            padding=sum(longest - chunk.length for chunk in context) if self._lockstep else 0,
-        )

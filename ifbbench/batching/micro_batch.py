@@ -46,14 +46,18 @@ class MicroBatchScheduler:
         self, active: ActiveRequests, fitting: CapacityDecision, in_flight: Container[int] = frozenset()
     ) -> MicroBatch:
         """Decide for one iteration. `in_flight` are ids of requests in an uncollected batch, which are passed over."""
+        tokens = active.generation_tokens
+        all_go_on = not (fitting.held or fitting.paused or in_flight)
+        takes_all = all_go_on and self._takes_all_generation(active, fitting, tokens)
+        if takes_all and not fitting.admitted:
+            return MicroBatch()
         walk = _Walk(self, in_flight)
-        removed = {id(request) for request in fitting.held}
-        removed.update(id(pause.victim) for pause in fitting.paused)
-        tokens = int(active.table.step_tokens[active.generation_rows].sum())
-        if not removed and not in_flight and self._takes_all_generation(active, fitting, tokens):
+        if takes_all:
             walk.count, walk.tokens = len(active.generation), tokens
-            walk.run(fitting.admitted)
+            walk.run_context(fitting.admitted)
         else:
+            removed = {id(request) for request in fitting.held}
+            removed.update(id(pause.victim) for pause in fitting.paused)
             generation = [request for request in active.generation if id(request) not in removed]
             walk.run(self._in_order(generation, fitting))
         return walk.finish()
@@ -98,6 +102,23 @@ class _Walk:
             if limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
                 break
         self.result.held.extend(request for request in rest if not request.in_context)
+
+    def run_context(self, requests: list[Request]) -> None:
+        """`run` for context requests that no batch has under way."""
+        if not self.scheduler.chunking_policy:
+            self.run(requests)
+            return
+        room, longest = self.scheduler.max_batch_size - self.count, self.scheduler.chunk_limits.max_context_length
+        self.result.context = requests[:room]
+        for request in self.result.context:
+            request.chunk = request.prompt_len - request.position
+            cost = request.chunk + request.num_draft_tokens
+            if longest is not None and cost > longest:
+                cost, self.all_fit = longest, False
+            self.chunk_candidate_tokens += cost
+        self.count += len(self.result.context)
+        if len(requests) > room:
+            self._leave_out(requests[room], Limit.BATCH_SIZE)
 
     def _pick(self, request: Request) -> Limit | None:
         """Take `request` into the batch, or say what keeps it out."""
@@ -166,13 +187,14 @@ class _Walk:
                 size_chunks(result.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
                 self._note_cut_chunk()
                 result.context = [request for request in result.context if request.chunk > 0]
-        # Unfinished contexts before those on their last chunk, each by LoRA id (none first).
-        result.context.sort(
-            key=lambda request: (
-                request.is_last_chunk and not self.all_fit,
-                -1 if request.lora_task_id is None else request.lora_task_id,
+        if len(result.context) > 1:
+            # Unfinished contexts before those on their last chunk, each by LoRA id (none first).
+            result.context.sort(
+                key=lambda request: (
+                    request.is_last_chunk and not self.all_fit,
+                    -1 if request.lora_task_id is None else request.lora_task_id,
+                )
             )
-        )
         return result
 
     def _note_cut_chunk(self) -> None:

@@ -126,13 +126,18 @@ class Request:
     def _refresh_row(self) -> None:
         if self.table is None:
             return
+        table, row = self.table, self.slot
         joined = self.prompt_len - self.original_prompt_len
-        self.table.draft_tokens[self.slot] = self.num_draft_tokens
-        self.table.step_tokens[self.slot] = self.beam_width + self.num_draft_tokens
-        self.table.joined[self.slot] = joined
-        self.table.cached_before_pause[self.slot] = self.cached_before_pause
-        self.table.stop_after[self.slot] = self.output_len - joined
-        self.table.reserved[self.slot] = self.max_new_tokens
+        step_tokens = self.beam_width + self.num_draft_tokens
+        table.draft_tokens[row] = self.num_draft_tokens
+        table.step_tokens[row] = step_tokens
+        table.any_wide_steps |= step_tokens != 1
+        table.original_prompt_len[row] = self.original_prompt_len
+        table.joined[row] = joined
+        table.cached_before_pause[row] = self.cached_before_pause
+        table.any_paused |= self.pauses > 0
+        table.stop_after[row] = self.output_len - joined
+        table.reserved[row] = self.max_new_tokens
 
     # Where it stands.
 
@@ -213,9 +218,10 @@ class Request:
 
     def advance_context(self) -> int:
         """The chunk has been computed. Returns how many of its tokens were computed before a pause already."""
-        end = self.position + self.chunk
-        again = min(end, self.cached_before_pause) - min(self.position, self.cached_before_pause)
-        self.recomputed_tokens += again
+        end, again = self.position + self.chunk, 0
+        if self.position < self.cached_before_pause:
+            again = min(end, self.cached_before_pause) - self.position
+            self.recomputed_tokens += again
         self.position, self.chunk = end, 0
         return again
 

@@ -24,9 +24,12 @@ class RequestTable:
     stop_after: [rows], value of `confirmed` at which the request has all its output tokens.
     draft_tokens: [rows], draft tokens of the next generation step.
     step_tokens: [rows], tokens that a generation step puts into the batch: beam width + draft tokens.
+    any_wide_steps: whether that was ever another number than 1.
+    original_prompt_len: [rows], tokens of the prompt that the request came with.
     joined: [rows], output tokens that pauses have joined to the prompt.
     cached_before_pause: [rows], tokens of the sequence that had been through the model when it was paused.
     end_tokens: [rows, most of any request], token ids that end the request early, filled up with -1.
+    any_paused: whether any request ever was.
     makes_tokens: whether the executor does: else output tokens have no ids.
     is_special: [rows], whether each new token needs more than being written down (see `Request.is_special`).
     """
@@ -38,8 +41,11 @@ class RequestTable:
         self.stop_after = np.zeros(rows, np.int64)
         self.draft_tokens = np.zeros(rows, np.int64)
         self.step_tokens = np.ones(rows, np.int64)
+        self.any_wide_steps = False
+        self.original_prompt_len = np.zeros(rows, np.int64)
         self.joined = np.zeros(rows, np.int64)
         self.cached_before_pause = np.zeros(rows, np.int64)
+        self.any_paused = False
         self.end_tokens = np.full((rows, _INITIAL_END_TOKEN_COLUMNS), _NO_TOKEN, np.int64)
         self.any_end_tokens = False
         self.is_special = np.zeros(rows, np.bool_)
@@ -76,6 +82,8 @@ class RequestTable:
 
     def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
         """The tokens that end the request in `row`."""
+        if not (end_tokens or self.any_end_tokens):
+            return
         if len(end_tokens) > self.end_tokens.shape[1]:
             self.end_tokens = _widened(self.end_tokens, len(end_tokens), _NO_TOKEN)
         self.end_tokens[row] = _NO_TOKEN

@@ -1,6 +1,6 @@
 """What goes back to the client."""
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,7 @@ from ifbbench.batching.request_table import IntArray
 FloatArray = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(NamedTuple):
     """Tokens of one request, or an error.
 
     A streaming request gets a response with its new tokens in each iteration that makes some; others get one with all
@@ -30,7 +29,7 @@ class Response:
     log_probs: tuple[FloatArray, ...] = ()
     cumulative_log_probs: FloatArray | None = None
     context_logits: FloatArray | None = None
-    generation_logits: tuple[FloatArray, ...] = field(default=())
+    generation_logits: tuple[FloatArray, ...] = ()
     error: str | None = None
 
     @property

@@ -38,6 +38,17 @@ class Plan:
         return not (self.context or len(self.rows) or len(self.idle) or self.paused)
 
     @property
+    def is_steady(self) -> bool:
+        """Whether all generation requests run, and nothing else does."""
+        return not (self.context or self.held or self.paused or len(self.idle))
+
+    def output_rows(self, completing: list[Request]) -> NDArray[np.int64]:
+        """[outputs], the table row of each, in the order of the batches. completing: whose prompt is complete then."""
+        if not completing and not len(self.idle):
+            return self.rows
+        return np.concatenate([np.array([request.slot for request in completing], np.int64), self.rows, self.idle])
+
+    @property
     def reasons(self) -> str:
         """Whom each scheduler left out first, and why."""
         return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
@@ -73,9 +84,10 @@ class Scheduler:
         fitting = self._policy.schedule(self._active, self._kv_cache)
         selected = self._micro_batch.schedule(self._active, fitting)
         held = fitting.held + selected.held
-        plan = Plan(selected.context, _NO_ROWS, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
-        plan.rows = self._rows_without([*plan.held, *(pause.victim for pause in plan.paused)])
-        return plan
+        rows = self._active.generation_rows
+        if held or fitting.paused:
+            rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
+        return Plan(selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
 
     def _next_static_step(self, lockstep: Lockstep) -> Plan:
         """A static batch that has started runs to its end; there is nothing to decide until then."""
@@ -103,6 +115,9 @@ def _micro_batch_scheduler(config: BatchingConfig) -> MicroBatchScheduler:
 
 
 def _blocked(fitting: CapacityDecision, selected: MicroBatch) -> tuple[LeftOut, ...]:
-    paused = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
-    found = [item for item in (fitting.left_out, selected.left_out) if item is not None]
-    return tuple(paused + found)
+    found = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
+    if fitting.left_out is not None:
+        found.append(fitting.left_out)
+    if selected.left_out is not None:
+        found.append(selected.left_out)
+    return tuple(found)

@@ -71,7 +71,7 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     """The KV cache that `config` (limits resolved) gets on `device`, the weights of `model` taken off its memory.
 
     Raises InputError if the weights, or a single block beside them, do not fit."""
-    weight_bytes = model.num_parameters * DTYPE_BYTES[config.dtype]
+    weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
     budget = _budget(config, device, weight_bytes)
     layout = cache_layout(config, model, budget)
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers

@@ -25,7 +25,7 @@ def title(study: Study) -> str:
     is_limited = windows != [config.max_seq_len]
     parts = [
         f"on {study.device.name}",
-        config.dtype,
+        config.weight_dtype,
         f"KV cache {config.kv_cache_dtype}" if config.kv_cache_dtype not in (None, config.dtype) else None,
         f"max_batch_size {config.max_batch_size}",
         f"max_num_tokens {config.max_num_tokens}",

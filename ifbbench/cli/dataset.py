@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ifbbench.workload.statistics import LengthStatistics, TraceStatistics
 
+TRACE_FILE = click.Path(path_type=Path)
 LENGTH = click.IntRange(min=1)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
@@ -52,7 +53,7 @@ def _options_of_every_workload(command: Command) -> Command:
             help="max_new_tokens of each request: actual (its output length), factor:F or fixed:N.",
         ),
         click.option("--random-seed", "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="K"),
-        click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File to write (.jsonl)."),
+        click.option("-o", "--output", type=TRACE_FILE, required=True, help="File to write (.jsonl, .jsonl.gz)."),
         click.option("--overwrite", is_flag=True, help="Replace an existing file."),
     ]
     for option in reversed(options):

@@ -11,6 +11,8 @@ COMMANDS = {
     "report": LazyCommand("ifbbench.cli.report", "report", "Print the report of a run again."),
     "plot": LazyCommand("ifbbench.cli.plot", "plot", "Draw the charts of runs and sweeps."),
     "capacity": LazyCommand("ifbbench.cli.capacity", "capacity", "Tell what fits, before anything is run."),
+    "explain-step": LazyCommand("ifbbench.cli.explain_step", "explain_step", "Tell where an iteration's time goes."),
+    "calibrate": LazyCommand("ifbbench.cli.calibrate", "calibrate", "Measure this machine for simulated runs."),
     "dataset": LazyCommand("ifbbench.cli.dataset", "dataset", "Make, convert and describe traces."),
 }
 

@@ -71,8 +71,8 @@ def _pair(name: str) -> str:
 
 def _help_text(setting: Setting) -> str:
     facts = [", ".join(setting.choices) or _range(setting)]
-    if setting.open_choices:
-        facts.append("or package.module:ClassName, or the name of an installed one")
+    if setting.others:
+        facts.append(f"or {setting.others}")
     if setting.type is bool:
         facts.append(f"default: {'on' if setting.default else 'off'}")
     elif setting.default is not None:

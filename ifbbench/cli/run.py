@@ -20,6 +20,7 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
 
     from ifbbench.cli.progress import progress_line
     from ifbbench.cli.report import print_run, write_csv
+    from ifbbench.recording.run_directory import find_lines
     from ifbbench.replay.run import run_trace
 
     with progress_line("run", config.quiet) as progress:
@@ -30,6 +31,5 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
         print_run(result.directory)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
-        click.echo(f"{result.failed} requests failed; {result.directory / 'requests.jsonl'} says why.", err=True)
+        click.echo(f"{result.failed} requests failed; {find_lines(result.directory, 'requests')} says why.", err=True)
         context.exit(1)
-

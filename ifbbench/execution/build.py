@@ -45,7 +45,7 @@ def choose_device(config: RunConfig) -> torch.device:
 def load_model(config: RunConfig) -> LoadedModel:
     """The model that `config` names on its device: `tiny` with weights from `config.seed`, or a directory's."""
     device = choose_device(config)
-    dtype = TORCH_DTYPES[config.dtype]
+    dtype = TORCH_DTYPES[config.weight_dtype]
     model_config = load_model_config(config.model)
     with torch.inference_mode():
         if config.model == TINY:

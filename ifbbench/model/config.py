@@ -1,5 +1,6 @@
 """The shape of a Llama-family decoder, read from a Hugging Face `config.json` or built in."""
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from typing import Any
 
 from ifbbench.errors import InputError
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SHAPES = Path(__file__).parent / "shapes"
 TINY = "tiny"
 DEFAULT_ROPE_THETA = 10_000.0
 
@@ -27,6 +29,8 @@ class Llama3RopeScaling:
 class ModelConfig:
     """A decoder's shape. Names are those of Hugging Face's `LlamaConfig`, shortened; sizes are in elements.
 
+    attention_bias: of all four projections of attention. qkv_bias: of the first three alone (Qwen 2).
+    query_key_norm: queries and keys are normed by head (Qwen 3).
     sliding_window: how many positions up to its own a query sees, in all layers; None if all.
     """
 
@@ -46,6 +50,8 @@ class ModelConfig:
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     sliding_window: int | None = None
+    qkv_bias: bool = False
+    query_key_norm: bool = False
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
@@ -70,8 +76,10 @@ class ModelConfig:
         attention = self.hidden_size * (qkv_size + self.query_size)
         mlp = 3 * self.hidden_size * self.intermediate_size
         biases = self.attention_bias * (qkv_size + self.hidden_size)
+        biases += self.qkv_bias * qkv_size
         biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layer = attention + mlp + biases + 2 * self.hidden_size
+        norms = 2 * self.hidden_size + self.query_key_norm * 2 * self.head_dim
+        layer = attention + mlp + biases + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -80,29 +88,46 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_size * bytes_per_value
 
 
-def load_model_config(name_or_dir: str | Path) -> ModelConfig:
-    """The shape of the model called `tiny`, or of a directory with a Hugging Face `config.json`.
+def built_in_models() -> list[str]:
+    """The names of the built-in shapes."""
+    return [TINY, *sorted(path.stem for path in SHAPES.glob("*.json"))]
 
-    Raises InputError if the directory, its config.json or a field is missing, or a field asks for something that the
-    decoder does not do (another architecture, an unknown rope scaling).
+
+def load_model_config(name_or_path: str | Path) -> ModelConfig:
+    """The shape of a built-in model (`built_in_models()`), of a directory with a Hugging Face `config.json`, or of such
+    a file.
+
+    Raises InputError if there is none, it has no such field, or a field asks for something that the decoder does not do
+    (another architecture, an unknown rope scaling).
     """
-    if str(name_or_dir) == TINY:
+    if str(name_or_path) == TINY:
         return ModelConfig.tiny()
-    directory = Path(name_or_dir)
-    if not directory.is_dir():
-        raise InputError(f"--model: {str(directory)!r} is not a directory. Expected {TINY!r} or a directory with "
-                         "config.json and safetensors; check the path.")
-    path = directory / "config.json"
+    path = _config_path(Path(name_or_path))
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"--model: {directory} has no config.json. Expected a Hugging Face model directory; "
+        raise InputError(f"--model: {path.parent} has no config.json. Expected a Hugging Face model directory; "
                          "download the model with its config.json.") from error
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download the file again.") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
     return _HuggingFaceConfig(path, values).model_config()
+
+
+def _config_path(given: Path) -> Path:
+    """The config.json that `given` means: a directory's, itself, or the built-in model's of this name."""
+    if given.is_dir():
+        return given / "config.json"
+    if given.is_file():
+        return given
+    names = built_in_models()
+    if str(given).lower() in names:
+        return SHAPES / f"{str(given).lower()}.json"
+    near = difflib.get_close_matches(str(given).lower(), names, n=1)
+    hint = f"Did you mean {near[0]}?" if near else "Check the path."
+    raise InputError(f"--model: {str(given)!r} is neither a directory nor a built-in model. Expected a directory with "
+                     f"config.json and safetensors, or one of {', '.join(names)}. {hint}")
 
 
 class _HuggingFaceConfig:
@@ -139,6 +164,8 @@ class _HuggingFaceConfig:
             mlp_bias=bool(self._values.get("mlp_bias", False)),
             eos_token_ids=self._eos_token_ids(),
             sliding_window=self._sliding_window(),
+            qkv_bias=self._values["model_type"] == "qwen2",
+            query_key_norm=self._values["model_type"] == "qwen3",
         )
 
     def _check_architecture(self) -> None:

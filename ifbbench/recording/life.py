@@ -1,15 +1,10 @@
 """The life of one request: its stretches of waiting and running, and the iterations that made its tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ifbbench.batching.request import Request
-
-FloatArray = NDArray[np.float64]
 
 
 class Phase(StrEnum):
@@ -59,50 +54,57 @@ class Life:
         self.token_iterations: list[tuple[int, int]] = []
         self.produced = 0
 
-    def begin(self, span: Span) -> dict[str, Any] | None:
-        """Start another stretch; returns the record of the one that this ends, if it lasted at all."""
-        record = self.end(span.first - 1)
+    def begin(self, span: Span) -> str | None:
+        """Start another stretch; returns the line of the one that this ends, if it lasted at all."""
+        line = self.end(span.first - 1)
         self.open = span
-        return record
+        return line
 
-    def end(self, last: int, most_produced: int | None = None) -> dict[str, Any] | None:
-        """Close the open stretch after iteration `last`; returns its record, or None if it never came to be.
+    def end(self, last: int, most_produced: int | None = None) -> str | None:
+        """Close the open stretch after iteration `last`; returns its line, or None if it never came to be.
 
         most_produced: how many output tokens it can have made at most, where that is known otherwise."""
-        record, span, self.open = self.record(last), self.open, None
-        if record is None or span is None:
+        span, self.open = self.open, None
+        if span is None or last < span.first:
             return None
-        if most_produced is not None and "produced" in record:
-            record["produced"] = max(0, min(record["produced"], most_produced))
-        if span.phase is Phase.GENERATION and record["produced"]:
-            self.token_iterations.append((last - record["produced"] + 1, last))
-            self.produced += record["produced"]
+        produced = self._produced_in(span, last)
+        if most_produced is not None:
+            produced = max(0, min(produced, most_produced))
+        if span.phase is Phase.GENERATION and produced:
+            self.token_iterations.append((last - produced + 1, last))
+            self.produced += produced
         self.closed.append((span.attribution(), span.first))
         self.last_iteration = last
-        return record
+        return self._line(span, last, produced)
 
-    def record(self, last: int) -> dict[str, Any] | None:
-        """The line of `spans.jsonl` of the open stretch if iteration `last` is its last; None if it is empty."""
+    def open_line(self, last: int) -> str | None:
+        """The line of the open stretch as if iteration `last` were its last; None if it is empty."""
         span = self.open
         if span is None or last < span.first:
             return None
-        steps = last - span.first + 1
-        generates = span.phase is Phase.GENERATION
-        record: dict[str, Any] = {
-            "request_id": self.request.request_id,
-            "phase": span.phase.value,
-            "first_iteration": span.first,
-            "last_iteration": last,
-            "tokens": steps if generates else sum(span.chunks),
-            "cause": span.cause,
-        }
-        if generates:
-            # Tokens that a pause had dropped and that are made for the second time do not count.
-            again = max(0, self.produced - span.first_output)
-            record |= {"first_output": span.first_output, "produced": max(0, steps - again)}
+        return self._line(span, last, self._produced_in(span, last))
+
+    def _produced_in(self, span: Span, last: int) -> int:
+        """Output tokens that the stretch made for the first time: those that a pause had dropped do not count again."""
+        if span.phase is not Phase.GENERATION:
+            return span.produced
+        again = max(0, self.produced - span.first_output)
+        return max(0, last - span.first + 1 - again)
+
+    def _line(self, span: Span, last: int, produced: int) -> str:
+        """The line of `spans.jsonl`: a template, for there are several to each request."""
+        tokens, more = 0, ""
+        if span.phase is Phase.GENERATION:
+            tokens, more = last - span.first + 1, f',"first_output":{span.first_output},"produced":{produced}'
         elif span.chunks:
-            record |= {"chunks": span.chunks, "produced": span.produced}
-        return record
+            chunks = ",".join(map(str, span.chunks))
+            tokens, more = sum(span.chunks), f',"chunks":[{chunks}],"produced":{produced}'
+        cause = span.cause
+        cause = "null" if cause is None else f'"{cause}"' if isinstance(cause, str) else cause
+        return (
+            f'{{"request_id":{self.request.request_id},"phase":"{span.phase}","first_iteration":{span.first},'
+            f'"last_iteration":{last},"tokens":{tokens},"cause":{cause}{more}}}'
+        )
 
     def prompt_complete(self, iteration: int) -> None:
         """The last context chunk has yielded a token."""
@@ -112,18 +114,14 @@ class Life:
             self.token_iterations.append((iteration, iteration))
             self.produced += 1
 
-    def token_times(self, ends: FloatArray) -> FloatArray:
-        """When each output token was first there: [output tokens], seconds."""
-        return np.concatenate([ends[first : last + 1] for first, last in self.token_iterations])
-
-    def attribution(self, starts: FloatArray, end_s: float) -> dict[str, float]:
+    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
         """Seconds by what the request was doing or waiting for; they add up to its end-to-end latency.
 
         A stretch lasts until the next one begins. What comes before the first is the wait for an iteration to begin."""
         seconds: dict[str, float] = {}
         name, begin = "waiting_iteration", self.arrival_s
         for next_name, first in self.closed:
-            seconds[name] = seconds.get(name, 0.0) + float(starts[first]) - begin
-            name, begin = next_name, float(starts[first])
+            seconds[name] = seconds.get(name, 0.0) + starts[first] - begin
+            name, begin = next_name, starts[first]
         seconds[name] = seconds.get(name, 0.0) + end_s - begin
         return seconds

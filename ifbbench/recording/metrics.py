@@ -5,31 +5,22 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from ifbbench.batching.records import CacheState, IterationRecord
+from ifbbench.batching.capacity.policy import Limit
+from ifbbench.batching.records import CacheState, IterationRecord, Stretch
 from ifbbench.batching.request import Request
-from ifbbench.recording.life import FloatArray, Life
+from ifbbench.recording.distribution import counted_distribution, distribution
+from ifbbench.recording.life import Life
+from ifbbench.recording.request_line import RequestTimes, completed_line, failed_line
+from ifbbench.recording.token_gaps import TokenGaps
 
-PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
 PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
-
-
-def distribution(values: "Sequence[float] | FloatArray | array[float]") -> dict[str, float | None]:
-    """mean, min, percentiles (linear interpolation) and max of `values`, in their unit; all None if there are none."""
-    data = np.asarray(values, np.float64)
-    names = ("mean", "min", *PERCENTILES, "max")
-    if data.size == 0:
-        return dict.fromkeys(names)
-    ranks = np.percentile(data, list(PERCENTILES.values()))
-    return dict(zip(names, map(float, (data.mean(), data.min(), *ranks, data.max())), strict=True))
+_BOUND_BY = {limit: limit.value if limit.value in BOUND_BY else "none" for limit in Limit}
 
 
 def bound_by(record: IterationRecord) -> str:
     """Which limit of the settings left out the first request that did not run, or cut its chunk."""
-    limit = record.left_out.limit.value if record.left_out else "none"
-    return limit if limit in BOUND_BY else "none"
+    return _BOUND_BY[record.left_out.limit] if record.left_out else "none"
 
 
 class RunMetrics:
@@ -51,88 +42,89 @@ class RunMetrics:
         self.first_arrival_s = float("inf")
         self.last_end_s = 0.0
         self._samples = {name: array("d") for name in PER_REQUEST}
-        self._itl: list[FloatArray] = []
+        self._gaps = TokenGaps()
 
     def add_iteration(self, record: IterationRecord) -> None:
+        """Take in one iteration."""
+        computed, padded = record.budget_used, record.padding + record.idle
+        scheduled = len(record.context) + record.num_generation
         self.iterations += 1
-        self.peak_scheduled = max(self.peak_scheduled, len(record.context) + record.num_generation)
+        if scheduled > self.peak_scheduled:
+            self.peak_scheduled = scheduled
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
-        self.computed_tokens += record.budget_used
+        self.computed_tokens += computed
         self.empty_generation_slots += record.idle
-        self.padded_slots += record.padding + record.idle
-        self.slots += record.budget_used + record.padding + record.idle
+        self.padded_slots += padded
+        self.slots += computed + padded
         self._add_cache(record.cache)
         self.bound_by[bound_by(record)] += 1
 
+    def add_stretch(self, stretch: Stretch) -> None:
+        """Take in all iterations of a stretch."""
+        first, count = stretch.first, stretch.length
+        self.iterations += count
+        self.peak_scheduled = max(self.peak_scheduled, first.num_generation)
+        self.computed_tokens += first.budget_used * count
+        self.slots += first.budget_used * count
+        # What requests hold only grows within a stretch.
+        self._add_cache(stretch.cache(stretch.length - 1))
+        self.bound_by[bound_by(first)] += count
+
     def _add_cache(self, cache: CacheState) -> None:
         self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
-        if cache.used_blocks is not None:
-            self.peak_used_blocks = max(self.peak_used_blocks or 0, cache.used_blocks)
+        if cache.used_blocks is not None and cache.used_blocks > (self.peak_used_blocks or -1):
+            self.peak_used_blocks = cache.used_blocks
         self.max_tokens = cache.max_tokens
-        self.peak_held_tokens = max(self.peak_held_tokens, cache.held_tokens)
-        self.peak_filled_tokens = max(self.peak_filled_tokens, cache.filled_tokens)
+        if cache.held_tokens > self.peak_held_tokens:
+            self.peak_held_tokens = cache.held_tokens
+        if cache.filled_tokens > self.peak_filled_tokens:
+            self.peak_filled_tokens = cache.filled_tokens
 
-    def add_request(self, life: Life, starts: FloatArray, ends: FloatArray) -> dict[str, Any]:
+    def add_request(self, life: Life, starts: Sequence[float], ends: Sequence[float]) -> str:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
-        request, times = life.request, life.token_times(ends)
-        first_scheduled = float(starts[_first_run(life)])
-        first, last = float(times[0]), float(times[-1])
+        request, arrival_s, stretches = life.request, life.arrival_s, life.token_iterations
+        output_len = sum([last - first + 1 for first, last in stretches])
+        first_scheduled = starts[_first_run(life)]
+        first, last = ends[stretches[0][0]], ends[stretches[-1][1]]
         # Later than the last token where a static batch held the request back.
-        end = float(ends[life.last_iteration])
-        latencies: dict[str, float | None] = {
-            "queue_time_s": first_scheduled - life.arrival_s,
-            "ttft_s": first - life.arrival_s,
-            "tpot_s": (last - first) / (len(times) - 1) if len(times) > 1 else None,
-            "e2e_s": end - life.arrival_s,
-        }
-        for name, value in latencies.items():
-            if value is not None:
-                self._samples[name].append(value)
-        self._itl.append(np.diff(times))
+        end = ends[life.last_iteration]
+        times = RequestTimes(
+            first_scheduled,
+            first,
+            end,
+            queue_time_s=first_scheduled - arrival_s,
+            ttft_s=first - arrival_s,
+            tpot_s=(last - first) / (output_len - 1) if output_len > 1 else None,
+            e2e_s=end - arrival_s,
+        )
+        self._add_times(times)
+        self._gaps.add(stretches, ends)
         self.completed += 1
         self.prompt_tokens += request.original_prompt_len
         self.reused_tokens += request.reused_tokens
-        self.output_tokens += len(times)
-        self.first_arrival_s = min(self.first_arrival_s, life.arrival_s)
+        self.output_tokens += output_len
+        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         self.last_end_s = max(self.last_end_s, end)
-        return {
-            **_identity(request.request_id, request.index, life.arrival_s, request.original_prompt_len, len(times)),
-            **latencies,
-            "first_scheduled_s": first_scheduled,
-            "first_token_s": first,
-            "end_s": end,
-            "max_new_tokens": _asked_for(request),
-            "pauses": request.pauses,
-            "recomputed_tokens": request.recomputed_tokens,
-            "reused_tokens": request.reused_tokens,
-            "attribution_s": life.attribution(starts, end),
-            "outcome": "completed",
-            "error": None,
-        }
+        return completed_line(request, arrival_s, output_len, times, life.attribution(starts, end))
 
-    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> dict[str, Any]:
+    def _add_times(self, times: RequestTimes) -> None:
+        samples = self._samples
+        samples["queue_time_s"].append(times.queue_time_s)
+        samples["ttft_s"].append(times.ttft_s)
+        samples["e2e_s"].append(times.e2e_s)
+        if times.tpot_s is not None:
+            samples["tpot_s"].append(times.tpot_s)
+
+    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> str:
         """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
         `requests.jsonl`."""
         self.failed += error is not None
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
-        nothing = dict.fromkeys(
-            ("queue_time_s", "ttft_s", "tpot_s", "e2e_s", "first_scheduled_s", "first_token_s", "end_s")
-        )
-        return {
-            **_identity(request.request_id, request.index, arrival_s, request.original_prompt_len, request.num_outputs),
-            **nothing,
-            "max_new_tokens": _asked_for(request),
-            "pauses": request.pauses,
-            "recomputed_tokens": request.recomputed_tokens,
-            "reused_tokens": 0,
-            "attribution_s": {},
-            "outcome": "stopped" if error is None else "failed",
-            "error": error,
-        }
+        return failed_line(request, arrival_s, error)
 
-    def summary(self, schedule_digest: str, partial: bool) -> dict[str, Any]:
-        """The content of `summary.json`."""
+    def summary(self, schedule_digest: str, partial: bool, ends: Sequence[float]) -> dict[str, Any]:
+        """The content of `summary.json`. ends: when each iteration ended, in seconds."""
         span = self.last_end_s - self.first_arrival_s if self.completed else 0.0
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
         per_second = 1.0 / span if span > 0 else 0.0
@@ -144,7 +136,7 @@ class RunMetrics:
             "output_throughput_tokens_per_s": self.output_tokens * per_second,
             "total_throughput_tokens_per_s": (self.prompt_tokens + self.output_tokens) * per_second,
             **{name: distribution(values) for name, values in self._samples.items()},
-            "itl_s": distribution(np.concatenate(self._itl) if self._itl else []),
+            "itl_s": counted_distribution(*self._gaps.counted(ends)),
             "iterations": self.iterations,
             "pauses": self.pauses,
             "recomputed_tokens": self.recomputed_tokens,
@@ -174,18 +166,3 @@ class RunMetrics:
 def _first_run(life: Life) -> int:
     """The iteration of its first context chunk."""
     return next(first for name, first in life.closed if name == "context")
-
-
-def _identity(request_id: int, index: int, arrival_s: float, prompt_len: int, output_len: int) -> dict[str, Any]:
-    return {
-        "request_id": request_id,
-        "index": index,
-        "arrival_s": arrival_s,
-        "prompt_len": prompt_len,
-        "output_len": output_len,
-    }
-
-
-def _asked_for(request: Request) -> int:
-    """Output tokens reserved at first: pauses join tokens to the prompt, and take as many off."""
-    return request.max_new_tokens + request.prompt_len - request.original_prompt_len

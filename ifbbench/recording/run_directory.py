@@ -5,14 +5,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ifbbench.config import RECORDING_FORMATS
 from ifbbench.errors import InputError
 
 RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
 OPEN_SPANS = "open_spans.jsonl"
+# Files of one JSON object a line, by their names without suffix: that is the recording format.
+LINE_FILES = ("iterations", "spans", "requests", "trace")
 RUN_FILES = (
-    "run.json", "iterations.jsonl", "spans.jsonl", "requests.jsonl", "trace.jsonl", "summary.json", OPEN_SPANS,
-)  # fmt: skip
+    "run.json",
+    *(f"{name}.{recording_format}" for name in LINE_FILES for recording_format in RECORDING_FORMATS),
+    "summary.json",
+    OPEN_SPANS,
+)
+
+
+def find_lines(directory: Path, name: str) -> Path:
+    """The file of the lines called `name`, in the format that `directory` has it in; the first format if in none."""
+    paths = [directory / f"{name}.{recording_format}" for recording_format in RECORDING_FORMATS]
+    return next((path for path in paths if path.exists()), paths[0])
 
 
 def check(path: Path, overwrite: bool) -> None:

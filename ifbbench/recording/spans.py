@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from ifbbench.batching.capacity.policy import Limit
 from ifbbench.batching.records import IterationRecord
@@ -15,10 +14,10 @@ HEAD_OF_LINE = "head_of_line"
 class SpanTracker:
     """Keeps the open span of each active request and writes spans as they close.
 
-    write(record): takes a line of `spans.jsonl`. arrival_s(request): when the trace says that it comes.
+    write(line): takes a line of `spans.jsonl`. arrival_s(request): when the trace says that it comes.
     """
 
-    def __init__(self, write: Callable[[dict[str, Any]], None], arrival_s: Callable[[Request], float]) -> None:
+    def __init__(self, write: Callable[[str], None], arrival_s: Callable[[Request], float]) -> None:
         self._write = write
         self._arrival_s = arrival_s
         self._lives: dict[int, Life] = {}
@@ -26,21 +25,27 @@ class SpanTracker:
         self._held: dict[int, Life] = {}
         self._blocked: dict[int, Life] = {}
 
-    def add(self, record: IterationRecord, starts: Sequence[float]) -> Iterator[Life]:
-        """Take in one iteration; yields the lives that end with it. `starts`: when each iteration so far began."""
+    def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
+        """Take in one iteration, but for who is complete with it. `starts`: when each iteration so far began."""
         for request in record.activated:
             if request.has_left:
                 continue
             self._activate(request, record.iteration, starts)
-        self._pause(record)
-        self._hold(record)
-        self._run_context(record)
-        self._block(record)
-        for request in record.finished:
-            life = self._forget(request)
-            assert life is not None
-            self._put(life.end(record.iteration))
-            yield life
+        if record.paused:
+            self._pause(record)
+        if record.held or self._held:
+            self._hold(record)
+        if record.context or self._partial:
+            self._run_context(record)
+        if record.blocked or self._blocked:
+            self._block(record)
+
+    def end(self, request: Request, iteration: int) -> Life:
+        """`request` is complete with `iteration`; returns its life."""
+        life = self._forget(request)
+        assert life is not None
+        self._put(life.end(iteration))
+        return life
 
     def drop(self, request: Request, iteration: int) -> None:
         """`request` left before its end, the next iteration being `iteration`."""
@@ -60,12 +65,12 @@ class SpanTracker:
         ids = [request.request_id for request in requests if not request.has_left]
         return {request_id: self._lives[request_id] for request_id in ids}
 
-    def open_records(self, last_iteration: int) -> Iterator[dict[str, Any]]:
+    def open_lines(self, last_iteration: int) -> Iterator[str]:
         """What is still open, as if it ended with `last_iteration`."""
         for life in self._lives.values():
-            record = life.record(last_iteration)
-            if record is not None:
-                yield record
+            line = life.open_line(last_iteration)
+            if line is not None:
+                yield line
 
     def close(self, last_iteration: int) -> None:
         """The run stops here: write what is still open."""
@@ -106,15 +111,17 @@ class SpanTracker:
             if chunk.request.has_left:
                 continue
             life = self._lives[chunk.request.request_id]
-            partial_before.pop(chunk.request.request_id, None)
+            if partial_before:
+                partial_before.pop(chunk.request.request_id, None)
             phase = Phase.RECOMPUTE if chunk.request.pauses else Phase.CONTEXT
-            if life.open is None or life.open.phase is not phase:
-                self._begin(life, Span(phase, record.iteration))
-            assert life.open is not None
-            life.open.chunks.append(chunk.length)
+            span = life.open
+            if span is None or span.phase is not phase:
+                span = Span(phase, record.iteration)
+                self._begin(life, span)
+            span.chunks.append(chunk.length)
             if chunk.is_last:
                 life.prompt_complete(record.iteration)
-                if not any(request is chunk.request for request in record.finished):
+                if chunk.request not in record.finished:
                     self._begin(life, self._generation_span(life, record.iteration + 1, just_ran=False))
             else:
                 self._partial[chunk.request.request_id] = life
@@ -149,6 +156,6 @@ class SpanTracker:
     def _begin(self, life: Life, span: Span) -> None:
         self._put(life.begin(span))
 
-    def _put(self, record: dict[str, Any] | None) -> None:
-        if record is not None:
-            self._write(record)
+    def _put(self, line: str | None) -> None:
+        if line is not None:
+            self._write(line)

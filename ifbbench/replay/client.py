@@ -1,6 +1,6 @@
 """The client of a replay: hands out requests that have arrived, and takes their responses."""
 
-from bisect import bisect_right
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +12,7 @@ from ifbbench.clock import NANOSECONDS, Clock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.static_emulation import StaticEmulation
+from ifbbench.workload.columns import columns_of
 from ifbbench.workload.trace import Trace, TraceRequest
 
 MILLISECONDS = 1000
@@ -26,6 +27,7 @@ class ReplayClient:
     concurrency: at most so many requests are outstanding, which is arrived and not answered; others arrive one by one
         as places become free, with `keeps_arrivals` not before their time in the trace.
     emulation: requests are handed out in batches; not together with `concurrency` (InputError).
+    keeps_outputs: the tokens of each request are kept, in `outputs` by its id.
     wait_sleep_s: `wait` looks for requests at such intervals, not exactly when the next one comes.
     """
 
@@ -39,6 +41,7 @@ class ReplayClient:
         keeps_arrivals: bool = True,
         emulation: StaticEmulation | None = None,
         wait_sleep_s: float | None = None,
+        keeps_outputs: bool = True,
     ) -> None:
         if concurrency is not None and emulation is not None:
             raise InputError(
@@ -51,12 +54,15 @@ class ReplayClient:
         self._clock = clock
         self._make_request = make_request
         self._keeps_arrivals = keeps_arrivals or concurrency is None
-        self._arrivals = [request.arrival_s if self._keeps_arrivals else 0.0 for request in trace]
+        recorded_s = columns_of(trace.requests).arrival_s
+        self._arrivals = array("d", recorded_s if self._keeps_arrivals else bytes(recorded_s.itemsize * len(trace)))
         # Requests before `_num_placed` have a place, and so a known time of arrival.
         self._num_placed = len(trace) if concurrency is None else min(concurrency, len(trace))
+        self._num_arrived = 0
         self._emulation = emulation
         self._batch_end = 0
         self._wait_sleep_s = wait_sleep_s
+        self._keeps_outputs = keeps_outputs
         self._next = 0
         self._streamed: dict[int, list[IntArray]] = {}
 
@@ -76,6 +82,12 @@ class ReplayClient:
         if self._outstanding:
             return None
         return _on_tick(self._emulation.ready_s(self._arrivals, self._next))
+
+    def next_arrival_s(self, now_s: float) -> float | None:
+        """When the first request arrives after `now_s`, on the run's clock; None where only a response lets one come,
+        and when all have arrived."""
+        arrived = self._arrived(now_s)
+        return self._arrivals[arrived] if arrived < self._num_placed else None
 
     def wait(self) -> None:
         """Let time pass until it is worth asking for requests again. For when nothing is active: returns at once where
@@ -100,17 +112,11 @@ class ReplayClient:
 
     def send_response(self, response: Response) -> None:
         """Take a response: new tokens of a streaming request, or the final response of any."""
-        index = response.request.index
-        if not response.is_final:
-            if response.output_tokens is not None:
-                self._streamed.setdefault(index, []).append(response.output_tokens)
-            return
-        self.answered += 1
-        self._free_place()
-        streamed = self._streamed.pop(index, [])
-        if response.error is None and response.output_tokens is not None:
-            tokens = np.concatenate([*streamed, response.output_tokens]) if streamed else response.output_tokens
-            self.outputs[response.request.request_id] = tokens
+        if response.is_final:
+            self.answered += 1
+            self._free_place()
+        if self._keeps_outputs:
+            self._keep_output(response)
 
     def arrival_s(self, request: Request) -> float:
         """When `request` came, in seconds on the run's clock: as the trace says, or when there was a place for it."""
@@ -120,9 +126,21 @@ class ReplayClient:
     def _outstanding(self) -> int:
         return self._next - self.answered
 
+    def _keep_output(self, response: Response) -> None:
+        index, tokens = response.request.index, response.output_tokens
+        if not response.is_final:
+            if tokens is not None:
+                self._streamed.setdefault(index, []).append(tokens)
+            return
+        streamed = self._streamed.pop(index, [])
+        if response.error is None and tokens is not None:
+            self.outputs[response.request.request_id] = np.concatenate([*streamed, tokens]) if streamed else tokens
+
     def _arrived(self, now: float) -> int:
         """The index behind the last request that has arrived."""
-        return bisect_right(self._arrivals, now, lo=self._next, hi=self._num_placed)
+        while self._num_arrived < self._num_placed and self._arrivals[self._num_arrived] <= now:
+            self._num_arrived += 1
+        return self._num_arrived
 
     def _due(self) -> int:
         """The index behind the last request to be handed out by now."""
@@ -152,6 +170,7 @@ def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: Mak
     return ReplayClient(
         trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.request_rate is not None,
         emulation=emulation, wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
+        keeps_outputs=config.responses_json is not None,
     )  # fmt: skip
 
 

@@ -3,7 +3,13 @@
 from ifbbench.api.engine import Engine
 from ifbbench.batching.request import Request
 from ifbbench.batching.reuse_tokens import NO_IDENTITY, ReuseIdentity
-from ifbbench.batching.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
+from ifbbench.batching.sampling_params import (
+    GREEDY,
+    EarlyStopping,
+    OutputOptions,
+    SamplingParams,
+    StopConditions,
+)
 from ifbbench.config import RunConfig
 from ifbbench.replay.client import MakeRequest
 from ifbbench.workload.symbols import output_symbol, symbolic_runs
@@ -17,6 +23,7 @@ def request_maker(engine: Engine) -> MakeRequest:
     """What turns (index, row) into a request for `engine`; prompts that the trace does not record are drawn then."""
     config = engine.config
     end_tokens, options = _end_tokens(engine), _output_options(config)
+    usual_stop = StopConditions(end_tokens)
 
     def make_request(index: int, row: TraceRequest) -> Request:
         return Request(
@@ -29,10 +36,10 @@ def request_maker(engine: Engine) -> MakeRequest:
             priority=row.priority,
             beam_width=config.beam_width or row.beam_width,
             lora_task_id=row.lora_task_id,
-            # One seed a request, so that its tokens do not depend on the others.
-            sampling=_sampling(config, seed=config.seed + row.request_id),
+            # One seed a request, so that its tokens do not depend on the others. Without tokens there is none to draw.
+            sampling=_sampling(config, config.seed + row.request_id) if engine.makes_tokens else GREEDY,
             options=options,
-            stop=StopConditions(end_tokens + row.stop_ids),
+            stop=StopConditions(end_tokens + row.stop_ids) if row.stop_ids else usual_stop,
             reuse=_symbols(engine, row, index),
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.records import IterationRecord, Observer
+from ifbbench.batching.records import IterationRecord, Observer, Stretch
 from ifbbench.batching.request import Request
 from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
@@ -18,6 +18,7 @@ from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.make_request import request_maker
+from ifbbench.workload.columns import columns_of
 from ifbbench.workload.jsonl import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.tokens import check_vocabulary
@@ -54,11 +55,11 @@ def run_trace(source: str | None, config: RunConfig, progress: Progress | None =
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    engine = build_engine(config, max((request.beam_width for request in trace), default=1))
+    engine = build_engine(config, columns_of(trace.requests).most_beams)
     if engine.makes_tokens:
         check_vocabulary(trace, engine.model.vocab_size)
     run_directory.prepare(directory, config.overwrite)
-    write_trace(trace.requests, directory / "trace.jsonl")
+    write_trace(trace.requests, directory / f"trace.{config.recording_format}")
     try:
         summary, client = _replay(trace, engine, directory, progress)
     finally:
@@ -72,18 +73,22 @@ def _replay(
     trace: Trace, engine: Engine, directory: Path, progress: Progress | None
 ) -> tuple[dict[str, Any], ReplayClient]:
     warm_up(engine)
-    clock = WallClock()
+    clock = engine.clock
     client = make_client(engine.config, trace, clock, request_maker(engine))
     description = _describe(trace, engine, directory)
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
-    recorder = Recorder(directory, description, len(trace), statistics, client.arrival_s)
+    recorder = Recorder(
+        directory, description, len(trace), statistics, client.arrival_s, engine.config.recording_format,
+        engine.config.iteration_stats_every,
+    )  # fmt: skip
     observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
     manager = BatchManager(
-        engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued
-    )
+        engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued,
+        next_change=client.next_arrival_s,
+    )  # fmt: skip
     clock.restart()
     try:
-        _loop(manager, client, clock, recorder, progress, len(trace))
+        _loop(manager, client, recorder, progress, len(trace), isinstance(clock, WallClock))
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; results are kept in {directory}.")
         raise
@@ -108,6 +113,11 @@ class _StatisticsPrinter:
         self._recorder.iteration(record)
         print(json.dumps(self._statistics.fields(record)), file=sys.stderr)
 
+    def stretch(self, stretch: Stretch) -> None:
+        self._recorder.stretch(stretch)
+        for record in stretch.records():
+            print(json.dumps(self._statistics.fields(record)), file=sys.stderr)
+
     def left(self, request: Request, error: str | None) -> None:
         self._recorder.left(request, error)
 
@@ -115,15 +125,18 @@ class _StatisticsPrinter:
 def _loop(
     manager: BatchManager,
     client: ReplayClient,
-    clock: WallClock,
     recorder: Recorder,
     progress: Progress | None,
     total: int,
+    passes_by_itself: bool,
 ) -> None:
-    shown_s = 0.0
+    """Step until every request is answered. passes_by_itself: whether the run's time does, so that waits take long."""
+    # Whoever watches the run lives in real time, whatever its own clock says.
+    clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S
     while not client.done:
         if not manager.step() and not client.done:
-            recorder.flush()
+            if passes_by_itself:
+                recorder.flush()
             client.wait()
         if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = clock.now()
@@ -166,8 +179,8 @@ def _output_directory(config: RunConfig, trace: Trace) -> Path:
 
 def _check_side_outputs(config: RunConfig) -> None:
     """Refuse before the run what could not be written after it."""
-    if config.responses_json and config.device == "null":
-        raise InputError("--responses_json: --device null makes no tokens; leave one of them out.")
+    if config.responses_json and config.makes_no_tokens:
+        raise InputError(f"--responses_json: --device {config.device} makes no tokens; leave one of them out.")
     for name in ("responses_json", "output_csv"):
         value = getattr(config, name)
         if not value:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST, distribution
+from ifbbench.recording.distribution import distribution
+from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST
 from ifbbench.report.load import RunData
 from ifbbench.report.token_times import inter_token_gaps
 
@@ -31,16 +32,33 @@ def _request_figures(run: RunData) -> dict[str, Any]:
         "output_throughput_tokens_per_s": output_tokens * per_second,
         "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
         **{name: distribution(done[name].dropna().to_numpy(dtype=float)) for name in PER_REQUEST},
-        "itl_s": distribution(inter_token_gaps(run)),
+        # Between iterations that were recorded, times are interpolated: good for a drawing, not for percentiles.
+        "itl_s": distribution([] if run.recorded_every > 1 else inter_token_gaps(run)),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "prefix_hit_rate": float(done["reused_tokens"].sum()) / prompt_tokens if prompt_tokens else 0.0,
     }
 
 
-def _total(iterations: pd.DataFrame, column: str) -> int:
+def _total(table: pd.DataFrame, column: str) -> int:
     """The sum of a column that need not be there."""
-    return int(iterations[column].fillna(0).sum()) if column in iterations else 0
+    return int(table[column].fillna(0).sum()) if column in table else 0
+
+
+def _padding(run: RunData) -> dict[str, int | float | None]:
+    if run.recorded_every > 1:
+        return {"empty_generation_slots": None, "padding_waste": None}
+    empty, padding = (_total(run.iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
+    used = _total(run.iterations, "budget_used")
+    waste = (empty + padding) / (used + empty + padding) if used else 0.0
+    return {"empty_generation_slots": empty, "padding_waste": waste}
+
+
+def _recomputed(run: RunData) -> int:
+    """By iteration; where not each was recorded, by the requests that ended."""
+    if run.recorded_every > 1:
+        return _total(run.requests, "recomputed_tokens")
+    return _total(run.iterations, "tokens_recomputed")
 
 
 def _iteration_figures(run: RunData) -> dict[str, Any]:
@@ -51,14 +69,11 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
         "peak_used": iterations["used_kv_cache_blocks"].max(),
         "tokens_per_block": iterations["tokens_per_kv_cache_block"].max(),
     }
-    empty, padding = (_total(iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
-    used = _total(iterations, "budget_used")
     return {
         "iterations": len(iterations),
-        "empty_generation_slots": empty,
-        "padding_waste": (empty + padding) / (used + empty + padding) if used else 0.0,
+        **_padding(run),
         "pauses": int(iterations["pauses"].sum()),
-        "recomputed_tokens": int(iterations["tokens_recomputed"].fillna(0).sum()),
+        "recomputed_tokens": _recomputed(run),
         "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
         "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in BOUND_BY},
     }

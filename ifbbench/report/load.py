@@ -1,16 +1,20 @@
 """A run directory as tables: what every report reads."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import OPEN_SPANS
+from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
 from ifbbench.report.jsonl import read_lines, read_object
+from ifbbench.report.row_table import table_of
+from ifbbench.report.thinned import filled
 
 ITERATION_FIELDS = ("Iteration Counter", "ifbbench")
 ITERATION_COLUMNS = (
@@ -25,33 +29,31 @@ SPAN_COLUMNS = (*SPAN_FIELDS, "cause", "chunks", "first_output", "produced")
 REQUEST_FIELDS = ("request_id", "outcome")
 REQUEST_COLUMNS = (
     "request_id", "index", "arrival_s", "prompt_len", "output_len", "max_new_tokens", "queue_time_s", "ttft_s",
-    "tpot_s", "e2e_s", "pauses", "recomputed_tokens", "reused_tokens", "attribution_s", "outcome", "error",
+    "tpot_s", "e2e_s", "pauses", "recomputed_tokens", "reused_tokens", "outcome", "error",
     "first_scheduled_s", "first_token_s", "end_s",
 )  # fmt: skip
-NOT_NUMBERS = {
-    "request_id", "attribution_s", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason",
-    "paused", "phase", "cause", "chunks",
-}  # fmt: skip
+NOT_NUMBERS = frozenset({
+    "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason", "paused", "phase",
+    "cause", "chunks",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunData:
     """One run directory.
 
-    `run` is run.json and `summary` summary.json, None where the run was killed. The tables have one row a line of
-    their file. `iterations`, in order of `iteration_counter`, has the fields in snake_case, those under "ifbbench"
-    beside them, and `pauses`, the number of requests that the iteration paused; `spans` are by request and first
-    iteration; `requests` by their index in the trace. Request ids are texts. `partial` says that the run did not reach
-    its end, so that figures cover only what it had done.
+    `run` is run.json and `summary` summary.json, None where the run was killed. `partial` says that the run did not
+    reach its end, so that figures cover only what it had done. Tables are read when they are asked for.
     """
 
     path: Path
     run: dict[str, Any]
-    iterations: pd.DataFrame
-    spans: pd.DataFrame
-    requests: pd.DataFrame
     summary: dict[str, Any] | None
-    partial: bool
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run broke off."""
+        return self.summary is None or bool(self.run.get("partial") or self.summary.get("partial"))
 
     @property
     def name(self) -> str:
@@ -62,6 +64,45 @@ class RunData:
     def config(self) -> dict[str, Any]:
         """Setting name to resolved value."""
         return dict(self.run.get("config") or {})
+
+    @property
+    def recorded_every(self) -> int:
+        """Of how many iterations one is recorded; more than 1 where statistics were thinned."""
+        return int(self.config.get("iteration_stats_every") or 1)
+
+    @cached_property
+    def iterations(self) -> pd.DataFrame:
+        """A row an iteration, in order of `iteration_counter`. Thinned ones are filled in: see `thinned.filled`.
+
+        Fields are in snake_case, those under "ifbbench" beside them, and `pauses` is the number of requests that the
+        iteration paused.
+        """
+        rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), ITERATION_FIELDS))
+        recorded = table_of(rows, ITERATION_COLUMNS, NOT_NUMBERS)
+        recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
+        return filled(recorded, self.spans) if self.recorded_every > 1 else recorded
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """A row a span, by request and first iteration. Request ids are texts."""
+        rows = chain(read_lines(find_lines(self.path, "spans"), SPAN_FIELDS), self._open_spans())
+        table = table_of(rows, SPAN_COLUMNS, NOT_NUMBERS)
+        table["request_id"] = table["request_id"].astype(str)
+        # Those that were open in the moment of a flush may have been closed in it too.
+        table = table.drop_duplicates(["request_id", "first_iteration"])
+        return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)
+
+    def _open_spans(self) -> Iterator[dict[str, Any]]:
+        """What was going on when a killed run was last flushed."""
+        return read_lines(self.path / OPEN_SPANS, SPAN_FIELDS)
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """A row a request, by index in the trace. Request ids are texts; each part of `attribution_s` is a column."""
+        rows = map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS))
+        table = table_of(rows, REQUEST_COLUMNS, NOT_NUMBERS)
+        table["request_id"] = table["request_id"].astype(str)
+        return table.sort_values("index", kind="stable", ignore_index=True)
 
     @property
     def completed(self) -> pd.DataFrame:
@@ -84,33 +125,11 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def load_run(path: Path) -> RunData:
-    """Read the run directory `path`, of a finished or of a killed run; InputError names the file and line at fault."""
+    """The run directory `path`, of a finished or of a killed run; InputError names the file and line at fault, that of
+    a table when it is asked for."""
     path = find_run(path)
-    iterations, iterations_cut = read_lines(path / "iterations.jsonl", ITERATION_FIELDS)
-    spans, spans_cut = read_lines(path / "spans.jsonl", SPAN_FIELDS)
-    spans += _open_spans(path, spans)
-    requests, requests_cut = read_lines(path / "requests.jsonl", REQUEST_FIELDS)
-    run = read_object(path / "run.json")
     summary = read_object(path / "summary.json") if (path / "summary.json").exists() else None
-    marked = bool(run.get("partial") or (summary or {}).get("partial"))
-    return RunData(
-        path=path,
-        run=run,
-        iterations=_iteration_table(iterations),
-        spans=_span_table(spans),
-        requests=_request_table(requests),
-        summary=summary,
-        partial=marked or summary is None or iterations_cut or spans_cut or requests_cut,
-    )
-
-
-def _open_spans(path: Path, closed: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was going on when a killed run was last flushed; spans that were closed in that moment are known already."""
-    if not (path / OPEN_SPANS).exists():
-        return []
-    known = {(span["request_id"], span["first_iteration"]) for span in closed}
-    rows, _ = read_lines(path / OPEN_SPANS, SPAN_FIELDS)
-    return [row for row in rows if (row["request_id"], row["first_iteration"]) not in known]
+    return RunData(path, read_object(path / "run.json"), summary)
 
 
 def find_run(path: Path) -> Path:
@@ -120,11 +139,6 @@ def find_run(path: Path) -> Path:
         names = ", ".join(str(item) for item in found[:3])
         raise InputError(f"{path}: holds {len(found)} runs; expected one. Name one of them: {names}, ….")
     return found[0]
-
-
-def _iteration_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    table = _table([_flat_iteration(row) for row in rows], ITERATION_COLUMNS)
-    return table.sort_values("iteration_counter", kind="stable", ignore_index=True)
 
 
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
@@ -137,27 +151,9 @@ def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
     return flat | extra
 
 
-def _span_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    table = _table(rows, SPAN_COLUMNS)
-    table["request_id"] = table["request_id"].astype(str)
-    return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)
-
-
-def _request_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    table = _table(rows, REQUEST_COLUMNS)
-    table["request_id"] = table["request_id"].astype(str)
-    return table.sort_values("index", kind="stable", ignore_index=True)
-
-
-def _table(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """`rows` with `columns` first, each there even where no row has it, so that readers need not ask."""
-    table = pd.DataFrame(rows)
-    more = [name for name in table.columns if name not in columns]
-    table = table.reindex(columns=[*columns, *more])
-    # Nulls (the times of a refused request, the blocks of a contiguous cache) become NaN, which every mean leaves out.
-    for name in set(columns) - NOT_NUMBERS:
-        table[name] = pd.to_numeric(table[name])
-    return table
+def _flat_request(row: dict[str, Any]) -> dict[str, Any]:
+    attribution = row.pop("attribution_s", None) or {}
+    return row | {f"attribution_s.{name}": seconds for name, seconds in attribution.items()}
 
 
 def _snake_case(name: str) -> str:

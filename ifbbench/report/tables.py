@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData
 from ifbbench.report.units import NOTHING, count, percent, significant, time_unit
@@ -42,12 +43,19 @@ def print_report(run: RunData, console: Console) -> None:
     if run.partial:
         covers = "" if run.summary else " Latencies and throughput cover the requests that completed."
         console.print(f"[yellow]Partial: the run did not reach its end.{covers}[/yellow]")
+    if run.recorded_every > 1:
+        console.print(f"[yellow]{_thinned(run)}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     for table in (_throughput_table(known), _latency_table(known), _bound_table(known)):
         console.print(table)
         console.print()
     console.print(bound_sentence(known, run.config), highlight=False, soft_wrap=True)
     _print_failures(run, console)
+
+
+def _thinned(run: RunData) -> str:
+    covers = "The figures are of all." if run.summary else "Of this partial run, ITL and padding are therefore unknown."
+    return f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
 
 
 def settings_line(run: RunData) -> str:
@@ -159,4 +167,5 @@ def _print_failures(run: RunData, console: Console) -> None:
     for request, error in list(zip(failed["request_id"], failed["error"], strict=True))[:FAILURES_SHOWN]:
         console.print(f"  {request}: {error}", highlight=False, markup=False, soft_wrap=True)
     if len(failed) > FAILURES_SHOWN:
-        console.print(f"  and {len(failed) - FAILURES_SHOWN} more in {run.path / 'requests.jsonl'}", highlight=False)
+        more = f"{len(failed) - FAILURES_SHOWN} more in {find_lines(run.path, 'requests')}"
+        console.print(f"  and {more}", highlight=False)

@@ -4,9 +4,13 @@ import csv
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any, TextIO
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from ifbbench.workload.columns import NOTHING_MORE, Recall, nothing_to_recall
 from ifbbench.workload.fields import BadRow, integer_text, present
+from ifbbench.workload.rows import LINE, Row, text_lines
 from ifbbench.workload.trace import TraceRequest
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -22,15 +26,18 @@ class AzureFormat:
     """
 
     name = "Azure LLM inference"
+    row_name = LINE
 
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
-    def rows(self, file: TextIO) -> Iterator[tuple[str, Any]]:
-        """Each row by column name, with its line."""
-        reader = csv.DictReader(file)
+    def rows(self, file: BinaryIO) -> Iterator[Row]:
+        """Each row that is not empty, by column name."""
+        reader = csv.reader(text_lines(file))
+        header = next(reader, [])
         for row in reader:
-            yield f"line {reader.line_num}", row
+            if row:
+                yield reader.line_num, NOTHING_MORE, dict(zip(header, row, strict=False))
 
     def request(self, row: Any, index: int) -> TraceRequest:
         """The request of one row; BadRow says what is wrong with it. To be called in the rows' order."""
@@ -47,6 +54,11 @@ class AzureFormat:
             output_len=output_len,
         )
 
+    def recall(self, file: BinaryIO, path: Path) -> Recall:
+        """Rows are lengths and nothing more."""
+        file.close()
+        return nothing_to_recall
+
 
 def parse_timestamp(text: str) -> int:
     """Nanoseconds since 1970 of `2023-11-16 18:15:46.6805900` or `2024-05-10 00:00:00.009930+00:00`; UTC if no zone."""
@@ -55,7 +67,13 @@ def parse_timestamp(text: str) -> int:
         if match is None:
             raise ValueError(text)
         whole, fraction, zone = match.groups()
-        moment = datetime.fromisoformat(whole + (zone or "Z"))
+        return _whole_seconds(whole + (zone or "Z")) * NANOSECONDS + int((fraction or "").ljust(9, "0"))
     except ValueError:
         raise BadRow(f"field 'TIMESTAMP' is {text!r}; expected a time such as 2023-11-16 18:15:46.6805900") from None
-    return (moment - _EPOCH) // timedelta(seconds=1) * NANOSECONDS + int((fraction or "").ljust(9, "0"))
+
+
+# Rows come in order of time, several in most seconds.
+@lru_cache(maxsize=1)
+def _whole_seconds(text: str) -> int:
+    """Seconds since 1970, of a time with its zone."""
+    return (datetime.fromisoformat(text) - _EPOCH) // timedelta(seconds=1)

@@ -1,10 +1,18 @@
 """Drawing the requests of a workload specification."""
 
 import hashlib
+from array import array
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.workload.columns import ID, NOTHING_MORE, Integers, RequestColumns, integers, seconds
 from ifbbench.workload.prefix import PrefixRun, num_blocks, runs_of, with_prefix
 from ifbbench.workload.reserve import Reserve
-from ifbbench.workload.sessions import Session, Sessions
+from ifbbench.workload.sessions import Sessions
+from ifbbench.workload.shared_prefix import NO_POOL
 from ifbbench.workload.spec import WorkloadSpec
 from ifbbench.workload.streams import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest
@@ -23,76 +31,114 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     return Trace(spec.name, requests, sha256, source)
 
 
-def _alone(spec: WorkloadSpec, seed: int, count: int) -> list[TraceRequest]:
+def _alone(spec: WorkloadSpec, seed: int, count: int) -> RequestColumns:
     """Requests that have nothing in common but a shared prefix."""
-    prompt_lens, output_lens = _lengths(spec, seed, count)
-    arrivals_s = spec.arrival.draw(generator(seed, Stream.ARRIVAL), count).round(ARRIVAL_DECIMALS).tolist()
+    lengths = _Lengths.draw(spec, seed, count)
     prefixes = _Prefixes(spec, seed, count)
-    reserve = Reserve(spec.reserve)
-    requests: list[TraceRequest] = []
-    for index, (arrival_s, prompt_len, output_len) in enumerate(zip(arrivals_s, prompt_lens, output_lens, strict=True)):
-        runs, prefix_len = prefixes.of(index)
-        prompt_len = max(prompt_len, prefix_len + 1)
-        request = reserve.apply(TraceRequest(index, arrival_s, prompt_len, output_len, output_len))
-        requests.append(with_prefix(request, runs) if runs else request)
-    return requests
+    prompt_len = integers(np.maximum(lengths.inputs, prefixes.lens + 1))
+    ids = np.arange(count)
+    return RequestColumns(
+        request_id=array(ID, ids.tobytes()),
+        arrival_s=seconds(spec.arrival.draw(generator(seed, Stream.ARRIVAL), count).round(ARRIVAL_DECIMALS)),
+        prompt_len=prompt_len,
+        max_new_tokens=lengths.reserved,
+        output_len=lengths.outputs,
+        origin=array(ID, np.where(prefixes.pool_of == NO_POOL, NOTHING_MORE, ids).tobytes()),
+        recall=partial(_with_shared_prefix, prefixes, prompt_len),
+    )
 
 
-def _in_turns(spec: WorkloadSpec, sessions: Sessions, seed: int, count: int) -> list[TraceRequest]:
+def _with_shared_prefix(prefixes: "_Prefixes", prompt_len: Integers, index: int) -> TraceRequest:
+    return with_prefix(_of_prompt_len(index, prompt_len[index]), prefixes.of(index))
+
+
+def _of_prompt_len(index: int, prompt_len: int) -> TraceRequest:
+    """A request of which only the prompt counts; the other lengths are in the columns."""
+    return TraceRequest(index, 0.0, prompt_len, 1, 1)
+
+
+def _in_turns(spec: WorkloadSpec, sessions: Sessions, seed: int, count: int) -> RequestColumns:
     """The turns of conversations: each prompt is a shared prefix, all that was said before, and a new message."""
-    message_lens, output_lens = _lengths(spec, seed, count)
-    drawn = list(sessions.draw(seed, count, spec.arrival))
-    prefixes = _Prefixes(spec, seed, len(drawn))
-    reserve = Reserve(spec.reserve)
-    first_id, requests = prefixes.num_ids, []
-    for index, session in enumerate(drawn):
-        turns = slice(session.turns.start, session.turns.stop)
-        said = sum(message_lens[turns]) + sum(output_lens[turns])
-        ids = list(range(first_id, first_id + num_blocks(said)))
-        requests += _turns(session, message_lens, output_lens, prefixes.of(index), ids, reserve)
-        first_id += len(ids)
-    return sorted(requests, key=lambda request: request.arrival_s)
+    lengths = _Lengths.draw(spec, seed, count)
+    turns = _Turns(_Prefixes(spec, seed, count), array(ID), array(ID), array(ID))
+    arrivals_s = array("d")
+    first_id = turns.prefixes.num_ids
+    for index, session in enumerate(sessions.draw(seed, count, spec.arrival)):
+        arrivals_s.extend(session.arrivals_s)
+        said = 0
+        for turn in session.turns:
+            said += int(lengths.inputs[turn])
+            turns.add(index, first_id, said)
+            said += lengths.outputs[turn]
+        own = slice(session.turns.start, session.turns.stop)
+        first_id += num_blocks(int(lengths.inputs[own].sum() + lengths.drawn_outputs[own].sum()))
+    prompt_len = np.asarray(turns.said) + turns.prefixes.lens[np.asarray(turns.session)]
+    ids = array(ID, np.arange(count).tobytes())
+    return RequestColumns(
+        request_id=ids,
+        arrival_s=seconds(np.round(arrivals_s, ARRIVAL_DECIMALS)),
+        prompt_len=integers(prompt_len),
+        max_new_tokens=lengths.reserved,
+        output_len=lengths.outputs,
+        origin=ids,
+        recall=turns.recall,
+    ).by_arrival()
 
 
-def _turns(
-    session: Session,
-    message_lens: list[int],
-    output_lens: list[int],
-    prefix: tuple[list[PrefixRun], int],
-    ids: list[int],
-    reserve: Reserve,
-) -> list[TraceRequest]:
-    """The requests of one conversation, whose blocks after the shared prefix have the names `ids`."""
-    runs, prefix_len = prefix
-    said, requests = 0, []
-    for turn, arrival_s in zip(session.turns, session.arrivals_s, strict=True):
-        said += message_lens[turn]
-        output_len = output_lens[turn]
-        arrival_s = round(arrival_s, ARRIVAL_DECIMALS)
-        request = reserve.apply(TraceRequest(turn, arrival_s, prefix_len + said, output_len, output_len))
-        requests.append(with_prefix(request, runs + runs_of(ids, said)))
-        said += request.output_len
-    return requests
+@dataclass(frozen=True)
+class _Lengths:
+    """In tokens: of prompts, or of a turn's messages; of answers as drawn, and of what is reserved and made of them."""
+
+    inputs: NDArray[np.int64]
+    drawn_outputs: NDArray[np.int64]
+    reserved: Integers
+    outputs: Integers
+
+    @classmethod
+    def draw(cls, spec: WorkloadSpec, seed: int, count: int) -> "_Lengths":
+        inputs = spec.prompt_len.draw(generator(seed, Stream.INPUT_LENGTH), count)
+        outputs = spec.output_len.draw(generator(seed, Stream.OUTPUT_LENGTH), count)
+        return cls(inputs, outputs, *Reserve(spec.reserve).columns(integers(outputs), integers(outputs)))
 
 
-def _lengths(spec: WorkloadSpec, seed: int, count: int) -> tuple[list[int], list[int]]:
-    """Of prompts, or of a turn's messages, and of outputs."""
-    inputs = spec.prompt_len.draw(generator(seed, Stream.INPUT_LENGTH), count).tolist()
-    outputs = spec.output_len.draw(generator(seed, Stream.OUTPUT_LENGTH), count).tolist()
-    return inputs, outputs
+@dataclass(frozen=True)
+class _Turns:
+    """What prompts of turns are made of, one element a turn: the conversation that it belongs to, the first of the ids
+    that name the conversation's own blocks, and how many tokens were said up to and with the turn's message."""
+
+    prefixes: "_Prefixes"
+    session: Integers
+    first_id: Integers
+    said: Integers
+
+    def add(self, session: int, first_id: int, said: int) -> None:
+        """Take in the next turn."""
+        self.session.append(session)
+        self.first_id.append(first_id)
+        self.said.append(said)
+
+    def recall(self, turn: int) -> TraceRequest:
+        """The turn's request, with the tokens of its prompt by name."""
+        session, first_id, said = self.session[turn], self.first_id[turn], self.said[turn]
+        runs = self.prefixes.of(session) + runs_of(range(first_id, first_id + num_blocks(said)), said)
+        return with_prefix(_of_prompt_len(turn, sum(length for _, length in runs)), runs)
 
 
 class _Prefixes:
-    """The shared prefixes of `count` requests or conversations."""
+    """The shared prefixes of `count` requests or conversations.
+
+    pool_of: which one each has, NO_POOL for none. lens: how many tokens that is. Both of shape [count].
+    """
 
     def __init__(self, spec: WorkloadSpec, seed: int, count: int) -> None:
         shared = spec.shared_prefix
         self._pools = [] if shared is None else shared.draw_pools(seed)
-        self._lens = [sum(length for _, length in runs) for runs in self._pools]
-        self._chosen = [None] * count if shared is None else shared.draw(seed, count)
+        self.pool_of = np.full(count, NO_POOL) if shared is None else shared.draw(seed, count)
+        # NO_POOL, as an index, is the last one.
+        self.lens = np.array([*(sum(length for _, length in runs) for runs in self._pools), 0])[self.pool_of]
         self.num_ids = sum(map(len, self._pools))
 
-    def of(self, index: int) -> tuple[list[PrefixRun], int]:
-        """The prefix of one of them, and its length; nothing if it has none."""
-        pool = self._chosen[index]
-        return ([], 0) if pool is None else (self._pools[pool], self._lens[pool])
+    def of(self, index: int) -> list[PrefixRun]:
+        """The prefix of one of them; empty if it has none."""
+        pool = int(self.pool_of[index])
+        return [] if pool == NO_POOL else self._pools[pool]

@@ -20,11 +20,10 @@ class UnknownFormat(ValueError):
 
 def integer(row: Mapping[str, Any], field: str, minimum: int = 1, maximum: int = MAX_LENGTH) -> int:
     """`row[field]` as an integer in the given range; a text, a float or a bool is none."""
-    value = present(row, field)
-    expected = f"an integer from {minimum} to {maximum}"
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise unexpected(field, value, expected)
-    return value
+    value = row.get(field)
+    if type(value) is int and minimum <= value <= maximum:
+        return value
+    raise unexpected(field, present(row, field), f"an integer from {minimum} to {maximum}")
 
 
 def integer_text(row: Mapping[str, Any], field: str) -> int:
@@ -35,18 +34,16 @@ def integer_text(row: Mapping[str, Any], field: str) -> int:
 
 def number(row: Mapping[str, Any], field: str, minimum: float = 0.0, maximum: float = math.inf) -> float:
     """`row[field]` as a finite float in the given range."""
-    value = present(row, field)
+    value = row.get(field)
+    if type(value) is float or type(value) is int:
+        try:
+            converted = float(value)
+        except OverflowError:
+            converted = math.nan
+        if minimum <= converted <= maximum and converted != math.inf:
+            return converted
     upper = "" if maximum == math.inf else f" and at most {maximum:g}"
-    expected = f"a finite number of at least {minimum:g}{upper}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise unexpected(field, value, expected)
-    try:
-        converted = float(value)
-    except OverflowError:
-        raise unexpected(field, value, expected) from None
-    if not math.isfinite(converted) or not minimum <= converted <= maximum:
-        raise unexpected(field, value, expected)
-    return converted
+    raise unexpected(field, present(row, field), f"a finite number of at least {minimum:g}{upper}")
 
 
 def token_ids(row: Mapping[str, Any], field: str) -> tuple[int, ...]:

@@ -3,9 +3,12 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from ifbbench.workload.columns import Recall
 from ifbbench.workload.fields import MAX_ID, UnknownFormat, has, integer, json_object, number, token_ids
+from ifbbench.workload.rows import Row, text_lines
 from ifbbench.workload.trace import TraceRequest
 
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*')
@@ -20,16 +23,18 @@ class GptManagerFormat:
     """
 
     name = "gptManagerBenchmark"
+    row_name = "samples[{}]"
 
     def __init__(self) -> None:
         self._arrival_s = 0.0
+        self._samples: list[Any] = []
 
-    def rows(self, file: TextIO) -> Iterator[tuple[str, Any]]:
-        """Each sample, with its place in the list; UnknownFormat if the document holds no list of samples."""
-        text = file.read()
-        document = parse_commented_json(text) if text.strip() else []
-        for index, sample in enumerate(samples(document)):
-            yield f"samples[{index}]", sample
+    def rows(self, file: BinaryIO) -> Iterator[Row]:
+        """Each sample; UnknownFormat if the document holds no list of samples."""
+        text = "".join(text_lines(file))
+        self._samples = samples(parse_commented_json(text) if text.strip() else [])
+        for index, sample in enumerate(self._samples):
+            yield index, index, sample
 
     def request(self, row: Any, index: int) -> TraceRequest:
         """The request of one sample; BadRow says what is wrong with it. To be called in the samples' order."""
@@ -48,6 +53,11 @@ class GptManagerFormat:
             prompt_tokens=prompt_tokens,
             lora_task_id=None if task_id == NO_LORA else task_id,
         )
+
+    def recall(self, file: BinaryIO, path: Path) -> Recall:
+        """The document has been parsed whole; its samples are kept."""
+        file.close()
+        return lambda index: self.request(self._samples[index], index)
 
 
 def parse_commented_json(text: str) -> Any:

@@ -2,14 +2,24 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
+from ifbbench.compressed import open_to_write
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
+from ifbbench.workload.columns import Recall, has_more
 from ifbbench.workload.fields import MAX_ID, BadRow, has, integer, json_object, number, token_ids
 from ifbbench.workload.prefix_fields import prefix_fields
+from ifbbench.workload.rows import LINE, Row, stored_lines
+from ifbbench.workload.stored_rows import StoredRows
 from ifbbench.workload.trace import TraceRequest
+
+NUMBERS = frozenset({"request_id", "arrival_s", "prompt_len", "max_new_tokens", "output_len"})
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
 
 class JsonlFormat:
@@ -21,10 +31,11 @@ class JsonlFormat:
     """
 
     name = "ifbbench"
+    row_name = LINE
 
-    def rows(self, file: TextIO) -> Iterator[tuple[str, Any]]:
-        """Each line that is not blank, with where it stands."""
-        return json_lines(file)
+    def rows(self, file: BinaryIO) -> Iterator[Row]:
+        """Each line that is not blank."""
+        return stored_lines(file)
 
     def request(self, row: Any, index: int) -> TraceRequest:
         """The request of one line; BadRow says what is wrong with it."""
@@ -33,14 +44,18 @@ class JsonlFormat:
         arrival_s = number(record, "arrival_s")
         prompt_tokens = token_ids(record, "prompt_tokens") if has(record, "prompt_tokens") else None
         prompt_len = _prompt_len(record, prompt_tokens)
-        prefix_ids, prefix_lens = prefix_fields(record, prompt_len)
         reserved, actual = "max_new_tokens", "output_len"
+        max_new_tokens = integer(record, reserved if has(record, reserved) else actual)
+        output_len = integer(record, actual if has(record, actual) else reserved)
+        if record.keys() <= NUMBERS:  # most rows are no more than that, and there are many
+            return TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len)
+        prefix_ids, prefix_lens = prefix_fields(record, prompt_len)
         return TraceRequest(
-            request_id=request_id,
-            arrival_s=arrival_s,
-            prompt_len=prompt_len,
-            max_new_tokens=integer(record, reserved if has(record, reserved) else actual),
-            output_len=integer(record, actual if has(record, actual) else reserved),
+            request_id,
+            arrival_s,
+            prompt_len,
+            max_new_tokens,
+            output_len,
             prompt_tokens=prompt_tokens,
             priority=number(record, "priority", 0.0, 1.0) if has(record, "priority") else DEFAULT_PRIORITY,
             beam_width=integer(record, "beam_width") if has(record, "beam_width") else 1,
@@ -50,18 +65,15 @@ class JsonlFormat:
             prefix_lens=prefix_lens,
         )
 
-
-def json_lines(file: TextIO) -> Iterator[tuple[str, str]]:
-    """Each line that is not blank, with where it stands."""
-    for line_number, line in enumerate(file, start=1):
-        if line.strip():
-            yield f"line {line_number}", line
+    def recall(self, file: BinaryIO, path: Path) -> Recall:
+        """Reads lines again."""
+        return StoredRows(file, partial(self.request, index=0), path)
 
 
 def parse_json(text: str) -> Any:
     """The JSON value in `text`, or BadRow."""
     try:
-        return json.loads(text)
+        return _decode(text)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"not valid JSON ({error}); expected one JSON object") from None
 
@@ -78,7 +90,9 @@ def _prompt_len(record: Any, prompt_tokens: tuple[int, ...] | None) -> int:
 
 
 def write_trace(requests: Iterable[TraceRequest], target: str | Path | TextIO, overwrite: bool = False) -> None:
-    """Write `requests` as ifbbench JSONL to a path (its folders are made) or to an open text file.
+    """Write `requests`, one after another, as ifbbench JSONL to a path or to an open text file.
+
+    The path's folders are made; a file whose name ends in .gz is compressed.
 
     InputError if the path exists and `overwrite` is not set, or cannot be written.
     """
@@ -88,8 +102,9 @@ def write_trace(requests: Iterable[TraceRequest], target: str | Path | TextIO, o
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w" if overwrite else "x", encoding="utf-8", newline="\n") as file:
-            file.writelines(map(_line, requests))
+        with closing(open_to_write(path, "w" if overwrite else "x")) as writer:
+            for line in map(_line, requests):
+                writer.write(line.encode())
     except FileExistsError:
         raise InputError(f"{path} already exists. Give another name, or --overwrite to replace it.") from None
     except OSError as error:
@@ -97,6 +112,11 @@ def write_trace(requests: Iterable[TraceRequest], target: str | Path | TextIO, o
 
 
 def _line(request: TraceRequest) -> str:
+    if not has_more(request):
+        return (
+            f'{{"request_id":{request.request_id},"arrival_s":{request.arrival_s!r},"prompt_len":{request.prompt_len},'
+            f'"max_new_tokens":{request.max_new_tokens},"output_len":{request.output_len}}}\n'
+        )
     record: dict[str, Any] = {"request_id": request.request_id, "arrival_s": request.arrival_s}
     if request.prompt_tokens is None:
         record["prompt_len"] = request.prompt_len
@@ -115,4 +135,4 @@ def _line(request: TraceRequest) -> str:
         record["lora_task_id"] = request.lora_task_id
     if request.stop_ids:
         record["stop_ids"] = request.stop_ids
-    return json.dumps(record, separators=(",", ":")) + "\n"
+    return _encode(record) + "\n"

@@ -1,12 +1,17 @@
 """The Mooncake traces (FAST'25; github.com/kvcache-ai/Mooncake): JSONL, lengths and which blocks are equal."""
 
 from collections.abc import Iterator
-from typing import Any, TextIO
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from ifbbench.workload.columns import Recall
 from ifbbench.workload.fields import BadRow, integer, json_object, number
-from ifbbench.workload.jsonl import json_lines, parse_json
+from ifbbench.workload.jsonl import parse_json
 from ifbbench.workload.prefix import PREFIX_BLOCK, num_blocks
 from ifbbench.workload.prefix_fields import block_ids
+from ifbbench.workload.rows import LINE, Row, stored_lines
+from ifbbench.workload.stored_rows import StoredRows
 from ifbbench.workload.trace import TraceRequest
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -21,13 +26,14 @@ class MooncakeFormat:
     """
 
     name = "Mooncake"
+    row_name = LINE
 
     def __init__(self) -> None:
         self._first_ms: float | None = None
 
-    def rows(self, file: TextIO) -> Iterator[tuple[str, Any]]:
-        """Each line that is not blank, with where it stands."""
-        return json_lines(file)
+    def rows(self, file: BinaryIO) -> Iterator[Row]:
+        """Each line that is not blank."""
+        return stored_lines(file)
 
     def request(self, row: Any, index: int) -> TraceRequest:
         """The request of one line; BadRow says what is wrong with it. To be called in the rows' order."""
@@ -51,3 +57,7 @@ class MooncakeFormat:
             output_len=output_len,
             prefix_ids=hash_ids,
         )
+
+    def recall(self, file: BinaryIO, path: Path) -> Recall:
+        """Reads lines again."""
+        return StoredRows(file, partial(self.request, index=0), path)

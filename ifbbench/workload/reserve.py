@@ -1,10 +1,15 @@
 """How many tokens a request reserves: the difference between `max_new_tokens` and `output_len`."""
 
+from array import array
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from math import ceil
 
+import numpy as np
+
 from ifbbench.errors import InputError
+from ifbbench.workload.columns import LENGTH, Integers, integers
 from ifbbench.workload.fields import MAX_LENGTH
 from ifbbench.workload.trace import TraceRequest
 
@@ -30,18 +35,28 @@ class Reserve:
         if not 0 < self._factor <= MAX_LENGTH:
             raise _invalid(text)
 
-    def tokens(self, request: TraceRequest) -> int:
-        """What `request` reserves, at least 1."""
+    def tokens(self, max_new_tokens: int, output_len: int) -> int:
+        """What a request of these lengths reserves, at least 1."""
         if self._kind == "trace":
-            return request.max_new_tokens
+            return max_new_tokens
         if self._kind == "fixed":
             return int(self._factor)
-        return min(ceil(self._factor * request.output_len), MAX_LENGTH)
+        return min(ceil(self._factor * output_len), MAX_LENGTH)
 
     def apply(self, request: TraceRequest) -> TraceRequest:
         """`request` with its reservation; it makes no more tokens than it reserved."""
-        reserved = self.tokens(request)
+        reserved = self.tokens(request.max_new_tokens, request.output_len)
         return replace(request, max_new_tokens=reserved, output_len=min(request.output_len, reserved))
+
+    def columns(self, max_new_tokens: Integers, output_len: Integers) -> tuple[Integers, Integers]:
+        """`apply` to many requests: what they reserve, and what they make."""
+        if self._kind == "trace":
+            reserved = max_new_tokens
+        else:
+            # Lengths repeat, and exact arithmetic takes its time.
+            once = cache(lambda length: self.tokens(0, length))
+            reserved = array(LENGTH, map(once, output_len))
+        return reserved, integers(np.minimum(reserved, output_len))
 
 
 def _invalid(text: str) -> InputError:

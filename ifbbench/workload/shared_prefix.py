@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ifbbench.workload.distributions import LengthDistribution, require
 from ifbbench.workload.prefix import PrefixRun, num_blocks, runs_of
 from ifbbench.workload.streams import Stream, generator
 
+NO_POOL = -1
 MAX_POOLS = 10_000_000
 
 
@@ -39,10 +41,10 @@ class SharedPrefix:
             first_id = next_id
         return pools
 
-    def draw(self, seed: int, count: int) -> list[int | None]:
-        """The pool of each of `count` requests, from 0; None for a request without a shared prefix."""
+    def draw(self, seed: int, count: int) -> NDArray[np.int64]:
+        """The pool of each of `count` requests, from 0; NO_POOL for a request without a shared prefix."""
         weights = np.arange(1, self.pools + 1, dtype=np.float64) ** -self.skew
         bounds = np.cumsum(weights / weights.sum())
         chosen = np.searchsorted(bounds[:-1], generator(seed, Stream.POOL_CHOICE).random(count), side="right")
         shares = generator(seed, Stream.POOL_SHARE).random(count) < self.share
-        return [pool if has_pool else None for pool, has_pool in zip(chosen.tolist(), shares.tolist(), strict=True)]
+        return np.where(shares, chosen, NO_POOL)

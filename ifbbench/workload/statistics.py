@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.workload.columns import columns_of
 from ifbbench.workload.seen_before import tokens_seen_before
 from ifbbench.workload.trace import Trace
 
@@ -65,10 +66,11 @@ class TraceStatistics:
 
 def trace_statistics(trace: Trace) -> TraceStatistics:
     """The figures of `trace`, which must hold a request."""
-    arrivals_s = np.array([request.arrival_s for request in trace])
+    columns = columns_of(trace.requests)
+    arrivals_s = np.asarray(columns.arrival_s)
     span_s = float(arrivals_s[-1] - arrivals_s[0])
     gaps_s = np.diff(arrivals_s)
-    prompt_tokens = length_statistics([request.prompt_len for request in trace])
+    prompt_tokens = length_statistics(columns.prompt_len)
     seen_before = tokens_seen_before(trace)
     return TraceStatistics(
         requests=len(trace),
@@ -77,8 +79,8 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
         request_rate_per_s=len(gaps_s) / span_s if span_s > 0 else None,
         gap_cv=float(gaps_s.std() / gaps_s.mean()) if span_s > 0 else None,
         prompt_tokens=prompt_tokens,
-        output_tokens=length_statistics([request.output_len for request in trace]),
-        max_new_tokens=length_statistics([request.max_new_tokens for request in trace]),
+        output_tokens=length_statistics(columns.output_len),
+        max_new_tokens=length_statistics(columns.max_new_tokens),
         seen_before_share=None if seen_before is None else seen_before / prompt_tokens.total,
         rate_window_s=span_s / RATE_WINDOWS if span_s > 0 else None,
         rates_per_s=_rates(arrivals_s, span_s),

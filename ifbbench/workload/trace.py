@@ -36,6 +36,7 @@ class TraceRequest:
 class Trace:
     """Requests in order of arrival, and where they come from.
 
+    `requests` need not be there all at once: those of files and specifications are made one by one when asked for.
     `sha256` identifies the source: the bytes of the file, or the canonical text of a synthetic specification.
     """
 

@@ -12,7 +12,7 @@ import numpy as np
 from ifbbench.batching.batch import Batch, Executor, StepOutputs
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.manager import BatchManager, ExecutorFailed
-from ifbbench.batching.records import IterationRecord
+from ifbbench.batching.records import IterationRecord, Stretch
 from ifbbench.batching.request import Request
 from ifbbench.batching.response import Response
 from ifbbench.clock import VirtualClock
@@ -145,6 +145,10 @@ class _Client:
     def iteration(self, record: IterationRecord) -> None:
         assert record.iteration == len(self.records), "an iteration is missing from the records, or told twice"
         self.records.append(record)
+
+    def stretch(self, stretch: Stretch) -> None:
+        for record in stretch.records():
+            self.iteration(record)
 
     def left(self, request: Request, error: str | None) -> None:
         self.errors[request.request_id] = error or ""

@@ -1,7 +1,7 @@
 """A stand-in for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -144,7 +144,7 @@ class Driver:
             self._write_over(request)
         tables = self.tables.copy()
         batch = self._batch(chunks, context, generation, tables)
-        self.executor.submit(replace(batch, copies=self.copies, window_tables=self.window_tables))
+        self.executor.submit(batch._replace(copies=self.copies, window_tables=self.window_tables))
         tables[:] = -9  # nobody may look at them any more
         self.copies = ()
         self.iteration += 1

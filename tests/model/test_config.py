@@ -76,7 +76,7 @@ def test_what_cannot_run_is_named(tmp_path: Path, changes: dict[str, object], me
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a directory"):
+    with pytest.raises(InputError, match="neither a directory nor a built-in model"):
         load_model_config(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"has no config\.json"):
         load_model_config(tmp_path)

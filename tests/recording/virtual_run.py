@@ -73,6 +73,8 @@ def run(
     kill_after: int | None = None,
     stops: Mapping[int, Collection[int]] = MappingProxyType({}),
     fails_in: Container[int] = (),
+    recording_format: str = "jsonl",
+    iteration_stats_every: int = 1,
 ) -> dict[str, Any]:
     """Run to the end, or for `stop_after` iterations; returns the summary. Raises Interrupted after `kill_after`.
 
@@ -80,9 +82,10 @@ def run(
     clock = VirtualClock()
     client = ReplayClient(trace, clock, _request)
     recorder = Recorder(
-        run_directory.prepare(directory, overwrite=False), {"name": "virtual"}, len(trace),
+        run_directory.prepare(directory, overwrite=False),
+        {"name": "virtual", "config": {"iteration_stats_every": iteration_stats_every}}, len(trace),
         IterationStatistics(config.batching_type, config.max_batch_size),
-        client.arrival_s,
+        client.arrival_s, recording_format, iteration_stats_every, clock,
     )  # fmt: skip
     manager = BatchManager(
         config, TickingExecutor(clock, fails_in), clock, client.get_requests, client.send_response, recorder,

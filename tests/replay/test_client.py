@@ -140,6 +140,24 @@ def test_a_streaming_request_that_fails_leaves_no_output():
     assert engine.client.outputs == {}
 
 
+def test_nothing_is_kept_of_requests_whose_output_nobody_asks_for():
+    engine = Engine(0.0, 0.0, streaming=True, keeps_outputs=False)
+    engine.take()
+    engine.client.send_response(Response(engine.active[0], False, (tokens(1),)))
+    engine.answer(1)
+    engine.answer(2)
+    assert engine.client.done
+    assert engine.client.outputs == {}
+
+
+def test_outputs_are_kept_where_they_will_be_written():
+    for path in (None, "responses.json"):
+        client = make_client(RunConfig(responses_json=path), trace_at(0.0), VirtualClock(), make_request)
+        (request,) = client.get_requests(ALL)
+        client.send_response(Response(request, True, (tokens(1, 2),)))
+        assert list(client.outputs) == ([] if path is None else [100])
+
+
 def test_responses_without_tokens():
     engine = Engine(0.0)
     engine.take()

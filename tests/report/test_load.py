@@ -68,7 +68,7 @@ def test_bad_line_in_the_middle_names_file_and_line(tmp_path: Path, line: str, m
     lines = spans.read_text().splitlines()
     spans.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
     with pytest.raises(InputError, match=message) as caught:
-        load_run(spans.parent)
+        _ = load_run(spans.parent).spans
     assert f"{spans}, line 3" in str(caught.value)
 
 
@@ -76,7 +76,7 @@ def test_bad_last_line_with_a_line_end_was_not_cut(tmp_path: Path) -> None:
     spans = write_documentation_run(tmp_path / "docs") / "spans.jsonl"
     spans.write_text(spans.read_text() + "{\n")
     with pytest.raises(InputError, match="line 17"):
-        load_run(spans.parent)
+        _ = load_run(spans.parent).spans
 
 
 def test_bad_run_json(tmp_path: Path) -> None:

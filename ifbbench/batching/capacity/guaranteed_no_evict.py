@@ -19,6 +19,7 @@ class GuaranteedNoEvict:
     """
 
     may_pause = False
+    is_steady = True
     _delays_for_reuse = True
 
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
@@ -41,34 +42,36 @@ class GuaranteedNoEvict:
     def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCache) -> None:
         running = active.generation_rows[: self.max_num_requests]
         available = kv_cache.free_blocks - kv_cache.reserved_blocks(running)
-        pages = LoraPages(self.lora)
-        if active.num_with_lora:
+        pages = LoraPages(self.lora) if active.num_with_lora else None
+        if pages is not None:
             for request in active.generation[: self.max_num_requests]:
                 pages.claim(request)
         only_started = False
-        delay = ReuseDelay(active, kv_cache) if self._delays_for_reuse else None
+        delay = ReuseDelay(active, kv_cache) if self._delays_for_reuse and kv_cache.reuse.enabled else None
+        admitted, room = decision.admitted, self.max_num_requests - len(running)
         for request in active.context:
             if only_started and not request.has_started:
                 continue
             if delay is not None and delay.is_worth_waiting(request):
                 _leave_out(decision, LeftOut(request, Limit.REUSE_DELAY))
                 continue
-            if len(running) + len(decision.admitted) >= self.max_num_requests:
+            if len(admitted) >= room:
                 _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))
                 return
             needed = kv_cache.blocks_to_completion(request)
             if needed > available:
                 _leave_out(decision, LeftOut(request, Limit.KV_BLOCKS))
-                if len(running) or decision.admitted:
+                if len(running) or admitted:
                     return
                 only_started = True
                 continue
-            if not pages.fits(request):
-                _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
-                continue
+            if pages is not None:
+                if not pages.fits(request):
+                    _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
+                    continue
+                pages.claim(request)
             available -= needed
-            pages.claim(request)
-            decision.admitted.append(request)
+            admitted.append(request)
 
 
 def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:

@@ -25,6 +25,8 @@ class MaxUtilization:
     """
 
     may_pause = True
+    # A waiting request that did not fit beside what others took fits no better into what they left.
+    is_steady = True
 
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
         self.max_num_requests = max_num_requests
@@ -32,7 +34,7 @@ class MaxUtilization:
 
     def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         rows = active.generation_rows
-        needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows])
+        needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows] if active.table.any_wide_steps else 0)
         walks_all = len(active) > self.max_num_requests or (active.num_with_lora and self.lora.pages_per_task)
         if walks_all:
             indices: Iterable[int] = range(len(active.generation))

@@ -63,7 +63,11 @@ class CapacityDecision:
 
 
 class CapacityPolicy(Protocol):
-    """A capacity scheduler policy: reads the active requests and the cache, changes neither."""
+    """A capacity scheduler policy: reads the active requests and the cache, changes neither.
+
+    A class may say of itself `may_pause = False`, if it never does, and `is_steady = True`, if it decides the same
+    again while all that happens is that the generation requests, which all fit, make tokens. It is not asked then.
+    """
 
     def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         """Decide for one iteration. Called before anything of the iteration is allocated or released."""

@@ -77,6 +77,12 @@ class Blocks:
         self.references[block] = references
         return block
 
+    def take_many(
+        self, count: int, references: int = 1, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None
+    ) -> list[int]:
+        """`take` so many times."""
+        return [self.take(references, priority, duration_s) for _ in range(count)]
+
     def hold(
         self, block: int, references: int = 1, priority: int | None = None, duration_s: float | None = None
     ) -> None:

@@ -81,6 +81,9 @@ class ContiguousCache:
     def add_tokens(self, rows: Rows) -> None:
         self.registered[rows] += 1
 
+    def steps_ahead(self, rows: Rows) -> None:
+        """Not asked for: its policy is none that goes on by itself."""
+
     def store_context(self, slot: int) -> None:
         """Nothing is reused."""
 

@@ -1,6 +1,7 @@
 """How many KV cache blocks a sequence takes: the arithmetic of TensorRT-LLM's `KVCacheManager` (v1.0)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheGeometry:
     """Block size and limits of one attention window, all in tokens.
 
@@ -27,16 +28,16 @@ class CacheGeometry:
     temporary_window: int = 0
     is_cyclic: bool = True
 
-    @property
+    @cached_property
     def bubble(self) -> int:
         return -self.sink_token_length % self.tokens_per_block
 
-    @property
+    @cached_property
     def kept_tokens(self) -> int:
         """Tokens of a sequence that have a place of their own."""
         return self.attention_window if self.is_cyclic else max(self.attention_window, self.max_seq_len)
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         spare = self.tokens_per_block if self.max_seq_len > self.kept_tokens and self.max_beam_width > 1 else 0
         return self.kept_tokens + self.bubble + spare

@@ -9,6 +9,7 @@ from ifbbench.batching.kv_cache.blocks import BlockCounters
 from ifbbench.batching.kv_cache.copies import BlockCopy
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules
+from ifbbench.batching.kv_cache.steps_ahead import StepsAhead
 from ifbbench.batching.request_table import IntArray
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class KvCache(Protocol):
     def num_used(self) -> int: ...
 
     @property
-    def counters(self) -> BlockCounters: ...
+    def counters(self) -> BlockCounters:
+        """Sums since the start, up to now: they go on counting."""
+        ...
 
     def holds(self, slot: int) -> bool:
         """Whether `slot` has a sequence."""
@@ -95,6 +98,10 @@ class KvCache(Protocol):
     def add_request(self, request: "Request", now_s: float = 0.0) -> int: ...
 
     def add_tokens(self, rows: Rows) -> None: ...
+
+    def steps_ahead(self, rows: Rows) -> "StepsAhead | None":
+        """The next steps of the generation requests in `rows`; None where they are not known beforehand."""
+        ...
 
     def store_context(self, slot: int) -> None: ...
 

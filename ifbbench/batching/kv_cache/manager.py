@@ -2,18 +2,19 @@
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.batching.kv_cache.blocks import BlockCounters, Blocks, OutOfBlocks
 from ifbbench.batching.kv_cache.copies import BlockCopy
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.geometry import CacheGeometry, ceil_div
 from ifbbench.batching.kv_cache.known_prefixes import MissingBlock
+from ifbbench.batching.kv_cache.plain_blocks import PlainBlocks
 from ifbbench.batching.kv_cache.release_plan import ReleasePlan
 from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention
 from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules, Sequence
+from ifbbench.batching.kv_cache.steps_ahead import StepsAhead
 from ifbbench.batching.kv_cache.token_keys import BlockKey
 from ifbbench.batching.kv_cache.window import WindowCache
 from ifbbench.batching.request import Request
@@ -21,6 +22,7 @@ from ifbbench.batching.request_table import IntArray
 
 Rows = NDArray[np.int64]
 NO_REUSE = ReuseRules()
+NO_LIMIT = np.iinfo(np.int64).max
 
 
 class KvCacheManager:
@@ -39,7 +41,12 @@ class KvCacheManager:
         reuse: ReuseRules = NO_REUSE,
     ) -> None:
         self.geometry = geometry
-        self.blocks = Blocks(num_blocks, num_host_blocks, geometry.tokens_per_block)
+        remembers = reuse.enabled or num_host_blocks
+        self.blocks = (
+            Blocks(num_blocks, num_host_blocks, geometry.tokens_per_block)
+            if remembers
+            else PlainBlocks(num_blocks, geometry.tokens_per_block)
+        )
         self.reuse = reuse
         self.registered = np.zeros(slots, np.int64)
         self.blocks_held = np.zeros(slots, np.int64)
@@ -47,11 +54,14 @@ class KvCacheManager:
         self.block_tables: IntArray = np.zeros(shape, np.int32)
         self._window = WindowCache(geometry, self.blocks, reuse)
         self._searches: dict[int, MissingBlock] = {}
-        # Of each slot's request: the most tokens it may register, and its blocks when complete (shared, per beam).
+        # Of each slot's request: the most tokens it may register, and the blocks that it may still take.
         self._limit = np.zeros(slots, np.int64)
-        self._context_blocks = np.zeros(slots, np.int64)
-        self._total_blocks = np.zeros(slots, np.int64)
+        self._blocks_to_come = np.zeros(slots, np.int64)
         self._beam_width = np.ones(slots, np.int64)
+        self._filled = 0
+        # The arithmetic of most sequences, which have one beam and a place for each token.
+        self._size, self._bubble = geometry.tokens_per_block, geometry.bubble
+        self._longest_simple = geometry.kept_tokens + geometry.temporary_window
 
     @property
     def free_blocks(self) -> int:
@@ -67,8 +77,8 @@ class KvCacheManager:
 
     @property
     def counters(self) -> BlockCounters:
-        """Sums since the start."""
-        return replace(self.blocks.counters)
+        """Sums since the start, up to now."""
+        return self.blocks.counters
 
     @property
     def window_tables(self) -> tuple[IntArray, ...]:
@@ -92,6 +102,12 @@ class KvCacheManager:
 
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         """Blocks that each of the generation requests in `rows` takes in its next step."""
+        if self.geometry.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
+            registered = self.registered[rows]
+            starts_block = registered % self.geometry.tokens_per_block == 0
+            may_grow = registered < np.minimum(self._limit[rows], self.geometry.capacity)
+            needs: Rows = (starts_block & may_grow).astype(np.int64)
+            return needs
         return self.geometry.step_needs(self.registered[rows], self._limit[rows], draft_tokens, self._beam_width[rows])
 
     def counted(self, blocks: Rows) -> int:
@@ -101,6 +117,8 @@ class KvCacheManager:
     def blocks_to_completion(self, request: Request) -> int:
         """Blocks that a context request may still take until all its reserved tokens are made."""
         length, reserved, beams = request.prompt_len, request.max_new_tokens, request.beam_width
+        if beams == 1 and request.slot not in self._window.sequences and length + reserved <= self._longest_simple:
+            return ceil_div(length + reserved + self._bubble, self._size)
         if request.slot in self.sequences:
             held = int(self.blocks_held[request.slot])
             return self.geometry.blocks_to_completion(length, reserved, held, beams)
@@ -108,10 +126,7 @@ class KvCacheManager:
 
     def reserved_blocks(self, rows: Rows) -> int:
         """Blocks that the generation requests in `rows` together may still take."""
-        held, context, total = self.blocks_held[rows], self._context_blocks[rows], self._total_blocks[rows]
-        beams = self._beam_width[rows]
-        shared = np.maximum(context - held, 0)
-        return int((shared + (total - np.maximum(held, context)) * beams).sum())
+        return int(np.add.reduce(self._blocks_to_come[rows]))
 
     def plan_release(self) -> ReleasePlan:
         return ReleasePlan(self.blocks, self.sequences)
@@ -140,9 +155,7 @@ class KvCacheManager:
             # Logits of reused tokens would be missing.
             may_look_up=not request.options.return_context_logits,
         )  # fmt: skip
-        context, total = self.geometry.total_blocks(request.prompt_len, request.max_new_tokens)
-        self._context_blocks[request.slot] = context
-        self._total_blocks[request.slot] = total
+        self._blocks_to_come[request.slot] = self.blocks_to_completion(request)
         self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.geometry.bubble
         return reused
 
@@ -157,7 +170,8 @@ class KvCacheManager:
         reused = self._window.add(slot, prompt_len, beam_width, known, retention, may_look_up)
         self._enter(slot, beam_width)
         self.registered[slot] = prompt_len + self.geometry.bubble
-        self._limit[slot] = np.iinfo(np.int64).max
+        self._filled += min(prompt_len + self.geometry.bubble, self.geometry.capacity)
+        self._limit[slot] = NO_LIMIT
         return reused
 
     def add_blocks(self, slot: int, count: int, beam_width: int, share_last: bool) -> None:
@@ -172,19 +186,35 @@ class KvCacheManager:
         geometry = self.geometry
         registered = self.registered[rows]
         starts_block = registered % geometry.tokens_per_block == 0
-        growing = rows[starts_block & (registered < geometry.capacity)]
+        if geometry.kept_tokens >= geometry.max_seq_len:
+            growing, within = rows[starts_block], len(rows)
+        else:
+            is_within = registered < geometry.capacity
+            growing, within = rows[starts_block & is_within], int(is_within.sum())
         if len(growing):
-            self._grow(growing)
-        if (registered >= geometry.capacity).any():
+            self.grow(growing)
+        if within < len(rows):
             self._come_round(rows, registered)
-        self.registered[rows] = registered + 1
+        self.register(rows, registered + 1, within)
+
+    def steps_ahead(self, rows: Rows) -> StepsAhead | None:
+        """The next steps of the generation requests in `rows`; None where they are not known beforehand."""
+        return StepsAhead(self, rows) if self.geometry.max_beam_width == 1 else None
+
+    def register(self, rows: Rows, registered: Rows, new: int) -> None:
+        """The sequences in `rows` have `registered` tokens now, `new` more in all than before, each in a place of its
+        own."""
+        self._filled += new
+        self.registered[rows] = registered
 
     def remove_token(self, slot: int) -> None:
         """Take back the newest token (a rejected draft); its block, if now empty, is the next to be handed out."""
+        self._filled -= int(self.registered[slot] <= self.geometry.capacity)
         self.registered[slot] -= 1
         if self.registered[slot] % self.geometry.tokens_per_block == 0:
             self._window.shrink(slot)
             self.blocks_held[slot] -= 1
+            self._blocks_to_come[slot] += self._beam_width[slot]
 
     def store_context(self, slot: int) -> None:
         """The prompt is computed: others may use its full blocks. Its last token's is left out, for who repeats the
@@ -203,6 +233,7 @@ class KvCacheManager:
         if store is not None and len(sequence.beams) == 1 and not self._has_come_round(slot):
             self._store(slot, store, with_partial=True)
         self._window.remove(slot, now_s)
+        self._filled -= min(int(self.registered[slot]), self.geometry.capacity)
         self.blocks_held[slot] = self.registered[slot] = 0
 
     def forget_sequence(self, slot: int) -> None:
@@ -234,7 +265,7 @@ class KvCacheManager:
     @property
     def filled_places(self) -> int:
         """Those with a token in them; a token that several sequences share counts for each."""
-        return int(np.minimum(self.registered, self.geometry.capacity).sum())
+        return self._filled
 
     def check_consistency(self) -> None:
         """Raise AssertionError unless every block is free or owned, never both, and reference counts agree."""
@@ -242,6 +273,8 @@ class KvCacheManager:
         for sequence in self.sequences.values():
             held.update(sequence.references())
         self.blocks.check_consistency(dict(held))
+        filled = np.minimum(self.registered[list(self.sequences)], self.geometry.capacity).sum()
+        assert self._filled == filled, "the number of filled places disagrees with the sequences"
         for slot, sequence in self.sequences.items():
             for beam, table in zip(sequence.beams, self.block_tables[slot], strict=False):
                 places = [self.blocks.memory[block] for block in beam]
@@ -258,11 +291,10 @@ class KvCacheManager:
         self.blocks_held[slot] = len(beams[0])
         self._beam_width[slot] = beam_width
 
-    def _grow(self, rows: Rows) -> None:
-        """One more block for each beam of each of `rows`."""
+    def grow(self, rows: Rows) -> None:
+        """One more block for each beam of each of `rows`, in this order."""
         slots, places = rows.tolist(), self.blocks_held[rows]
-        for slot in slots:
-            self._window.grow(slot)
+        self._window.grow(slots)
         if self.geometry.max_beam_width == 1:
             memory, sequences = self.blocks.memory, self.sequences
             self.block_tables[rows, 0, places] = [memory[sequences[slot].beams[0][-1]] for slot in slots]
@@ -270,6 +302,7 @@ class KvCacheManager:
             for slot, place in zip(slots, places.tolist(), strict=True):
                 self._write_table(slot, place)
         self.blocks_held[rows] = places + 1
+        self._blocks_to_come[rows] -= self._beam_width[rows]
 
     def _write_table(self, slot: int, index: int) -> None:
         for number, beam in enumerate(self.sequences[slot].beams):

@@ -132,6 +132,9 @@ class VariableWindowCache:
         for window in self.windows:
             window.add_tokens(rows)
 
+    def steps_ahead(self, rows: Rows) -> None:
+        """Not known: windows come round at different times."""
+
     def store_context(self, slot: int) -> None:
         """Nothing is reused."""
 

@@ -51,10 +51,8 @@ class WindowCache:
         num_shared = count if share_last else max(count - 1, 0)
         needed = num_shared + (count - num_shared) * beam_width
         self._check_free(needed)
-        shared = [self._take(index, retention, beam_width) for index in range(num_shared)]
-        beams = [
-            shared + [self._take(index, retention) for index in range(num_shared, count)] for _ in range(beam_width)
-        ]
+        shared = self._take_blocks(0, num_shared, retention, beam_width)
+        beams = [shared + self._take_blocks(num_shared, count, retention) for _ in range(beam_width)]
         self.sequences[slot] = Sequence(beams, retention=retention)
 
     def _add_known(
@@ -69,10 +67,8 @@ class WindowCache:
         self._check_free(self._cost(matched, num_shared, count, beam_width))
         shared, num_tokens = self._take_matching(known, usable, beam_width, retention)
         num_matched = len(shared)
-        shared += [self._take(index, retention, beam_width) for index in range(num_matched, num_shared)]
-        beams = [
-            shared + [self._take(index, retention) for index in range(num_shared, count)] for _ in range(beam_width)
-        ]
+        shared += self._take_blocks(num_matched, num_shared, retention, beam_width)
+        beams = [shared + self._take_blocks(num_shared, count, retention) for _ in range(beam_width)]
         self._name(beams, known, num_matched, length)
         self.sequences[slot] = Sequence(beams, known, retention)
         counters.reused += num_matched
@@ -143,9 +139,15 @@ class WindowCache:
             for beam in beams:
                 keys[beam[index]] = key
 
-    def _take(self, index: int, retention: Retention, references: int = 1) -> int:
-        priority, duration_s = retention.of_block(index, self.geometry.tokens_per_block)
-        return self.blocks.take(references, DEFAULT_PRIORITY if priority is None else priority, duration_s)
+    def _take_blocks(self, first: int, stop: int, retention: Retention, references: int = 1) -> list[int]:
+        """New blocks for places `first` to `stop` - 1 of a prompt."""
+        if not retention.ranges:
+            return self.blocks.take_many(stop - first, references)
+        taken = []
+        for index in range(first, stop):
+            priority, duration_s = retention.of_block(index, self.geometry.tokens_per_block)
+            taken.append(self.blocks.take(references, DEFAULT_PRIORITY if priority is None else priority, duration_s))
+        return taken
 
     def _check_slot(self, slot: int) -> None:
         if slot in self.sequences:
@@ -157,12 +159,17 @@ class WindowCache:
 
     # Growing and shrinking.
 
-    def grow(self, slot: int) -> None:
-        """One more block for each beam."""
-        sequence = self.sequences[slot]
-        priority, duration_s = sequence.retention.of_output()
-        for beam in sequence.beams:
-            beam.append(self.blocks.take(priority=priority, duration_s=duration_s))
+    def grow(self, slots: list[int]) -> None:
+        """One more block for each beam of each of `slots`, in this order."""
+        sequences = [self.sequences[slot] for slot in slots]
+        if all(sequence.retention is NO_RETENTION and len(sequence.beams) == 1 for sequence in sequences):
+            for sequence, block in zip(sequences, self.blocks.take_many(len(slots)), strict=True):
+                sequence.beams[0].append(block)
+            return
+        for sequence in sequences:
+            priority, duration_s = sequence.retention.of_output()
+            for beam in sequence.beams:
+                beam.append(self.blocks.take(priority=priority, duration_s=duration_s))
 
     def shrink(self, slot: int) -> None:
         """Give the last block of each beam back, to be the next that is taken."""
@@ -187,6 +194,9 @@ class WindowCache:
     def remove(self, slot: int, now_s: float = 0.0) -> None:
         """Release all blocks of the sequence, the last ones first, so that tails are reused before heads."""
         sequence = self.sequences.pop(slot)
+        if len(sequence.beams) == 1:
+            self.blocks.let_go(reversed(sequence.beams[0]), now_s=now_s)
+            return
         for index in range(len(sequence.beams[0]) - 1, -1, -1):
             self.blocks.let_go((beam[index] for beam in sequence.beams), now_s=now_s)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.charts.kv_cache import draw_kv_cache
 from ifbbench.report.charts.latency import draw_latency
 from ifbbench.report.charts.style import save, styled
@@ -25,8 +26,8 @@ def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
     """
     if run.iterations.empty:
         raise InputError(
-            f"{run.path / 'iterations.jsonl'}: no iterations, so there is nothing to draw; expected those of a run "
-            "that began its work. Run again, or name another run."
+            f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw; expected those of a "
+            "run that began its work. Run again, or name another run."
         )
     charts = {"throughput": draw_throughput, "latency": draw_latency, "timeline": draw_timeline}
     if run.iterations["max_kv_cache_blocks"].max() > 0:

@@ -21,7 +21,10 @@ def draw_latency(run: RunData) -> Figure:
     grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
     ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
     _distribution(grid[0, 0], grid[1, 0], ttft, "TTFT", "requests", SERIES[0])
-    _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[2])
+    if run.recorded_every > 1:
+        _untold_gaps(grid[0, 1], grid[1, 1], run)
+    else:
+        _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[2])
     grid[1, 0].set_ylabel("share of values up to here")
     heading(grid[0, 0], "Latency", run)
     figure.align_ylabels(grid[:, 0])
@@ -51,6 +54,20 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     shares.plot(percentiles, np.array(MARKS) / 100, "o", color=INK, markersize=4, zorder=3)
     texts = [f"p{mark} {significant(value)} {unit}" for mark, value in zip(MARKS, percentiles, strict=True)]
     shares.set_title(" · ".join(texts), fontsize=8.5, color=MUTED)
+
+
+def _untold_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
+    """Thinned statistics do not tell when each token came; the run's own figures do, in a few numbers."""
+    why = f"not drawn: only one of {run.recorded_every}\niterations has its time recorded"
+    shape.text(0.5, 0.5, why, transform=shape.transAxes, ha="center", va="center", color=MUTED)
+    known = {mark: ((run.summary or {}).get("itl_s") or {}).get(f"p{mark}") for mark in MARKS}
+    unit, scale = time_unit(known.values())
+    told = [f"p{mark} {significant(value * scale)} {unit}" for mark, value in known.items() if value is not None]
+    shares.set_title(" · ".join(told), fontsize=8.5, color=MUTED)
+    shares.set_xlabel("ITL")
+    for axes in (shape, shares):
+        axes.set_xticks([])
+        axes.set_yticks([])
 
 
 def _bin_edges(values: Floats, logarithmic: bool) -> Floats:

@@ -82,6 +82,7 @@ def heading(top: Axes, what: str, run: RunData) -> None:
     parts = [config.get("policy"), *(f"{name} {config[name]}" for name in names if config.get(name))]
     parts += ["chunked context"] if config.get("enable_chunked_context") else []
     parts += ["partial run"] if run.partial else []
+    parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
     title(top, f"{what}: {run.name}", " · ".join(str(part) for part in parts if part))
 
 

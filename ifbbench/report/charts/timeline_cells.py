@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.load import RunData
 
 CHUNK_LETTERS = {"context": "C", "recompute": "R"}
@@ -57,6 +58,6 @@ def _check_chunks(run: RunData, request: str, phase: str, chunks: Any, length: i
     known = len(chunks) if isinstance(chunks, list) else 0
     if known != length:
         raise InputError(
-            f"{run.path / 'spans.jsonl'}: request {request}: {known} chunks for a {phase} span of {length} iterations; "
-            "expected one chunk size an iteration. Run again to record it anew."
+            f"{find_lines(run.path, 'spans')}: request {request}: {known} chunks for a {phase} span of {length} "
+            "iterations; expected one chunk size an iteration. Run again to record it anew."
         )

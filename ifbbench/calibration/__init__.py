@@ -1,0 +1,1 @@
+"""Calibration: measures the executor of a device, and fits the cost model's constants to it."""

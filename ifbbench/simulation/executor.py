@@ -1,0 +1,76 @@
+"""The executor that answers with a predicted time: a cost model instead of a model, and a virtual clock."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ifbbench.batching.batch import NO_OUTPUTS, Batch, IntArray64, StepOutputs
+from ifbbench.batching.kv_cache.geometry import ceil_div
+from ifbbench.clock import VirtualClock
+from ifbbench.simulation.cost_model import CostModel
+from ifbbench.simulation.step_work import StepWork
+
+
+class SimulatedExecutor:
+    """A device that works off batches one after the other, each in the time that `cost_model` says.
+
+    Host and device are two: `submit` takes the host's time, and the device starts when the host is done and the batch
+    before is. So with overlap the host's time hides behind the device's.
+
+    With pipeline parallelism a batch goes through the stages in as many micro batches as there are stages, or requests
+    if they are fewer, one behind the other. Once the pipeline is full every stage is busy, and a micro batch comes back
+    to the first stage when the last one before it has left there: so an iteration takes as long as one micro batch
+    takes through all stages. Filling the pipeline after a pause is not counted.
+    """
+
+    def __init__(
+        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
+    ) -> None:
+        """windows: how many positions up to its own a query sees, in tokens (None if all), and the share of the layers
+        in which it does, 0 to 1."""
+        self._cost_model = cost_model
+        self._stages = cost_model.shard.pp_size
+        self._windows = tuple(windows)
+        self._clock = clock
+        self._device_free_ns = 0
+        self._finish_ns: deque[int] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        """Start one batch."""
+        requests = len(batch.context) + len(batch.slots)
+        work = self._work(batch)
+        if self._stages > 1:
+            work = work.part(min(self._stages, requests))
+        self._clock.advance(self._cost_model.host_ns(requests))
+        start_ns = max(self._clock.now_ns, self._device_free_ns)
+        self._device_free_ns = start_ns + self._cost_model.device_ns(work)
+        self._finish_ns.append(self._device_free_ns)
+
+    def generation_times(self, positions: IntArray64, steps: int) -> tuple[int, IntArray64]:
+        """What `submit` and `collect` would take for each of the next iterations of nothing but these requests. Only
+        with one attention window for all layers."""
+        ((window, _),) = self._windows
+        count = len(positions)
+        parts = min(self._stages, count)
+        if window is None:
+            kv_tokens = int(np.add.reduce(positions)) + count * np.arange(1, steps + 1)
+        else:
+            lengths = positions + np.arange(1, steps + 1)[:, None]
+            kv_tokens = np.minimum(lengths, window).sum(axis=1)
+        device_ns = self._cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
+        return self._cost_model.host_ns(count), device_ns
+
+    def collect(self) -> StepOutputs:
+        """Let time pass until the oldest batch under way is done. There are no tokens; they stay symbolic."""
+        self._clock.wait_until_ns(self._finish_ns.popleft())
+        return NO_OUTPUTS
+
+    def _work(self, batch: Batch) -> StepWork:
+        (window, _), *more = self._windows
+        if not more:
+            return StepWork.of_batch(batch, window)
+        return StepWork.mean([(StepWork.of_batch(batch, window), share) for window, share in self._windows])
+
+    def close(self) -> None:
+        """Nothing to give back."""

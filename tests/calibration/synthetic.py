@@ -1,0 +1,54 @@
+"""An engine whose iterations take what a known cost model says, more or less."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ifbbench.api.engine import Engine, build_engine
+from ifbbench.clock import VirtualClock
+from ifbbench.config import RunConfig
+from ifbbench.simulation.cost_model import CostModel
+from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.hardware import HardwareProfile, load_hardware
+
+DTYPE = "float32"
+
+
+def true_hardware() -> HardwareProfile:
+    """A machine quite unlike the built-in profile, from which a fit starts."""
+    base = load_hardware("cpu")
+    constants = replace(
+        base.constants, matmul=0.2, memory=3.0, context_attention=0.9, generation_attention=0.1, kernel_s=2.5e-5
+    )
+    return replace(base, constants=constants, host_iteration_s=4e-4, host_request_s=2e-5)
+
+
+class Disturbed(SimulatedExecutor):
+    """Takes a few per cent more or less, and now and then several times as long."""
+
+    def __init__(self, cost_model: CostModel, clock: VirtualClock, seed: int, noise: float, disturbances: float) -> None:
+        super().__init__(cost_model, clock)
+        self._own_clock = clock
+        self._random = np.random.default_rng(seed)
+        self._noise, self._disturbances = noise, disturbances
+
+    def collect(self):
+        before_ns = self._own_clock.now_ns
+        outputs = super().collect()
+        factor = self._random.lognormal(0, self._noise) + 4 * (self._random.random() < self._disturbances)
+        longer_ns = round((self._own_clock.now_ns - before_ns) * max(factor - 1, 0))
+        self._own_clock.advance(longer_ns)
+        return outputs
+
+
+def synthetic_engine(noise: float = 0.0, disturbances: float = 0.0) -> Engine:
+    """An engine on the true hardware. noise: standard deviation of each time's logarithm, of which only what is longer
+    counts; disturbances: share of iterations that take five times as long."""
+    engine = build_engine(RunConfig(device="sim:cpu"))
+    clock = VirtualClock()
+    cost_model = cost_model_of(engine, true_hardware())
+    return replace(engine, clock=clock, executor=Disturbed(cost_model, clock, 5, noise, disturbances))
+
+
+def cost_model_of(engine: Engine, hardware: HardwareProfile) -> CostModel:
+    return CostModel(engine.model, hardware, dtype=DTYPE, kv_cache_dtype=DTYPE)

@@ -1,0 +1,99 @@
+"""`ifbbench calibrate`: its files, its errors, and runs that its profile simulates."""
+
+import dataclasses
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.calibration.calibrate import calibrate
+from ifbbench.cli.main import main
+from ifbbench.config import RunConfig
+from ifbbench.replay.run import run_trace
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.hardware_writer import write_profile
+
+SMALL = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 1024}
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, ["calibrate", *arguments])
+
+
+def test_a_calibrated_profile_simulates_the_schedule_of_a_real_run(tmp_path):
+    profile = tmp_path / "here.toml"
+    done = invoke("--device", "cpu", "--quick", "--output", str(profile), "--max-batch-size", "4",
+                  "--max_num_tokens", "512", "--max_seq_len", "1024")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert f"sim:{profile}" in done.output
+    assert "Attention of generation" in done.output
+    assert profile.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    hardware = load_hardware(str(profile))
+    assert hardware.calibration["model"] == "tiny"
+    assert hardware.calibration["iterations"] > 50
+
+    summaries = {}
+    for device in ("cpu", f"sim:{profile}"):
+        config = RunConfig(device=device, output=str(tmp_path / "run"), overwrite=True, time_scale=0,
+                           max_num_samples=12, quiet=True, **{**SMALL, "max_seq_len": 2048})  # fmt: skip
+        summaries[device] = run_trace("default", config).summary
+    real, simulated = summaries.values()
+    assert real["schedule_digest"] == simulated["schedule_digest"]
+    assert real["requests"]["completed"] == 12
+    assert simulated["duration_s"] > 0
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    base = load_hardware("cpu")
+    path = tmp_path / "mine.toml"
+    mine = dataclasses.replace(
+        base, name="mine", title='A "machine"', host_iteration_s=1.2345e-4, peak_flops={"float32": 1.25e11},
+        constants=dataclasses.replace(base.constants, matmul=0.125, launch_s=0.0, kernel_s=3e-5),
+        calibration={"model": "tiny", "median_error": 0.0625, "points": 12},
+    )  # fmt: skip
+    write_profile(mine, path, "A remark.")
+    assert path.read_text(encoding="utf-8").startswith("# A remark.\n")
+    read = load_hardware(str(path))
+    assert dataclasses.replace(read, host_iteration_s=0.0) == dataclasses.replace(mine, host_iteration_s=0.0)
+    assert read.host_iteration_s == pytest.approx(1.2345e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", ["null", "sim:h100-sxm"])
+def test_a_device_that_computes_nothing_is_refused(device):
+    done = invoke("--device", device)
+    assert done.exit_code == 2
+    assert f"--device: {device} computes nothing" in done.output
+
+
+def test_a_missing_gpu_is_one_line(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    done = invoke("--device", "cuda", "--output", str(tmp_path / "gpu.toml"))
+    assert done.exit_code == 2
+    assert "no CUDA device" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["here.toml", "here.png"])
+def test_what_exists_is_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    done = invoke("--device", "cpu", "--output", str(tmp_path / "here.toml"))
+    assert done.exit_code == 2
+    assert f"{name}: already exists; add --overwrite" in done.output
+    assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize(("name", "message"), [("here.txt", "ends in .toml"), ("nowhere/here.toml", "no directory")])
+def test_a_bad_output_is_refused(tmp_path, name, message):
+    done = invoke("--device", "cpu", "--output", str(tmp_path / name))
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_settings_that_do_not_fit_together_are_refused_first(tmp_path):
+    from ifbbench.errors import InputError
+
+    with pytest.raises(InputError, match="max_seq_len"):
+        calibrate(RunConfig(device="cpu", max_seq_len=1_000_000), tmp_path / "here.toml")
+    assert not list(tmp_path.iterdir())

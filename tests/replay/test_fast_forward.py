@@ -1,0 +1,203 @@
+"""Iterations advanced together leave the same files as iterations advanced one by one, to the last byte."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from ifbbench.batching.batching_config import BatchingConfig
+from ifbbench.batching.kv_cache.sequence import ReuseRules
+from ifbbench.batching.manager import BatchManager
+from ifbbench.batching.records import IterationRecord, Stretch
+from ifbbench.batching.request import Request
+from ifbbench.batching.reuse_tokens import ReuseIdentity
+from ifbbench.batching.statistics import IterationStatistics
+from ifbbench.clock import VirtualClock
+from ifbbench.model.config import load_model_config
+from ifbbench.recording import run_directory
+from ifbbench.recording.recorder import Recorder
+from ifbbench.replay.client import ReplayClient
+from ifbbench.simulation.cost_model import CostModel
+from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.workload.trace import Trace, TraceRequest
+
+COST_MODEL = CostModel(load_model_config("tiny"), load_hardware("h100-sxm"), dtype="bf16", kv_cache_dtype="bf16")
+FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
+
+
+class CountingRecorder(Recorder):
+    """Knows how many iterations came together with others."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.together = 0
+
+    def stretch(self, stretch: Stretch) -> None:
+        super().stretch(stretch)
+        self.together += stretch.length - 1
+
+
+def config_of(**changes: Any) -> BatchingConfig:
+    values: dict[str, Any] = {
+        "policy": "guaranteed_no_evict", "max_batch_size": 6, "max_num_tokens": 64, "max_seq_len": 96,
+        "max_input_len": 60, "tokens_per_block": 4, "num_blocks": 60,
+    }  # fmt: skip
+    return BatchingConfig(**(values | changes))
+
+
+def run(
+    trace: Trace, config: BatchingConfig, directory: Path, together: bool, window: int | None = None,
+    concurrency: int | None = None, every: int = 1,
+) -> CountingRecorder:
+    """Replay `trace` on a virtual clock, with fast-forward if `together`."""
+    clock = VirtualClock()
+    client = ReplayClient(trace, clock, make_request, concurrency=concurrency)
+    recorder = CountingRecorder(
+        run_directory.prepare(directory, overwrite=False), {}, len(trace),
+        IterationStatistics(config.batching_type, config.max_batch_size), client.arrival_s, "jsonl", every,
+    )  # fmt: skip
+    manager = BatchManager(
+        config, SimulatedExecutor(COST_MODEL, clock, [(window, 1.0)]), clock, client.get_requests, client.send_response,
+        recorder, client.queued, next_change=client.next_arrival_s if together else None,
+    )  # fmt: skip
+    while not client.done:
+        if not manager.step():
+            client.wait()
+        manager.kv_cache.check_consistency()
+    recorder.close(partial=False)
+    return recorder
+
+
+def make_request(index: int, row: TraceRequest) -> Request:
+    # Prompts begin alike, so that there is something to reuse.
+    shared = min(row.prompt_len, 4 * (index % 5))
+    runs = [(0, shared), (10_000 * (index + 1), row.prompt_len - shared)]
+    return Request(
+        row.request_id, row.prompt_len, row.max_new_tokens, output_len=row.output_len, index=index,
+        priority=row.priority, reuse=ReuseIdentity(runs=runs, output_symbol=1_000_000 + 1_000 * index),
+    )  # fmt: skip
+
+
+def handing_out(waiting: list[Request]) -> Callable[[int], list[Request]]:
+    def get_requests(count: int) -> list[Request]:
+        taken = waiting[:count]
+        del waiting[:count]
+        return taken
+
+    return get_requests
+
+
+def files(directory: Path) -> dict[str, str]:
+    return {name: (directory / name).read_text() for name in FILES}
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 400_000),  # arrival, microseconds
+        st.integers(1, 59), st.integers(1, 40), st.integers(0, 20), st.sampled_from([0.5, 0.5, 0.5, 0.9]),
+    ),
+    min_size=1, max_size=16,
+)  # fmt: skip
+configs = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
+        "chunk_unit": st.sampled_from([None, 4, 8]),
+        "max_batch_size": st.integers(1, 8),
+        "max_num_tokens": st.integers(60, 90),
+        "num_blocks": st.integers(25, 80),
+        "tokens_per_block": st.sampled_from([4, 8]),
+        "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True)]),
+    }
+)
+
+
+def trace_of(rows: list[tuple[int, int, int, int, float]]) -> Trace:
+    ordered = sorted(rows, key=lambda row: row[0])
+    return Trace(
+        "random",
+        [
+            TraceRequest(index, arrival / 1e6, prompt, min(output + more, 96 - prompt), output, priority=priority)
+            for index, (arrival, prompt, output, more, priority) in enumerate(ordered)
+        ],
+        "0" * 64,
+        "test",
+    )
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=requests, changes=configs, concurrency=st.sampled_from([None, None, 3]))
+def test_together_is_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], changes: dict[str, Any], concurrency: int | None
+) -> None:
+    config, trace, folder = config_of(**changes), trace_of(rows), tmp_path_factory.mktemp("runs")
+    run(trace, config, folder / "apart", together=False, concurrency=concurrency)
+    recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize("every", [1, 7])
+def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: int) -> None:
+    """Head-of-line blocking, the end of the pool and arrivals in the middle of a stretch."""
+    rows = [(0.0, 8, 80), (0.0, 40, 30), (0.0, 50, 40), (0.002, 30, 20), (0.01, 3, 60), (1.0, 5, 90)]
+    trace = Trace(
+        "long", [TraceRequest(index, s, prompt, out, out) for index, (s, prompt, out) in enumerate(rows)], "0" * 64, ""
+    )
+    config = config_of(policy=policy, num_blocks=30)
+    run(trace, config, tmp_path / "apart", together=False, every=every)
+    recorder = run(trace, config, tmp_path / "together", together=True, every=every)
+    assert recorder.together > 100
+    assert files(tmp_path / "together") == files(tmp_path / "apart")
+
+
+def test_an_attention_window_costs_what_it_costs_one_by_one(tmp_path: Path) -> None:
+    trace = Trace("window", [TraceRequest(i, 0.0, 5 + i, 60, 60) for i in range(4)], "0" * 64, "")
+    run(trace, config_of(), tmp_path / "apart", together=False, window=16)
+    recorder = run(trace, config_of(), tmp_path / "together", together=True, window=16)
+    assert recorder.together > 40
+    assert files(tmp_path / "together") == files(tmp_path / "apart")
+
+
+def test_the_records_of_a_stretch_are_those_of_its_iterations(tmp_path: Path) -> None:
+    """What is printed or told to callbacks, where each iteration is asked for on its own."""
+    apart: list[IterationRecord] = []
+    together: list[IterationRecord] = []
+
+    class Listener:
+        def __init__(self, records: list[IterationRecord]) -> None:
+            self.records = records
+
+        def iteration(self, record: IterationRecord) -> None:
+            self.records.append(record)
+
+        def stretch(self, stretch: Stretch) -> None:
+            self.records.extend(stretch.records())
+
+        def left(self, request: Request, error: str | None) -> None:
+            raise AssertionError(error)
+
+    def never(now_s: float) -> float | None:
+        return None
+
+    for records, change in ((apart, None), (together, never)):
+        waiting = [Request(i, 5 + i, 40, index=i) for i in range(3)]
+        clock = VirtualClock()
+        manager = BatchManager(
+            config_of(), SimulatedExecutor(COST_MODEL, clock), clock, handing_out(waiting), lambda response: None,
+            Listener(records), next_change=change,
+        )  # fmt: skip
+        while manager.step():
+            pass
+    statistics = IterationStatistics(config_of().batching_type, 6)
+    assert [statistics.fields(record) for record in together] == [statistics.fields(record) for record in apart]
+    assert [(record.start_s, record.submit_s, record.end_s) for record in together] == [
+        (record.start_s, record.submit_s, record.end_s) for record in apart
+    ]
+    assert [[r.request_id for r in record.finished] for record in together] == [
+        [r.request_id for r in record.finished] for record in apart
+    ]

@@ -1,0 +1,187 @@
+"""The cost model: its sums, its limits, and that more work never takes less time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ifbbench.errors import InputError
+from ifbbench.model.config import load_model_config
+from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.step_work import StepWork
+
+SETUPS = (
+    ("llama-3.1-8b", "h100-sxm", {"dtype": "fp8"}),
+    ("llama-3.1-8b", "a100-80gb-sxm", {"dtype": "int4"}),
+    ("llama-3.3-70b", "h200-sxm", {"dtype": "bf16", "kv_cache_dtype": "fp8", "tp_size": 4}),
+    ("llama-3.1-405b", "b200", {"dtype": "fp8", "tp_size": 8, "pp_size": 2}),
+    ("qwen3-0.6b", "l40s", {"dtype": "fp16", "cuda_graphs": False}),
+    ("llama-2-7b", "a10g", {"dtype": "bf16"}),
+    ("tiny", "cpu", {"dtype": "float32"}),
+)
+MODELS = {
+    f"{model} on {device} {options}": CostModel(load_model_config(model), load_hardware(device), **options)
+    for model, device, options in SETUPS
+}
+any_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+LENGTHS = st.integers(1, 100_000)
+CHUNKS = st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 8192), st.booleans()), max_size=6)
+WORKS = st.builds(StepWork.of_lengths, CHUNKS, st.lists(LENGTHS, max_size=40)).filter(lambda work: work.num_tokens > 0)
+
+
+def _times(model: CostModel, work: StepWork) -> dict[str, float]:
+    return {operation.name: operation.seconds for operation in model.operations(work)}
+
+
+@any_model
+@settings(max_examples=25)
+@given(work=WORKS)
+def test_the_operations_add_up_to_the_time_of_the_iteration(model, work):
+    total_ns = sum(_times(model, work).values()) * NANOSECONDS
+
+    assert model.device_ns(work) == pytest.approx(total_ns, rel=1e-9, abs=1)
+
+
+@any_model
+@settings(max_examples=25)
+@given(work=WORKS)
+def test_no_operation_is_faster_than_the_hardware(model, work):
+    hardware = model.hardware
+    fastest = max(hardware.peak_flops.values())
+    for operation in model.operations(work):
+        is_network = operation.name in ("all-reduces", "pipeline transfer")
+        bandwidth = hardware.link_bandwidth if is_network else hardware.memory_bandwidth
+        assert operation.flops <= fastest * operation.seconds
+        assert operation.bytes <= bandwidth * operation.seconds
+
+
+@any_model
+@settings(max_examples=25)
+@given(work=WORKS, chunk=st.tuples(st.integers(0, 100_000), st.integers(1, 8192)), kv_length=LENGTHS)
+def test_more_work_never_takes_less_time(model, work, chunk, kv_length):
+    start, length = chunk
+    more = [
+        StepWork.of_lengths([(start, length, False)]), StepWork.of_lengths([], [kv_length]), StepWork(outputs=1),
+        StepWork(generation_kv_tokens=1000), StepWork(attention_pairs=1000), StepWork(context_kv_tokens=1000),
+    ]  # fmt: skip
+    for extra in more:
+        longer = StepWork(*map(sum, zip(work, extra, strict=True)))
+        assert model.device_ns(longer) >= model.device_ns(work)
+
+
+@any_model
+@settings(max_examples=25)
+@given(st.integers(1, 3000), st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
+def test_many_iterations_at_once_take_what_each_takes(model, tokens, kv_tokens):
+    together = model.generation_ns(tokens, np.array(kv_tokens, dtype=np.int64))
+
+    works = [StepWork(generation_tokens=tokens, generation_kv_tokens=keys, outputs=tokens) for keys in kv_tokens]
+    assert together.dtype == np.int64
+    assert together.tolist() == [model.device_ns(work) for work in works]
+
+
+def test_flops_and_bytes_are_those_of_the_shape():
+    """A prompt of 1,000 tokens and one request of 500 keys, by hand."""
+    model = MODELS["llama-3.1-8b on h100-sxm {'dtype': 'fp8'}"]
+    found = {operation.name: operation for operation in model.operations(StepWork.of_lengths([(0, 1000, True)], [500]))}
+
+    products = ("QKV product", "attention output product", "gate and up product", "down product")
+    weights = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336)
+    assert sum(found[name].flops for name in products) == 2 * 1001 * weights
+    assert sum(found[name].bytes for name in products) > weights
+    assert found["context attention"].flops == 4 * 32 * 4096 * 1000 * 1001 // 2
+    assert found["generation attention"].bytes == 500 * 65_536
+    assert found["output layer"].flops == 2 * 2 * 4096 * 128_256
+    assert found["all-reduces"].seconds == 0
+
+
+def test_a_chunk_costs_more_the_later_it_is():
+    model = MODELS["llama-3.1-8b on h100-sxm {'dtype': 'fp8'}"]
+
+    first, later = (model.device_ns(StepWork.of_lengths([(start, 2048, False)])) for start in (0, 100_000))
+    whole = model.device_ns(StepWork.of_lengths([(0, 4096, True)]))
+    halves = [model.device_ns(StepWork.of_lengths([(start, 2048, start > 0)])) for start in (0, 2048)]
+    assert later > 2 * first
+    assert sum(halves) == pytest.approx(whole, rel=0.1)
+    assert sum(halves) > whole
+
+
+def test_weights_are_read_once_whatever_the_batch():
+    """With few tokens the products wait for their weights, with many for their arithmetic."""
+    model = MODELS["llama-3.1-8b on h100-sxm {'dtype': 'fp8'}"]
+    limits = {}
+    for tokens in (1, 16, 4096):
+        operations = model.operations(StepWork(context_tokens=tokens))
+        limits[tokens] = next(operation for operation in operations if operation.name == "gate and up product")
+
+    assert limits[16].seconds == pytest.approx(limits[1].seconds, rel=0.02)
+    assert (limits[16].limit, limits[4096].limit) == ("memory", "compute")
+
+
+def test_smaller_weights_are_quicker_to_read():
+    shape, hardware = load_model_config("llama-3.1-8b"), load_hardware("h100-sxm")
+    work = StepWork.of_lengths([], [100] * 4)
+
+    times = [CostModel(shape, hardware, dtype=dtype).device_ns(work) for dtype in ("bf16", "fp8", "int4")]
+    assert times == sorted(times, reverse=True)
+
+
+def test_tensor_parallelism_splits_the_work_and_adds_all_reduces():
+    shape, hardware = load_model_config("llama-3.3-70b"), load_hardware("h100-sxm")
+    work = StepWork.of_lengths([(0, 4096, True)], [1000] * 64)
+    one, eight = (_times(CostModel(shape, hardware, dtype="fp8", tp_size=size), work) for size in (1, 8))
+
+    assert one["all-reduces"] == 0 < eight["all-reduces"]
+    assert eight["down product"] == pytest.approx(one["down product"] / 8, rel=0.1)
+    assert 1 / 8 < sum(eight.values()) / sum(one.values()) < 1 / 2
+
+
+def test_more_devices_than_key_heads_keep_a_head_each():
+    shape, hardware = load_model_config("llama-3.3-70b"), load_hardware("h100-sxm")
+    work = StepWork.of_lengths([], [1000] * 64)
+    eight, sixteen = (
+        next(operation.bytes for operation in CostModel(shape, hardware, dtype="fp8", tp_size=size).operations(work)
+             if operation.name == "generation attention") for size in (8, 16)
+    )  # fmt: skip
+    assert eight == sixteen > 0
+
+
+def test_a_pipeline_takes_as_long_but_its_first_stage_is_free_sooner():
+    shape, hardware = load_model_config("llama-3.3-70b"), load_hardware("h100-sxm")
+    work = StepWork.of_lengths([], [1000] * 64)
+    one, four = (CostModel(shape, hardware, dtype="fp8", pp_size=size) for size in (1, 4))
+
+    assert one.device_ns(work) < four.device_ns(work) < 1.1 * one.device_ns(work)
+    assert one.stage_ns(work) == one.device_ns(work)
+    assert four.stage_ns(work) == pytest.approx(four.device_ns(work) / 4, abs=1)
+
+
+def test_without_cuda_graph_the_host_launches_one_kernel_after_the_other():
+    shape, hardware = load_model_config("qwen3-0.6b"), load_hardware("h100-sxm")
+    work = StepWork.of_lengths([], [10])
+    with_graph, without = (CostModel(shape, hardware, dtype="bf16", cuda_graphs=graphs) for graphs in (True, False))
+
+    waited = _times(without, work)["waiting for launches"]
+    assert waited > 0 == _times(with_graph, work)["waiting for launches"]
+    assert without.device_ns(work) - with_graph.device_ns(work) == pytest.approx(waited * NANOSECONDS, abs=2)
+
+
+def test_the_host_takes_time_for_each_request():
+    model = MODELS["llama-3.1-8b on h100-sxm {'dtype': 'fp8'}"]
+
+    assert 0 < model.host_ns(1) < model.host_ns(1000)
+    assert model.host_ns(1001) - model.host_ns(1000) == pytest.approx(2500, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp8"}, "--dtype: NVIDIA A100 SXM 80 GB has no matrix products in fp8"),
+        ({"dtype": "bf16", "tp_size": 3}, "--tp_size: 3 devices cannot share 32 attention heads"),
+        ({"dtype": "bf16", "pp_size": 33}, "--pp_size: 33 stages are more than the model's 32 layers"),
+    ],
+)
+def test_what_does_not_go_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        CostModel(load_model_config("llama-3.1-8b"), load_hardware("a100-80gb-sxm"), **options)

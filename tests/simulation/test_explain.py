@@ -1,0 +1,107 @@
+"""`ifbbench explain-step`: what it prints, and what it refuses."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+from ifbbench.errors import InputError
+from ifbbench.simulation.explain import Step, parse_step
+from ifbbench.simulation.explain_tables import duration, scaled
+
+STEP = ["llama-3.1-8b", "--dtype", "fp8", "--context", "512@0", "--generation", "64x2048"]
+
+
+def _run(*arguments):
+    return CliRunner().invoke(main, ["explain-step", *arguments])
+
+
+def _explained(*arguments):
+    result = _run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_the_table_names_operations_limits_and_totals():
+    result = _run(*STEP, "--device", "sim:h100-sxm")
+
+    assert result.exit_code == 0, result.output
+    assert "llama-3.1-8b on NVIDIA H100 SXM 80 GB  weights fp8 · KV cache fp8" in result.output
+    assert "512 context tokens (512@0) and 64 requests in generation (64 with 2,048 keys each)" in result.output
+    for words in ("gate and up product", "generation attention", "8.59 GB", "compute", "memory", "total", "KV cache"):
+        assert words in result.output
+    assert "all-reduces" not in result.output
+    assert "This batch takes 131,584 of these tokens" in result.output
+
+
+def test_the_json_has_the_same_sums():
+    found = _explained(*STEP, "--device", "h100-sxm")
+
+    assert sum(operation["seconds"] for operation in found["operations"]) == pytest.approx(found["device_s"], rel=1e-6)
+    assert found["work"]["context_tokens"] == 512
+    assert found["work"]["generation_kv_tokens"] == 64 * 2048
+    assert found["memory"]["step_tokens"] == 512 + 64 * 2048
+
+
+def test_devices_can_be_written_with_and_without_prefix_and_options_with_dashes():
+    with_prefix = _explained(*STEP, "--device", "sim:h100_sxm", "--tp_size", "2", "--kv_cache_dtype", "bf16")
+    without = _explained(*STEP, "--device", "h100-sxm", "--tp-size", "2", "--kv-cache-dtype", "bf16")
+
+    assert with_prefix == without
+    assert without["tp_size"] == 2
+    assert "all-reduces" in [operation["name"] for operation in without["operations"]]
+
+
+def test_a_batch_that_does_not_fit_is_said_to():
+    result = _run("llama-3.1-8b", "--device", "l4", "--generation", "64x8000")
+
+    assert result.exit_code == 0, result.output
+    assert "This batch does not fit: it takes 512,000 tokens of KV cache." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "--generation", "1x1"], "--device: auto is not simulated; expected a hardware profile: a100-40gb"),
+        (["tiny", "--device", "h100", "--generation", "1x1"], "Did you mean h100-sxm?"),
+        (["big", "--device", "h100-sxm", "--generation", "1x1"], "'big' is neither a directory nor a"),
+        (["tiny", "--device", "h100-sxm"], "a batch of 0 requests; expected 1 to 1,000,000"),
+        (["tiny", "--device", "h100-sxm", "--context", "5@x"], "--context: '5@x' is not valid; expected LENGTH@START"),
+        (["tiny", "--device", "h100-sxm", "--generation", "5"], "--generation: '5' is not valid; expected REQUESTSxL"),
+        (["tiny", "--device", "a10g", "--dtype", "fp8", "--context", "5"], "has no matrix products in fp8"),
+        (["llama-3.3-70b", "--device", "l4", "--context", "5"], "the model does not fit"),
+    ],
+)
+def test_errors_are_one_line_without_traceback(arguments, message):
+    result = _run(*arguments)
+
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_parts_repeat_and_take_commas():
+    assert parse_step(["512@0,128@1024", "7"], ["4x100, 2x50"]) == Step(
+        chunks=((0, 512), (1024, 128), (0, 7)), groups=((4, 100), (2, 50))
+    )
+
+
+@pytest.mark.parametrize("text", ["0@0", "-1@0", "1@2@3", "1.5@0", "9999999999@0", ""])
+def test_chunks_that_are_none_are_refused(text):
+    with pytest.raises(InputError, match="--context"):
+        parse_step([text], [])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.00 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (65_536, "65.5 kB"), (1.5e15, "1.50 PB")]
+)
+def test_sizes_have_three_digits(value, text):
+    assert scaled(value, "B") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.5, "1.50 s"), (0.9999, "1.00 s"), (0.0123, "12.3 ms"), (5e-7, "0.50 µs")]
+)
+def test_times_have_three_digits(seconds, text):
+    assert duration(seconds) == text

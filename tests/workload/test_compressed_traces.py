@@ -1,0 +1,70 @@
+"""Traces that are compressed, as whole files and as killed runs leave them."""
+
+import gzip
+import hashlib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.workload.load import load_trace
+from ifbbench.workload.read import read_trace
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47,396,109\n"
+ROW = '{"arrival_s": 0, "prompt_tokens": [1, 2], "output_len": 1}\n'
+MOONCAKE = '{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [4, 9]}\n'
+SAMPLES = '[{"input_ids": [5, 6], "output_len": 3}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.csv", AZURE), ("a.jsonl", ROW * 5), ("a.jsonl", MOONCAKE), ("a.json", SAMPLES)]
+)
+def test_a_compressed_trace_is_the_same_trace(tmp_path: Path, name: str, text: str) -> None:
+    plain, packed = tmp_path / name, tmp_path / f"{name}.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    trace = read_trace(packed)
+    assert list(trace) == list(read_trace(plain))
+    assert trace.name == "a"
+    assert trace.sha256 == hashlib.sha256(packed.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("content", [gzip.compress((ROW * 900).encode())[:-20], ROW.encode()])
+def test_a_compressed_file_that_is_not_whole(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz: .*gzip file.*Give the whole file"):
+        read_trace(path)
+
+
+def test_unknown_format_inside(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet.gz"
+    path.write_bytes(gzip.compress(b"x"))
+    with pytest.raises(InputError, match=r"unknown trace format \(suffix '\.parquet'\)"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_the_trace_of_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path, name: str) -> None:
+    content = b"".join(b'{"request_id":%d,"arrival_s":2.5,"prompt_len":7,"output_len":3}\n' % row for row in range(999))
+    content = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(content[: len(content) * 3 // 4])
+    trace = load_trace(tmp_path, RunConfig())
+    assert 300 < len(trace) < 999
+    assert [request.request_id for request in trace] == list(range(len(trace)))
+    assert trace.skipped_rows <= 1
+    with pytest.raises(InputError):
+        load_trace(tmp_path / name, RunConfig())
+
+
+def test_synthetic_traces_are_written_compressed_and_the_same_each_time(tmp_path: Path) -> None:
+    sizes = ["--input-mean", "9", "--input-stdev", "3", "--output-mean", "5", "--output-stdev", "1"]
+    for name in ("a.jsonl", "a.jsonl.gz", "b.jsonl.gz"):
+        arguments = ["dataset", "synth", "token-norm-dist", "--num-requests", "200", *sizes, "-o", str(tmp_path / name)]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+    packed = (tmp_path / "a.jsonl.gz").read_bytes()
+    assert packed == (tmp_path / "b.jsonl.gz").read_bytes()
+    assert gzip.decompress(packed) == (tmp_path / "a.jsonl").read_bytes()
