@@ -2,13 +2,15 @@
 
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ifbbench.batching.active import ActiveRequests
 from ifbbench.batching.batching_config import LOOK_AHEAD, BatchingConfig
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.request import Request
+
+NextChange = Callable[[float], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class Admission:
     """The queue's front: fetches requests, refuses the impossible, lets the others in by priority.
 
     `get_requests(n)` returns at most n requests that have arrived; `refuse(request, error)` answers for a refused one.
+    `next_change(now_s)`: when it may return others, unless somebody leaves before; None for never. Without it that may
+    be at any time.
     """
 
     def __init__(
@@ -94,11 +98,14 @@ class Admission:
         max_active: int,
         get_requests: Callable[[int], list[Request]],
         refuse: Callable[[Request, str], None],
+        next_change: NextChange | None = None,
     ) -> None:
         self._limits = limits
         self._max_active = max_active
         self._get_requests = get_requests
         self._refuse = refuse
+        self._next_change = next_change
+        self._nothing_before_s = -math.inf
         self._waiting: list[Request] = []
         self._in_use: dict[int, Request] = {}
 
@@ -108,7 +115,8 @@ class Admission:
         return self._waiting
 
     def forget(self, request: Request) -> None:
-        """The request had its final response: its id may be used again."""
+        """The request had its final response: its id may be used again, and its place."""
+        self._nothing_before_s = -math.inf
         self._in_use.pop(request.request_id, None)
 
     def find(self, request_id: int) -> Request | None:
@@ -120,14 +128,19 @@ class Admission:
         self._waiting.remove(request)
         self.forget(request)
 
-    def admit(self, active: ActiveRequests) -> list[Request]:
+    def admit(self, active: ActiveRequests, now_s: float) -> Sequence[Request]:
         """Fetch, and make active what the limits allow; returns the newly active requests."""
+        if now_s < self._nothing_before_s:
+            return ()
         self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD - len(self._waiting))
         admitted = []
         while self._waiting and self._may_enter(self._waiting[0], active):
             request = self._waiting.pop(0)
             active.add(request)
             admitted.append(request)
+        if self._next_change is not None:
+            change_s = self._next_change(now_s)
+            self._nothing_before_s = math.inf if change_s is None else change_s
         return admitted
 
     def _may_enter(self, request: Request, active: ActiveRequests) -> bool:

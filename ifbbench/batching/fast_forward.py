@@ -1,12 +1,12 @@
 """Fast-forward: iterations between two events, which only generate, advanced together."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.batching.active import ActiveRequests
+from ifbbench.batching.admission import NextChange
 from ifbbench.batching.batch import PredictableExecutor
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.kv_cache.interface import KvCache
@@ -21,10 +21,6 @@ Integers = NDArray[np.int64]
 MOST_STEPS = 1024
 # Fewer iterations are done faster one by one.
 WORTHWHILE = 3
-
-NextChange = Callable[[float], float | None]
-"""When more requests will have arrived than by the given time (both in seconds); None if only a response can change
-that, or nothing can."""
 
 
 class Advance(NamedTuple):

@@ -4,14 +4,14 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from ifbbench.batching.active import ActiveRequests
-from ifbbench.batching.admission import Admission, AdmissionLimits
+from ifbbench.batching.admission import Admission, AdmissionLimits, NextChange
 from ifbbench.batching.batch import Executor, PredictableExecutor
 from ifbbench.batching.batch_builder import BatchBuilder
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.batching_type import BatchingType
 from ifbbench.batching.capacity import find_policy
 from ifbbench.batching.confirm import confirm
-from ifbbench.batching.fast_forward import FastForward, NextChange
+from ifbbench.batching.fast_forward import FastForward
 from ifbbench.batching.flight import Flight
 from ifbbench.batching.kv_cache.blocks import OutOfBlocks
 from ifbbench.batching.lockstep import Lockstep
@@ -69,7 +69,7 @@ class BatchManager:
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
         limits = AdmissionLimits.of(config, policy_may_pause=getattr(policy, "may_pause", True))
-        self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse)
+        self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse, next_change)
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
         self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)
@@ -89,7 +89,7 @@ class BatchManager:
         With overlap, the iteration that this submits is collected by the next call. Raises ExecutorFailed after the
         affected requests had their error responses, and SchedulerStalled if the policy lets nobody run."""
         start_s = self._clock.now()
-        self._activated += self._admission.admit(self.active)
+        self._activated += self._admission.admit(self.active, start_s)
         if not len(self.active) and not self._in_flight:
             return False
         if self._fast_forward is not None and self._advance_together(self._fast_forward, start_s):

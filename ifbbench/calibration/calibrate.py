@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.calibration.device import measured_device
@@ -17,6 +16,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.build import choose_device
 from ifbbench.recording import environment
+from ifbbench.replay.run import Progress
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile
 from ifbbench.simulation.hardware_writer import write_profile
@@ -24,17 +24,14 @@ from ifbbench.simulation.hardware_writer import write_profile
 ROUNDS = 8
 # No further round is begun after this time; on a quiet machine all rounds of the tiny model take less.
 BUDGET_S = 150.0
-
-
-class Progress(Protocol):
-    """Hears how far a calibration is."""
-
-    def update(self, completed: int, total: int, text: str) -> None: ...
+# See `scenarios`; what a GPU does in a second takes a CPU a minute.
+CONTEXT_PASSES = {"cpu": 2, "cuda": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A calibrated profile, its file, and what it was fitted to: measured points with the seconds predicted for each."""
+    """A calibrated profile, its file, and the measured points that it was fitted to, with the seconds predicted for
+    each."""
 
     path: Path
     profile: HardwareProfile
@@ -63,15 +60,18 @@ def calibrate(
     engine = build_engine(config)
     try:
         warm_up(engine)
-        samples = measure(engine, scenarios(engine.limits, config.seed, quick), 1 if quick else ROUNDS, progress)
+        workloads = scenarios(engine.limits, config.seed, passes=CONTEXT_PASSES[engine.device], quick=quick)
+        if not workloads:
+            raise InputError("no request is short enough to be measured; raise --max_seq_len or --max_num_tokens.")
         hardware = replace(measured_device(engine), name=output.stem)
+        samples = measure(engine, workloads, 1 if quick else ROUNDS, progress)
     finally:
         engine.executor.close()
     found = calibrated(engine, hardware, points_of(samples), output)
     write_profile(found.profile, output, f"Measured by `ifbbench calibrate --device {config.device}`.")
-    from ifbbench.calibration.chart import draw_calibration  # matplotlib takes its time to load
+    from ifbbench.calibration.chart import write_chart  # matplotlib takes its time to load
 
-    draw_calibration(found).savefig(chart, metadata={"Software": None})
+    write_chart(found, chart)
     return found
 
 

@@ -21,8 +21,9 @@ from ifbbench.simulation.shard import Shard
 PROFILE_OF_CAPABILITY = {
     (8, 0): "a100-80gb-sxm", (8, 6): "a10g", (8, 9): "l40s", (9, 0): "h100-sxm", (10, 0): "b200",
 }  # fmt: skip
-MATRIX_SIZE = {"cpu": 1024, "cuda": 8192}
-COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+# Small beside what the engine's KV cache leaves free, and large beside caches.
+MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
+COPIED_BYTES = 1 << 28
 REPEATS = 5
 
 
@@ -61,7 +62,7 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 def _bytes_per_s(device: torch.device) -> float:
     """Of a large copy, read and written."""
-    source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _best_s(device, lambda: target.copy_(source))
 
@@ -86,7 +87,7 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def _memory_bytes(engine: Engine, device: torch.device, base: HardwareProfile) -> int:
-    """All memory of a GPU. Of a CPU, so much that a simulated run with these settings has the KV cache of a real one."""
+    """All memory of a GPU. Of a CPU, so much that a simulated run with these settings has a real one's KV cache."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     config = engine.config

@@ -1,7 +1,7 @@
 """Fits the cost model's constants to measured iterations."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +17,12 @@ MakeCostModel = Callable[[HardwareProfile], CostModel]
 """The cost model of the measured model on a hardware profile."""
 
 FITTED_SHARES = ("matmul", "memory", "context_attention", "generation_attention")
-FITTED_TIMES = ("kernel_s",)
-# What a constant that no measurement says anything about is held to its first value by: a tenfold change costs as much
-# as one point that is off by so many times its measured time.
+FITTED_CONSTANTS = (*FITTED_SHARES, "kernel_s")
+# A constant that no measurement says anything about stays what it was: this times the logarithm of its change counts
+# like the relative error of a point.
 HOLD = 0.05
-# An error beyond this share counts with its size, not its square: it is more likely a disturbance than the model's.
+# An error far beyond this share counts with its size, not its square: it is more likely a disturbance than the model's.
 LARGE_ERROR = 0.15
-REWEIGHTINGS = 5
 LEAST_S = 1e-9
 # Where the search for what a request adds begins at least; a logarithm cannot begin at 0.
 FIRST_REQUEST_S = 1e-6
@@ -51,25 +50,16 @@ def fit(points: Sequence[Point], hardware: HardwareProfile, make_cost_model: Mak
     of the device's peaks, the time that kernels take to start, and what each request adds. The unknowns are logarithms,
     so no constant becomes negative; and it is the cost model itself that is fitted, so nothing of it is said twice.
     """
-    hardware = dataclasses.replace(hardware, **_host_constants(points))
+    host_iteration_s, host_request_s = _loop_times(points)
+    hardware = dataclasses.replace(hardware, host_iteration_s=host_iteration_s, host_request_s=host_request_s)
     measured_s = np.array([point.seconds for point in points])
 
-    def constants(unknowns: Floats) -> HardwareProfile:
-        return _scaled(hardware, dict(zip(_fitted_names(), np.exp(unknowns).tolist(), strict=True)))
+    def residuals(unknowns: Floats) -> Floats:
+        found_s = predicted_s(points, make_cost_model(_scaled(hardware, np.exp(unknowns))))
+        return np.concatenate([_tamed(np.log(found_s / measured_s)), HOLD * unknowns])
 
-    def errors(unknowns: Floats) -> Floats:
-        return np.log(predicted_s(points, make_cost_model(constants(unknowns))) / measured_s)
-
-    unknowns, weights = np.zeros(len(_fitted_names())), np.ones(len(points))
-    for _ in range(REWEIGHTINGS):
-        held = weights  # bound to this round's weights
-
-        def weighted(unknowns: Floats, held: Floats = held) -> Floats:
-            return np.concatenate([held * errors(unknowns), HOLD * unknowns])
-
-        unknowns = least_squares(weighted, unknowns)
-        weights = np.sqrt(np.minimum(1.0, LARGE_ERROR / np.maximum(np.abs(errors(unknowns)), LEAST_S)))
-    return constants(unknowns)
+    unknowns = least_squares(residuals, np.zeros(len(FITTED_CONSTANTS) + 1))
+    return _scaled(hardware, np.exp(unknowns))
 
 
 def predicted_s(points: Sequence[Point], cost_model: CostModel) -> Floats:
@@ -78,22 +68,28 @@ def predicted_s(points: Sequence[Point], cost_model: CostModel) -> Floats:
     return np.array(times) / NANOSECONDS
 
 
-def _host_constants(points: Sequence[Point]) -> dict[str, float]:
-    """What the loop takes for an iteration, and for each request in it, least in the squares of relative errors."""
+def _loop_times(points: Sequence[Point]) -> tuple[float, float]:
+    """Seconds that the loop takes for an iteration, and for each request in it: least squares of relative errors."""
     loop_s = np.maximum([point.loop_s for point in points], LEAST_S)
     terms = np.array([(1.0, point.num_requests) for point in points]) / loop_s[:, None]
     iteration_s, request_s = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0].tolist()
-    return {"host_iteration_s": max(iteration_s, LEAST_S), "host_request_s": max(request_s, FIRST_REQUEST_S)}
+    return max(iteration_s, LEAST_S), max(request_s, FIRST_REQUEST_S)
 
 
-def _fitted_names() -> tuple[str, ...]:
-    return (*FITTED_SHARES, *FITTED_TIMES, "host_request_s")
+def _tamed(errors: Floats) -> Floats:
+    """Numbers whose squares grow like those of small errors, but like the size of large ones: pseudo-Huber loss."""
+    sizes: Floats = np.sqrt(2 * (np.hypot(1, errors / LARGE_ERROR) - 1))
+    return np.copysign(LARGE_ERROR * sizes, errors)
 
 
-def _scaled(hardware: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
-    """`hardware` with each of these constants times its factor."""
-    shares = {name: getattr(hardware.constants, name) * factors[name] for name in (*FITTED_SHARES, *FITTED_TIMES)}
+def _scaled(hardware: HardwareProfile, factors: Floats) -> HardwareProfile:
+    """`hardware` with each of FITTED_CONSTANTS, and then `host_request_s`, times its factor."""
+    *of_constants, of_request = factors.tolist()
+    constants = {
+        name: getattr(hardware.constants, name) * factor
+        for name, factor in zip(FITTED_CONSTANTS, of_constants, strict=True)
+    }
     return dataclasses.replace(
-        hardware, constants=dataclasses.replace(hardware.constants, **shares),
-        host_request_s=hardware.host_request_s * factors["host_request_s"],
+        hardware, constants=dataclasses.replace(hardware.constants, **constants),
+        host_request_s=hardware.host_request_s * of_request,
     )  # fmt: skip

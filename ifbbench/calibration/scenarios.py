@@ -1,5 +1,6 @@
 """What calibration runs: small workloads that together make batches of all kinds and sizes."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,38 +43,45 @@ class Scenario:
         return Trace("calibration", requests, sha256="", source="calibration")
 
     def fits(self, limits: BatchingConfig) -> bool:
-        """Whether no request of it would have to wait for tokens, places or blocks."""
+        """Whether no request of it would be refused, or have to wait for a place or blocks."""
         at_once = self.concurrency or len(self.lengths)
         longest = max(prompt_len + output_len for prompt_len, output_len in self.lengths)
-        longest_prompt = max(prompt_len for prompt_len, _ in self.lengths)
-        tokens = self.chunk_budget or at_once * longest_prompt
+        longest_pass = self.chunk_budget or max(prompt_len for prompt_len, _ in self.lengths)
         blocks = at_once * ceil_div(longest, limits.tokens_per_block)
         return (
             at_once <= limits.max_batch_size
-            and tokens <= limits.max_num_tokens
+            and longest_pass <= limits.max_num_tokens
             and longest <= limits.max_seq_len
             and blocks <= limits.num_blocks
         )
 
 
-def scenarios(limits: BatchingConfig, seed: int, quick: bool = False) -> list[Scenario]:
+def scenarios(limits: BatchingConfig, seed: int, *, passes: int = 2, quick: bool = False) -> list[Scenario]:
     """Those that fit `limits`: prompts that start together, prompts in chunks, and streams of requests that join while
-    others generate. quick: a few of them."""
-    candidates = [*_together(limits, quick), *_chunked(limits, quick), *_streams(limits, seed, quick)]
+    others generate.
+
+    passes: how many iterations full of context tokens a scenario may take before it is all in generation, so that
+    batches are large and sequences long, but measuring does not take for ever. quick: a few of them.
+    """
+    candidates = [
+        *_together(limits, 1 if quick else passes, quick), *_chunked(limits, quick), *_streams(limits, seed, quick)
+    ]  # fmt: skip
     return [scenario for scenario in candidates if scenario.fits(limits)]
 
 
-def _together(limits: BatchingConfig, quick: bool) -> Iterator[Scenario]:
-    """Equal requests, from one to a full batch."""
+def _together(limits: BatchingConfig, most_passes: int, quick: bool) -> Iterator[Scenario]:
+    """Equal requests, from one to a full batch. The first ones generate until the last have their prompt done."""
     for count in _batch_sizes(limits.max_batch_size, step=8 if quick else 2):
         for prompt_len in QUICK_PROMPT_LENS if quick else PROMPT_LENS:
-            yield Scenario(((prompt_len, 1 + GENERATION_STEPS),) * count)
+            passes = ceil_div(count * prompt_len, limits.max_num_tokens)
+            if passes <= most_passes:
+                yield Scenario(((prompt_len, passes + GENERATION_STEPS),) * count)
 
 
 def _chunked(limits: BatchingConfig, quick: bool) -> Iterator[Scenario]:
     """A long prompt in chunks, alone and beside one that generates."""
     for budget in CHUNK_BUDGETS[1:2] if quick else CHUNK_BUDGETS:
-        longest = min(CHUNKED_PROMPT_LEN, limits.max_seq_len - 1 - GENERATION_STEPS)
+        longest = max(1, min(CHUNKED_PROMPT_LEN, limits.max_seq_len - 1 - GENERATION_STEPS))
         yield Scenario(((longest, 2),), chunk_budget=budget)
         yield Scenario(((64, 64), (longest, 2)), chunk_budget=budget)
 
@@ -99,4 +107,4 @@ def _batch_sizes(largest: int, step: int) -> list[int]:
 def _between(generator: random.Random, bounds: tuple[int, int]) -> int:
     """A length between the bounds, short ones as likely as long ones on a logarithmic scale."""
     low, high = bounds
-    return round(low * (high / low) ** generator.random())
+    return round(low * math.exp(math.log(high / low) * generator.random()))

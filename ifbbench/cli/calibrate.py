@@ -11,6 +11,7 @@ from ifbbench.config import from_mapping, setting
 SETTINGS = ("device", "model", "dtype", "kv_cache_dtype", "max_batch_size", "max_num_tokens", "max_seq_len",
             "tokens_per_block", "max_tokens_in_paged_kvcache", "seed", "quiet")  # fmt: skip
 HELP = {
+    "dtype": "Data type of the weights. [float32, bf16, fp16; default: float32]",
     "device": "What to measure. [auto, cpu, cuda; default: auto]",
     "max_batch_size": "Measure batches up to this size. Default: 16 on CPU, else 2048.",
     "seed": "Seed of the measured requests and of their order, of weights and prompts. [at least 0; default: 0]",
@@ -53,4 +54,5 @@ def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any)
         from ifbbench.cli.console import report_console
 
         print_calibration(found, report_console())
-    click.echo(f"The profile is {found.path}, its chart {found.path.with_suffix('.png')}; `--device sim:{found.path}`.")
+    click.echo(f"The profile is {found.path}, its chart {found.path.with_suffix('.png')}; simulate it by "
+               f"`--device sim:{found.path}`.")

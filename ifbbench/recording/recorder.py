@@ -100,6 +100,7 @@ class Recorder:
 
     def close(self, partial: bool) -> dict[str, Any]:
         """End the recording; returns the summary. `partial`: the run did not get to its end."""
+        wall_s = self._clock.now()
         self._tracker.close(self.metrics.iterations - 1)
         self._iterations.write_lines(self._lines.of_last())
         for writer in self._writers:
@@ -108,7 +109,7 @@ class Recorder:
         digest = self._digest.hexdigest()
         summary = self.metrics.summary(digest, partial, self._ends)
         write_json(self.directory / "summary.json", summary)
-        description = {**self._description, "schedule_digest": digest, "partial": partial}
+        description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
         write_json(self.directory / "run.json", description)
         return summary
 

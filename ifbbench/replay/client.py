@@ -85,7 +85,10 @@ class ReplayClient:
 
     def next_arrival_s(self, now_s: float) -> float | None:
         """When the first request arrives after `now_s`, on the run's clock; None where only a response lets one come,
-        and when all have arrived."""
+        and when all have arrived. Where static batching is emulated, one may be handed out at any time while none is
+        outstanding."""
+        if self._emulation is not None and not self._outstanding:
+            return now_s
         arrived = self._arrived(now_s)
         return self._arrivals[arrived] if arrived < self._num_placed else None
 

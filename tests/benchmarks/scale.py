@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,14 +32,15 @@ def write_trace(path: Path, requests: int) -> None:
     subprocess.run([sys.executable, "-m", "ifbbench", *command], check=True, stdout=subprocess.DEVNULL)
 
 
-def measured(command: Sequence[str]) -> dict[str, float]:
-    """Run a command to its end; its wall time and processor time in seconds, and its peak memory in bytes."""
+def measured(command: Sequence[str], accept: Container[int] = (0,)) -> dict[str, float]:
+    """Run a command to its end; its wall time and processor time in seconds, and its peak memory in bytes. An exit
+    status that is not in `accept` is an error."""
     start_s = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start_s
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if process.returncode not in accept:
         raise subprocess.CalledProcessError(process.returncode, command)
     return {
         "seconds": seconds,

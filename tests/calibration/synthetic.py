@@ -26,7 +26,9 @@ def true_hardware() -> HardwareProfile:
 class Disturbed(SimulatedExecutor):
     """Takes a few per cent more or less, and now and then several times as long."""
 
-    def __init__(self, cost_model: CostModel, clock: VirtualClock, seed: int, noise: float, disturbances: float) -> None:
+    def __init__(
+        self, cost_model: CostModel, clock: VirtualClock, seed: int, noise: float, disturbances: float
+    ) -> None:
         super().__init__(cost_model, clock)
         self._own_clock = clock
         self._random = np.random.default_rng(seed)

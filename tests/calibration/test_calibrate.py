@@ -1,6 +1,7 @@
 """`ifbbench calibrate`: its files, its errors, and runs that its profile simulates."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -8,11 +9,12 @@ from click.testing import CliRunner
 from ifbbench.calibration.calibrate import calibrate
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.hardware_writer import write_profile
 
-SMALL = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 1024}
+SMALL: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 1024}
 
 
 def invoke(*arguments: str):
@@ -21,8 +23,8 @@ def invoke(*arguments: str):
 
 def test_a_calibrated_profile_simulates_the_schedule_of_a_real_run(tmp_path):
     profile = tmp_path / "here.toml"
-    done = invoke("--device", "cpu", "--quick", "--output", str(profile), "--max-batch-size", "4",
-                  "--max_num_tokens", "512", "--max_seq_len", "1024")  # fmt: skip
+    limits = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
+    done = invoke("--device", "cpu", "--quick", "--output", str(profile), *limits)
     assert done.exit_code == 0, done.output
     assert f"sim:{profile}" in done.output
     assert "Attention of generation" in done.output
@@ -33,8 +35,9 @@ def test_a_calibrated_profile_simulates_the_schedule_of_a_real_run(tmp_path):
 
     summaries = {}
     for device in ("cpu", f"sim:{profile}"):
-        config = RunConfig(device=device, output=str(tmp_path / "run"), overwrite=True, time_scale=0,
-                           max_num_samples=12, quiet=True, **{**SMALL, "max_seq_len": 2048})  # fmt: skip
+        config = RunConfig(
+            device=device, output=str(tmp_path / "run"), overwrite=True, time_scale=0, max_num_samples=12, **SMALL
+        )  # fmt: skip
         summaries[device] = run_trace("default", config).summary
     real, simulated = summaries.values()
     assert real["schedule_digest"] == simulated["schedule_digest"]
@@ -92,8 +95,6 @@ def test_a_bad_output_is_refused(tmp_path, name, message):
 
 
 def test_settings_that_do_not_fit_together_are_refused_first(tmp_path):
-    from ifbbench.errors import InputError
-
     with pytest.raises(InputError, match="max_seq_len"):
         calibrate(RunConfig(device="cpu", max_seq_len=1_000_000), tmp_path / "here.toml")
     assert not list(tmp_path.iterdir())
