@@ -27,7 +27,12 @@ class ForwardInputs:
 
 
 class LlamaModel:
-    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only."""
+    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
+
+    uses_kernels: whether its batches must be planned for the kernels of `ifbbench.kernels`.
+    """
+
+    uses_kernels = False
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
