@@ -115,6 +115,7 @@ def _sample(
         distances = _distances(row, ids, size, highest, temperature)
         is_kept = (distances.to(tl.uint32, bitcast=True) <= reach) & (ids < size)
         weights = tl.where(is_kept, tl.exp(-distances), 0.0).to(tl.float64)
+        # A parallel sum need not rise from token to token; one without weight must not be chosen for that.
         passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
         token = tl.minimum(token, tl.min(tl.where(passes, ids, size), 0))
         last_kept = tl.maximum(last_kept, tl.max(tl.where(weights > 0.0, ids, 0), 0))

@@ -1,5 +1,7 @@
 """The whole executor with kernels gives the tokens that it gives without them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -44,18 +46,25 @@ def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: S
     assert all(outputs[1])
 
 
-def layout_of(*, is_contiguous: bool = False, is_cyclic: bool = True, sink: int = 0, beams: int = 1) -> CacheLayout:
+def layout_of(
+    *, is_contiguous: bool = False, is_cyclic: bool = True, sink: int = 0, beams: int = 1, layers: int = 1
+) -> CacheLayout:
     geometry = CacheGeometry(8, 14, 48, sink_token_length=sink, max_beam_width=beams, is_cyclic=is_cyclic)
-    return CacheLayout((WindowLayout((0,), geometry, 3 * beams * geometry.max_blocks_per_sequence + 2),), is_contiguous)
+    return CacheLayout((WindowLayout(tuple(range(layers)), geometry, 3 * beams * geometry.max_blocks_per_sequence + 2),), is_contiguous)
 
 
 @pytest.mark.parametrize("layout", [
-    layout_of(), layout_of(sink=3), layout_of(is_cyclic=False), layout_of(is_cyclic=False, sink=3),
-    layout_of(is_contiguous=True),
+    layout_of(layers=2), layout_of(layers=2, sink=3), layout_of(layers=2, is_cyclic=False),
+    layout_of(layers=2, is_cyclic=False, sink=3), layout_of(layers=2, is_contiguous=True),
 ], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])  # fmt: skip
-def test_windows(plain: LlamaModel, with_kernels: KernelLlama, layout: CacheLayout) -> None:
-    outputs = [outputs_of(layout_driver(model, layout, 3), requests_of([(9, 8), (30, 5), (4, 2)], MICRO.vocab_size), 11)
-               for model in (plain, with_kernels)]  # fmt: skip
+def test_windows(layout: CacheLayout, device: torch.device) -> None:
+    """With two layers: what the middle of a chunk has seen shows in the keys of the second."""
+    config = replace(MICRO, num_layers=2)
+    outputs = []
+    for model_class, place in ((LlamaModel, CPU), (KernelLlama, device)):
+        model = model_class(config, random_weights(config, 3, place, torch.float32))
+        requests = requests_of([(9, 4), (30, 3)], MICRO.vocab_size)
+        outputs.append(outputs_of(layout_driver(model, layout, 2), requests, 11))
     assert outputs[0] == outputs[1]
 
 
