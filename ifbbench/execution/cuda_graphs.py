@@ -21,7 +21,7 @@ from ifbbench.kernels.context_attention import TILE_FIELDS
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.llama import ForwardInputs
-from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, kernel_window
+from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, kernel_window, parts_of
 
 # Each size is at most half as large again as the one before from here on, so a third of a batch is padding at most.
 FIRST_SIZES = (1, 2, 4, 8)
@@ -143,7 +143,7 @@ class _Graph:
 
     def _static_inputs(self, shapes: Sequence[WindowShape], size: int, lengths: list[int]) -> ForwardInputs:
         device = self._model.device
-        positions, *parts = torch.split(self._numbers, lengths)
+        positions, *parts = parts_of(self._numbers, lengths)
         everyone = torch.arange(size, device=device)
         inputs: dict[int, LayerInputs] = {}
         for number, shape in enumerate(shapes):

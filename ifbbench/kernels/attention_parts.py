@@ -33,6 +33,8 @@ class Window:
 
 
 EVERYTHING = Window()
+# What the kernels call a window's numbers.
+WINDOW_ARGUMENTS = ("window_size", "sink", "bubble", "capacity")
 
 
 @triton.jit

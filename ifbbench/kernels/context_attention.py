@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ifbbench.kernels.attention_parts import (
     EVERYTHING,
+    WINDOW_ARGUMENTS,
     Window,
     as_operand,
     attend_reference,
@@ -60,7 +61,8 @@ def plan_tiles(
     return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 1]), kind="stable")].astype(np.int32)
 
 
-@triton.jit
+# Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
+@triton.jit(do_not_specialize=["table_stride", *WINDOW_ARGUMENTS])
 def _context_kernel(
     output: tl.tensor, queries: tl.tensor, keys: tl.tensor, values: tl.tensor, key_cache: tl.tensor,
     value_cache: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor, scale: tl.tensor,

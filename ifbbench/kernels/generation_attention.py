@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ifbbench.kernels.attention_parts import (
     EVERYTHING,
+    WINDOW_ARGUMENTS,
     Window,
     as_operand,
     attend_reference,
@@ -36,7 +37,8 @@ def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constex
     return tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS) * KEYS
 
 
-@triton.jit
+# Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
+@triton.jit(do_not_specialize=["table_stride", "num_splits", *WINDOW_ARGUMENTS])
 def _generation_kernel(
     output: tl.tensor, part_logs: tl.tensor, queries: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
     block_tables: tl.tensor, table_rows: tl.tensor, lengths: tl.tensor, scale: tl.tensor,
@@ -91,7 +93,7 @@ def _generation_kernel(
         tl.store(part_logs + (sequence * num_heads + heads) * num_splits + split, logs, mask=rows < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "window_size"])
 def _join_kernel(
     output: tl.tensor, parts: tl.tensor, part_logs: tl.tensor, lengths: tl.tensor, output_stride: tl.tensor,
     output_head_stride: tl.tensor, num_splits: tl.tensor, window_size: tl.tensor, HAS_WINDOW: tl.constexpr,

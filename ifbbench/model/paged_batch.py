@@ -18,6 +18,8 @@ from ifbbench.model.config import ModelConfig
 Int32Array = NDArray[np.int32]
 # A cache row that is none: nothing is stored.
 NOWHERE = -1
+# Each array begins at 16 bytes, for Triton compiles another kernel for one that does not.
+ALIGNED = 4
 # What kernels are shaped for where no GPU says what it is.
 HOPPER = (9, 0)
 
@@ -115,10 +117,24 @@ def kernel_window(rule: AttentionWindow) -> Window:
 def on_device_together(arrays: list[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Flat arrays as int32 tensors on `device`, brought there with one copy."""
     together = host_numbers(arrays, device).to(device, non_blocking=True)
-    return list(torch.split(together, [len(array) for array in arrays]))
+    return parts_of(together, [len(array) for array in arrays])
 
 
 def host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
     """Flat arrays as one int32 tensor in host memory: pinned if `device` is a GPU, for a copy that nobody waits for."""
-    host = torch.from_numpy(np.concatenate(arrays).astype(np.int32))
-    return host.pin_memory() if device.type == "cuda" else host
+    sizes = [aligned(len(array)) for array in arrays]
+    host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for array, piece in zip(arrays, torch.split(host, sizes), strict=True):
+        piece.numpy()[: len(array)] = array
+    return host
+
+
+def parts_of(together: Tensor, lengths: list[int]) -> list[Tensor]:
+    """The arrays of `lengths` that `host_numbers` put together, as views."""
+    pieces = torch.split(together, [aligned(length) for length in lengths])
+    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def aligned(length: int) -> int:
+    """The next multiple of ALIGNED."""
+    return -(-length // ALIGNED) * ALIGNED

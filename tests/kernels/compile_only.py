@@ -67,7 +67,8 @@ def _source(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        is_special = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_special and type(value) is int and value == 1):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
             continue
@@ -77,7 +78,7 @@ def _source(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
             signature[parameter.name] = "i64" if abs(value) >= LARGE else "i32"
         else:
             signature[parameter.name] = "fp32"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, Tensor) or (is_special and isinstance(value, int) and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 

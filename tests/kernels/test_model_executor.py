@@ -50,7 +50,8 @@ def layout_of(
     *, is_contiguous: bool = False, is_cyclic: bool = True, sink: int = 0, beams: int = 1, layers: int = 1
 ) -> CacheLayout:
     geometry = CacheGeometry(8, 14, 48, sink_token_length=sink, max_beam_width=beams, is_cyclic=is_cyclic)
-    return CacheLayout((WindowLayout(tuple(range(layers)), geometry, 3 * beams * geometry.max_blocks_per_sequence + 2),), is_contiguous)
+    num_blocks = 3 * beams * geometry.max_blocks_per_sequence + 2
+    return CacheLayout((WindowLayout(tuple(range(layers)), geometry, num_blocks),), is_contiguous)
 
 
 @pytest.mark.parametrize("layout", [
