@@ -12,6 +12,8 @@ from torch import Tensor
 from ifbbench.kernels.launch import launching
 
 TOKENS_AT_ONCE = 4096
+# Tiles of logits that are loaded or looked at at once.
+STAGES = tl.constexpr(3)
 
 
 @triton.jit
@@ -24,7 +26,7 @@ def _log_probs_kernel(
     # The first tile of a row is never empty, so the maximum is a number when it is subtracted from itself.
     highest = tl.full([], -3.4e38, tl.float32)
     total = tl.full([], 0.0, tl.float32)
-    for first in range(0, size, WIDTH):
+    for first in tl.range(0, size, WIDTH, num_stages=STAGES):
         ids = first + tl.arange(0, WIDTH)
         values = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
         new_highest = tl.maximum(highest, tl.max(values, 0))

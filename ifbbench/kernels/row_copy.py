@@ -76,7 +76,7 @@ def copy_rows_through(
     """Do `moves` as `copy_rows` does, but read all sources before any destination is written."""
     num_moves, num_pools = len(moves), len(sources)
     buffer = torch.empty((num_pools, num_moves * most_rows, bytes_per_row), dtype=torch.uint8, device=moves.device)
-    between = addresses(list(buffer), moves.device)
+    between = buffer.data_ptr() + torch.arange(num_pools, device=moves.device) * buffer.stride(0)
     places = torch.arange(num_moves, device=moves.device) * most_rows
     copy_rows(sources, between, torch.stack([moves[:, 0], places, moves[:, 2]], 1), bytes_per_row, most_rows)
     copy_rows(between, destinations, torch.stack([places, moves[:, 1], moves[:, 2]], 1), bytes_per_row, most_rows)

@@ -27,6 +27,8 @@ from ifbbench.kernels.launch import launching
 # each with 16 limits, so it takes fewer.
 TOKENS_AT_ONCE = 4096
 TOKENS_AT_ONCE_IN_SEARCH = 1024
+# Tiles of logits that are loaded or looked at at once: each pass reads them anew, from the second-level cache.
+STAGES = tl.constexpr(3)
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _reach(
     for _ in range(8):
         limits = reach + tl.arange(0, 16).to(tl.uint32) * unit
         sums = tl.zeros([16], tl.float32)
-        for first in range(0, size, WIDTH):
+        for first in tl.range(0, size, WIDTH, num_stages=STAGES):
             distances = _distances(row, first + tl.arange(0, WIDTH), size, highest, temperature)
             weights = tl.exp(-distances) if IS_WEIGHT else tl.full([WIDTH], 1.0, tl.float32)
             is_nearer = distances.to(tl.uint32, bitcast=True)[None, :] < limits[:, None]
@@ -69,7 +71,7 @@ def _weigh(
     """Number and weight (float64) of the tokens whose distance has bits below `limit`."""
     count = tl.full([], 0, tl.int32)
     weight = tl.full([], 0.0, tl.float64)
-    for first in range(0, size, WIDTH):
+    for first in tl.range(0, size, WIDTH, num_stages=STAGES):
         ids = first + tl.arange(0, WIDTH)
         distances = _distances(row, ids, size, highest, temperature)
         is_nearer = (distances.to(tl.uint32, bitcast=True) < limit) & (ids < size)
@@ -110,7 +112,7 @@ def _sample(
     token = size
     last_kept = tl.full([], 0, tl.int32)
     before = tl.full([], 0.0, tl.float64)
-    for first in range(0, size, WIDTH):
+    for first in tl.range(0, size, WIDTH, num_stages=STAGES):
         ids = first + tl.arange(0, WIDTH)
         distances = _distances(row, ids, size, highest, temperature)
         is_kept = (distances.to(tl.uint32, bitcast=True) <= reach) & (ids < size)
@@ -133,7 +135,7 @@ def _choice_kernel(
     row = logits + number * logits_stride
     highest = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
-    for first in range(0, size, WIDTH):
+    for first in tl.range(0, size, WIDTH, num_stages=STAGES):
         ids = first + tl.arange(0, WIDTH)
         values = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
         best = tl.max(values, 0)
