@@ -156,7 +156,7 @@ def generation_attention(
             _join_kernel[(num_heads, num_sequences)](
                 output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window.size or 0,
                 HAS_WINDOW=window.size is not None, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
-                SPLITS=triton.next_power_of_2(num_splits),
+                SPLITS=padded_size(num_splits),
             )  # fmt: skip
 
 
