@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import os
 from pathlib import Path
 
 import hypothesis
@@ -10,6 +11,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # A busy CI machine is slow now and then, which says nothing about the code; a failure there must also come back here.
 hypothesis.settings.register_profile("ifbbench", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ifbbench")
+
+
+# Without a GPU, Triton's kernels are tested in its interpreter. Triton reads this when it is imported, and other
+# libraries import it before `tests/kernels` is collected.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

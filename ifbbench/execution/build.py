@@ -1,6 +1,7 @@
 """From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -52,7 +53,16 @@ def load_model(config: RunConfig) -> LoadedModel:
             weights = random_weights(model_config, config.seed, device, dtype)
         else:
             weights = load_weights(model_config, Path(config.model), device, dtype)
-        return LoadedModel(model_config, LlamaModel(model_config, weights), device, dtype)
+        return LoadedModel(model_config, _model_class(device)(model_config, weights), device, dtype)
+
+
+def _model_class(device: torch.device) -> type[LlamaModel]:
+    """The decoder with kernels on a GPU, where Triton is installed, as it is on Linux."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return LlamaModel
+    from ifbbench.model.kernel_llama import KernelLlama
+
+    return KernelLlama
 
 
 def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:

@@ -70,6 +70,8 @@ class CacheWindow:
 class CacheWindows:
     """All of the cache, of the model `config` on `device`. kv_cache_dtype: the data type in memory, `dtype` if None."""
 
+    paged_cache: type[PagedKvCache] = PagedKvCache
+
     def __init__(
         self, config: ModelConfig, layout: CacheLayout, num_slots: int, device: torch.device, dtype: torch.dtype,
         kv_cache_dtype: torch.dtype | None = None,
@@ -85,7 +87,7 @@ class CacheWindows:
         self, config: ModelConfig, window: WindowLayout, _num_slots: int, dtype: torch.dtype,
         kv_cache_dtype: torch.dtype | None,
     ) -> CacheWindow:
-        cache = PagedKvCache(
+        cache = self.paged_cache(
             config, window.num_blocks, window.geometry.tokens_per_block, self._device, dtype,
             kv_cache_dtype=kv_cache_dtype, layers=window.layers, num_host_blocks=window.num_host_blocks,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """The executor that runs a model with PyTorch."""
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from ifbbench.execution.penalty import RepetitionPenalty
 from ifbbench.execution.sampling import Sampler
 from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
 from ifbbench.model.llama import ForwardInputs, LlamaModel
+
+if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
+    from ifbbench.execution.cuda_graphs import GenerationGraphs, Recorder
 
 
 class ModelExecutor:
@@ -45,13 +49,25 @@ class ModelExecutor:
         self._model = model
         layout = layout or one_window_layout(model.config, num_blocks, tokens_per_block, max_seq_len)
         self.tokens_per_block = layout.windows[0].geometry.tokens_per_block
+        windows_class, sampler_class = _classes_for(model)
+        self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
-            self._cache = CacheWindows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype)
+            self._cache = windows_class(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype)
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
-        self._sampler = Sampler(num_slots)
+        if model.uses_kernels and model.device.type == "cuda":
+            self.use_graphs(num_slots, max_seq_len or positions)
+        self._sampler = sampler_class(num_slots)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
         self._wanted = WantedNumbers(num_slots)
         self._under_way: deque[OutputsUnderWay] = deque()
+
+    def use_graphs(self, num_slots: int, max_seq_len: int, record: "Recorder | None" = None) -> None:
+        """Run generation-only batches as CUDA graphs from now on, or as what `record` makes of a pass."""
+        from ifbbench.execution.cuda_graphs import GenerationGraphs
+        from ifbbench.model.kernel_llama import KernelLlama
+
+        assert isinstance(self._model, KernelLlama)
+        self._graphs = GenerationGraphs(self._model, self._cache.windows, num_slots, max_seq_len, record)
 
     def submit(self, batch: Batch) -> None:
         """Start one batch, to run after those submitted before. One that raises has started nothing."""
@@ -70,7 +86,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Give back the KV cache's memory. The executor cannot be used afterwards."""
         self._under_way.clear()
-        del self._cache, self._penalty
+        del self._cache, self._penalty, self._graphs
 
     def _assign(self, chunk: ContextChunk) -> None:
         """The slot belongs to the chunk's request now."""
@@ -100,6 +116,9 @@ class ModelExecutor:
         if batch.num_tokens == 0:
             self._cache.prepare(batch)
             return self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
+        if self._graphs is not None and self._graphs.takes(batch):
+            self._cache.prepare(batch)
+            return self._graphs.logits(batch, packed, self._generation_tokens(batch))
         wanted = packed.output_rows
         if context_rows is not None:
             wanted = np.concatenate([wanted, context_rows.rows])
@@ -130,3 +149,14 @@ class ModelExecutor:
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+
+def _classes_for(model: LlamaModel) -> tuple[type[CacheWindows], type[Sampler]]:
+    """What plans batches and chooses tokens for `model`."""
+    if not model.uses_kernels:
+        return CacheWindows, Sampler
+    # These import Triton, which a run without a GPU does not need.
+    from ifbbench.execution.kernel_sampling import KernelSampler
+    from ifbbench.execution.kernel_windows import KernelCacheWindows
+
+    return KernelCacheWindows, KernelSampler

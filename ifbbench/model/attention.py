@@ -1,6 +1,7 @@
 """Attention of a mixed batch over the KV cache, with PyTorch's scaled dot product attention."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch.nn import functional
 from ifbbench.model.attention_plan import AttentionGroup
 from ifbbench.model.kv_cache import KvStorage
 
+if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
+    from ifbbench.model.paged_batch import PagedBatch
+
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
@@ -16,13 +20,14 @@ class LayerInputs:
 
     cache: where the layer's keys and values are kept. cache_rows: int64 [tokens], where those of the batch go.
     groups_before: the attention calls that read the cache as it was before the batch. groups: those that come when the
-    batch's own keys and values are in it.
+    batch's own keys and values are in it. paged: what kernels need instead of all these groups, if it is they that run.
     """
 
     cache: KvStorage
     cache_rows: Tensor
     groups: tuple[AttentionGroup, ...]
     groups_before: tuple[AttentionGroup, ...] = ()
+    paged: "PagedBatch | None" = None
 
 
 def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: LayerInputs) -> Tensor:

@@ -60,6 +60,11 @@ class ContiguousKvCache:
         keys, values = (self._stored.unpacked(self._by_place(layer, part)[places]) for part in (0, 1))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as views [sequences, positions, KV heads, head size], in the data type in memory."""
+        keys, values = (self._by_place(layer, part).view(self._stored.dtype) for part in (0, 1))
+        return keys, values
+
     def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sequence and position of cache rows."""
         return rows // self._max_seq_len, rows % self._max_seq_len

@@ -16,7 +16,7 @@ class HostPool:
     """
 
     def __init__(self, pools: Sequence[Tensor], num_blocks: int) -> None:
-        self._pools = pools
+        self.pools = pools
         self._num_blocks = num_blocks
 
     @classmethod
@@ -32,7 +32,7 @@ class HostPool:
         order = np.argsort(host_blocks)
         sources = torch.from_numpy(np.asarray(blocks, dtype=np.int64)[order]).to(storages[0].device, non_blocking=True)
         runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
-        for pool, storage in zip(self._pools, storages, strict=True):
+        for pool, storage in zip(self.pools, storages, strict=True):
             chosen = storage.index_select(0, sources)
             in_blocks = pool.view(self._num_blocks, -1)
             for first, last, host in runs:
@@ -44,7 +44,7 @@ class HostPool:
         device = storages[0].device
         destinations = torch.from_numpy(np.asarray(blocks, dtype=np.int64)[order]).to(device, non_blocking=True)
         runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
-        for pool, storage in zip(self._pools, storages, strict=True):
+        for pool, storage in zip(self.pools, storages, strict=True):
             in_blocks = pool.view(self._num_blocks, -1)
             pieces = [in_blocks[host : host + last - first].to(device, non_blocking=True) for first, last, host in runs]
             storage.index_copy_(0, destinations, torch.cat(pieces))

@@ -46,6 +46,10 @@ class KvStorage(Protocol):
         """Keys and values of the cache rows `rows` [sequences, keys], each [sequences, KV heads, keys, head size]."""
         ...
 
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as views [blocks, tokens per block, KV heads, head size], in the data type in memory."""
+        ...
+
 
 class PagedKvCache:
     """A cache in blocks of `tokens_per_block` tokens, of the layers `layers`: all, if not told.
@@ -113,6 +117,12 @@ class PagedKvCache:
     def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the cache rows `rows` [sequences, keys], each [sequences, KV heads, keys, head size]."""
         return self._gather_rows(self._keys[layer], rows), self._gather_rows(self._values[layer], rows)
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as views [blocks, tokens per block, KV heads, head size], in the data type in memory."""
+        keys, values = (storage[layer].view(self._stored.dtype).view(-1, self.tokens_per_block, *self._heads)
+                        for storage in (self._keys, self._values))  # fmt: skip
+        return keys, values
 
     def _gather(self, storage: Tensor, block_ids: Tensor) -> Tensor:
         # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).

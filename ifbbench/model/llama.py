@@ -13,7 +13,7 @@ from ifbbench.model.weights import LayerWeights, ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """One iteration's packed batch on the device. All tensors are int64.
+    """One iteration's packed batch on the device. All tensors are int64; for kernels, positions may be int32.
 
     tokens, positions: [tokens], the ids and their positions in their sequences. output_rows: [outputs], the packed rows
     whose logits are wanted; a row may come more than once. layers: for each layer of the model, where its keys and
@@ -27,7 +27,12 @@ class ForwardInputs:
 
 
 class LlamaModel:
-    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only."""
+    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
+
+    uses_kernels: whether its batches must be planned for the kernels of `ifbbench.kernels`.
+    """
+
+    uses_kernels = False
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config

@@ -21,6 +21,11 @@ class RotaryEmbedding:
         self._cos = angles.cos()
         self._sin = angles.sin()
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions, each float32 [positions, head size / 2]."""
+        return self._cos, self._sin
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [tokens, 1, head size / 2], of `positions` [tokens]; shared by all layers."""
         cos = self._cos.index_select(0, positions).to(dtype)

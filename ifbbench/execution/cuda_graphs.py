@@ -1,0 +1,159 @@
+"""Generation-only batches as CUDA graphs: a pass is one launch instead of a dozen a layer.
+
+A graph replays the same kernels on the same memory. So there is one for each of a ladder of batch sizes, with inputs of
+its own in place; a batch takes the smallest that it fits and fills it up with sequences of length 0, which read no keys
+and write none. Matrix products over a few rows more cost next to nothing, for they are bound by reading the weights.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ifbbench.batching.batch import Batch
+from ifbbench.execution.cache_windows import CacheWindow, cache_rows
+from ifbbench.execution.packing import PackedBatch, table_rows
+from ifbbench.kernels.context_attention import TILE_FIELDS
+from ifbbench.model.attention import LayerInputs
+from ifbbench.model.kernel_llama import KernelLlama
+from ifbbench.model.llama import ForwardInputs
+from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, kernel_window, parts_of
+
+# Each size is at most half as large again as the one before from here on, so a third of a batch is padding at most.
+FIRST_SIZES = (1, 2, 4, 8)
+# Larger batches keep the GPU busy longer than the host takes to launch their kernels.
+LARGEST_SIZE = 256
+# Runs some work once and gives something that does the same again, on the same memory.
+Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def ladder(most_sequences: int) -> list[int]:
+    """Batch sizes to have graphs for, ascending: 1, 2, 4, 8, 12, 16, 24, 32, 48, … up to the first that holds
+    `most_sequences`, and to LARGEST_SIZE."""
+    sizes = list(FIRST_SIZES)
+    while sizes[-1] < min(most_sequences, LARGEST_SIZE):
+        power = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(power * 3 // 2 if sizes[-1] == power else 2 * power)
+    return sizes[: bisect_left(sizes, min(most_sequences, LARGEST_SIZE)) + 1]
+
+
+class CudaGraphRecorder:
+    """Makes CUDA graphs that share the memory of what only lives within a pass, for one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """A graph of `work`, whose result lies at the same place after each replay."""
+        work()  # compiles kernels and makes handles, which cannot be recorded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class WindowShape:
+    """What a graph needs to know of an attention window. table_width: blocks of a sequence. longest: most keys that a
+    query may see."""
+
+    window: CacheWindow
+    table_width: int
+    longest: int
+
+
+class GenerationGraphs:
+    """Graphs of `model` over the cache `windows`, each made when it is first wanted.
+
+    most_sequences: in a batch. max_seq_len: of a sequence, in tokens. record: how work is made repeatable, if not as
+    CUDA graphs.
+    """
+
+    def __init__(
+        self, model: KernelLlama, windows: Sequence[CacheWindow], most_sequences: int, max_seq_len: int,
+        record: Recorder | None = None,
+    ) -> None:
+        self._model = model
+        self._windows = windows
+        self._sizes = ladder(most_sequences)
+        self._max_seq_len = max_seq_len
+        self._record = record or CudaGraphRecorder()
+        self._graphs: dict[int, _Graph] = {}
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether `batch` can be run as a graph: generation only, without beams, and not too many requests."""
+        return not batch.context and batch.beam_width == 1 and 0 < len(batch.slots) <= self._sizes[-1]
+
+    def logits(self, batch: Batch, packed: PackedBatch, tokens: Tensor) -> Tensor:
+        """Logits [requests, vocabulary] of a batch that `takes` says yes to; they stay there until the next one.
+
+        tokens: int64 [requests], the newest of each. Reads the block tables before it returns.
+        """
+        size = self._sizes[bisect_left(self._sizes, len(batch.slots))]
+        tables = [table_rows(window.tables_of(batch, index)) for index, window in enumerate(self._windows)]
+        graph = self._graphs.get(size)
+        if graph is None:
+            shapes = [WindowShape(window, table.shape[1], min(window.rule.size, self._max_seq_len))
+                      for window, table in zip(self._windows, tables, strict=True)]  # fmt: skip
+            graph = self._graphs[size] = _Graph(self._model, shapes, size, self._record)
+        columns: list[tuple[NDArray[np.integer], int]] = [(packed.positions, 0)]
+        for window, table in zip(self._windows, tables, strict=True):
+            columns += [(packed.ends, 0), (cache_rows(packed, table, window), NOWHERE),
+                        (table[packed.spans.table_rows], 0)]  # fmt: skip
+        return graph.run(tokens, [padded(values, size, filling) for values, filling in columns])
+
+
+def padded(values: NDArray[np.integer], size: int, filling: int) -> NDArray[np.integer]:
+    """`values` [rows, …] with rows of `filling` behind them, `size` in all; flat."""
+    rows = np.full((size, *values.shape[1:]), filling, np.int32)
+    rows[: len(values)] = values
+    return rows.ravel()
+
+
+class _Graph:
+    """One pass over `size` sequences. Its numbers, all int32 in one piece of memory, are positions [size] and for each
+    window lengths [size], cache rows [size] and block tables [size, blocks]."""
+
+    def __init__(self, model: KernelLlama, shapes: Sequence[WindowShape], size: int, record: Recorder) -> None:
+        self._model = model
+        # Until the first batch comes, all of it is padding.
+        nothing = [padded(np.empty(0, np.int32), size, 0)]
+        for shape in shapes:
+            nothing += [nothing[0], padded(np.empty(0, np.int32), size, NOWHERE),
+                        padded(np.empty((0, shape.table_width), np.int32), size, 0)]  # fmt: skip
+        self._numbers = host_numbers(nothing, model.device).to(model.device, non_blocking=True)
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=model.device)
+        self._inputs = self._static_inputs(shapes, size, [len(numbers) for numbers in nothing])
+        self._replay = record(lambda: model.forward(self._inputs))
+
+    def run(self, tokens: Tensor, numbers: list[NDArray[np.integer]]) -> Tensor:
+        """Logits of the batch, [tokens, vocabulary]."""
+        self._numbers.copy_(host_numbers(numbers, self._numbers.device), non_blocking=True)
+        self._tokens[: len(tokens)].copy_(tokens)
+        return self._replay()[: len(tokens)]
+
+    def _static_inputs(self, shapes: Sequence[WindowShape], size: int, lengths: list[int]) -> ForwardInputs:
+        device = self._model.device
+        positions, *parts = parts_of(self._numbers, lengths)
+        everyone = torch.arange(size, device=device)
+        inputs: dict[int, LayerInputs] = {}
+        for number, shape in enumerate(shapes):
+            ends, rows, tables = parts[3 * number : 3 * number + 3]
+            paged = PagedBatch(
+                kernel_window(shape.window.rule), 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
+                tables.view(size, shape.table_width), everyone.int(), ends, rows, None,
+                self._model.shapes.num_splits(np.full(size, shape.longest)),
+            )  # fmt: skip
+            shared = LayerInputs(shape.window.cache, rows, (), paged=paged)
+            inputs.update(dict.fromkeys(shape.window.layers, shared))
+        layers = tuple(inputs[layer] for layer in range(self._model.config.num_layers))
+        return ForwardInputs(self._tokens, positions, everyone, layers)

@@ -1,0 +1,199 @@
+"""Attention of context chunks: prompts, or later pieces of prompts whose beginning is in the paged KV cache.
+
+A chunk's queries see earlier keys, which lie in the cache, and the chunk's own, which are read from the batch itself.
+So the cache may be written after the attention, as it must be where a window writes over what the chunk's first
+queries still see; and nothing depends on how the chunk's own keys will be stored.
+
+A program has `rows` of one chunk for one KV head: rows // group queries with all `group` query heads that share the KV
+head, so that each key is loaded once for all of them. It goes over the keys tile by tile with the online softmax of
+`attention_parts.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. The longest tiles come
+first, for programs start in order, and a long one at the end would leave the others' multiprocessors idle.
+"""
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ifbbench.kernels.attention_parts import (
+    EVERYTHING,
+    WINDOW_ARGUMENTS,
+    Window,
+    as_operand,
+    attend_reference,
+    cache_offsets,
+    gather_cached,
+    in_window,
+    is_seen,
+    key_positions,
+    keys_seen,
+    load_keys_and_values,
+    softmax_step,
+)
+from ifbbench.kernels.launch import launching, padded_size, upcasts
+from ifbbench.kernels.tiles import AttentionTiles
+
+Int64Array = NDArray[np.int64]
+# Packed row of the first query, number of queries, position of the first query, position of the chunk's first token
+# (as many are in the cache), row of the block tables.
+TILE_FIELDS = 5
+
+
+def plan_tiles(
+    first_rows: Int64Array, lengths: Int64Array, starts: Int64Array, table_rows: Int64Array, queries_per_tile: int
+) -> NDArray[np.int32]:
+    """Chunks cut into tiles of at most `queries_per_tile` queries: int32 [tiles, 5] (see TILE_FIELDS), longest first.
+
+    All arrays are [chunks]. first_rows: packed row of the first token. lengths: tokens. starts: position of the first
+    token, as many are in the cache. table_rows: row of the block tables.
+    """
+    counts = -(-lengths // queries_per_tile)
+    owners = np.repeat(np.arange(len(lengths)), counts)
+    done = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries_per_tile
+    tiles = np.stack([
+        first_rows[owners] + done, np.minimum(lengths[owners] - done, queries_per_tile), starts[owners] + done,
+        starts[owners], table_rows[owners],
+    ], axis=1)  # fmt: skip
+    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 1]), kind="stable")].astype(np.int32)
+
+
+# Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
+@triton.jit(do_not_specialize=["table_stride", *WINDOW_ARGUMENTS])
+def _context_kernel(
+    output: tl.tensor, queries: tl.tensor, keys: tl.tensor, values: tl.tensor, key_cache: tl.tensor,
+    value_cache: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor, scale: tl.tensor,
+    output_stride: tl.tensor, query_stride: tl.tensor, key_stride: tl.tensor,
+    output_head_stride: tl.tensor, query_head_stride: tl.tensor, key_head_stride: tl.tensor,
+    block_stride: tl.tensor, place_stride: tl.tensor, cache_head_stride: tl.tensor, table_stride: tl.tensor,
+    window_size: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor,
+    HAS_WINDOW: tl.constexpr, IS_CYCLIC: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UPCAST: tl.constexpr,
+    CACHED_STAGES: tl.constexpr,
+) -> None:  # fmt: skip
+    kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * 5
+    first_row, num_queries = tl.load(tile).to(tl.int64), tl.load(tile + 1)
+    first_position, num_cached_positions, table_row = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+
+    # Queries: row r of the tile is query r // GROUP with head r % GROUP of those that share the KV head.
+    rows = tl.arange(0, ROWS)
+    steps, heads = rows // GROUP, kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, WIDTH)
+    is_query = (steps < num_queries)[:, None] & (dims < HEAD_SIZE)[None, :]
+    query_offsets = (first_row + steps) * query_stride + heads * query_head_stride
+    query_tile = tl.load(queries + query_offsets[:, None] + dims[None, :], mask=is_query, other=0.0)
+    query_tile = as_operand(query_tile, queries.dtype.element_ty, UPCAST)
+    query_positions = first_position + steps
+
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, WIDTH], tl.float32)
+
+    end = first_position + num_queries
+    shift = tl.maximum(first_position + 1 - window_size, 0) if HAS_WINDOW else 0
+    num_visible = end - shift
+    num_cached = num_cached_positions
+    if HAS_WINDOW:
+        num_cached = tl.maximum(tl.minimum(sink, num_cached), num_cached - shift)
+
+    # Keys in the cache. All of them are earlier than the queries.
+    table = block_tables + table_row.to(tl.int64) * table_stride
+    key_cache += kv_head * cache_head_stride
+    value_cache += kv_head * cache_head_stride
+    for first in tl.range(0, num_cached, KEYS, num_stages=CACHED_STAGES):
+        numbers = first + tl.arange(0, KEYS)
+        is_real = numbers < num_cached
+        positions = key_positions(numbers, shift, sink)
+        offsets = cache_offsets(positions, is_real, table, block_stride, place_stride, sink, bubble, capacity,
+                                TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
+        key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
+                                                    HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
+        visible = is_real[None, :]
+        if HAS_WINDOW:
+            visible = visible & in_window(positions, query_positions, window_size, sink)
+        maximum, total, result = softmax_step(query_tile, key_tile, value_tile, visible, scale, maximum, total, result,
+                                              IS_MASKED=True)  # fmt: skip
+
+    # The chunk's own keys. Without a window, those at or before the first query are seen by all.
+    own = (first_row - (first_position - num_cached_positions)) * key_stride + kv_head * key_head_stride
+    keys += own
+    values += own
+    first_masked = num_cached
+    if not HAS_WINDOW:
+        first_masked = num_cached + (first_position + 1 - num_cached) // KEYS * KEYS
+    for first in range(num_cached, first_masked, KEYS):
+        numbers = first + tl.arange(0, KEYS)
+        offsets = (numbers - num_cached).to(tl.int64) * key_stride
+        key_tile, value_tile = load_keys_and_values(keys, values, offsets, numbers >= 0, queries.dtype.element_ty,
+                                                    HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
+        maximum, total, result = softmax_step(query_tile, key_tile, value_tile, None, scale, maximum, total, result,
+                                              IS_MASKED=False)  # fmt: skip
+    for first in range(first_masked, num_visible, KEYS):
+        numbers = first + tl.arange(0, KEYS)
+        is_real = numbers < num_visible
+        positions = key_positions(numbers, shift, sink)
+        offsets = (positions - num_cached_positions).to(tl.int64) * key_stride
+        key_tile, value_tile = load_keys_and_values(keys, values, offsets, is_real, queries.dtype.element_ty, HEAD_SIZE,
+                                                    WIDTH, UPCAST)  # fmt: skip
+        visible = is_real[None, :] & (positions[None, :] <= query_positions[:, None])
+        if HAS_WINDOW:
+            visible = visible & in_window(positions, query_positions, window_size, sink)
+        maximum, total, result = softmax_step(query_tile, key_tile, value_tile, visible, scale, maximum, total, result,
+                                              IS_MASKED=True)  # fmt: skip
+
+    result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+    output_offsets = (first_row + steps) * output_stride + heads * output_head_stride
+    tl.store(output + output_offsets[:, None] + dims[None, :], result.to(output.dtype.element_ty), mask=is_query)
+
+
+def context_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
+    tiles: Tensor, output: Tensor, shape: AttentionTiles, window: Window = EVERYTHING,
+) -> None:  # fmt: skip
+    """Write the attention of the context chunks in `tiles` to their rows of `output`; other rows stay as they are.
+
+    queries, output: [tokens, heads, head size]. keys, values: [tokens, KV heads, head size], those of the batch, alike
+    in their strides. key_cache, value_cache: [blocks, tokens per block, KV heads, head size], alike in their strides,
+    of the queries' type or a narrower one. In all of these, the values of a head are contiguous.
+    block_tables: int32 [sequences, blocks]; entries beyond what is cached are not read. tiles: int32 [tiles, 5], of
+    `plan_tiles` with `shape.rows` // (heads / KV heads) queries a tile.
+    KernelError if it cannot run.
+    """
+    if len(tiles) == 0:
+        return
+    num_heads, head_size = queries.shape[1:]
+    num_kv_heads = keys.shape[1]
+    with launching("context_attention", queries=queries, keys=keys, cache=key_cache, tiles=tiles):
+        _context_kernel[(num_kv_heads, len(tiles))](
+            output, queries, keys, values, key_cache, value_cache, block_tables, tiles,
+            math.log2(math.e) / math.sqrt(head_size),
+            output.stride(0), queries.stride(0), keys.stride(0), output.stride(1), queries.stride(1), keys.stride(1),
+            *key_cache.stride()[:3], block_tables.stride(0), *window.numbers,
+            HAS_WINDOW=window.size is not None, IS_CYCLIC=window.capacity is not None,
+            TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size,
+            WIDTH=padded_size(head_size), ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache),
+            num_warps=shape.warps, num_stages=shape.stages, CACHED_STAGES=shape.cached_stages,
+        )  # fmt: skip
+
+
+def context_attention_twin(
+    queries: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
+    tiles: Tensor, output: Tensor, window: Window = EVERYTHING,
+) -> None:  # fmt: skip
+    """The same in plain torch, tile by tile."""
+    for first_row, num_queries, position, num_cached, table_row in tiles.tolist():
+        rows = slice(first_row, first_row + num_queries)
+        query_positions = position + torch.arange(num_queries, device=queries.device)
+        positions = keys_seen(position, position + num_queries - 1, window, queries.device)
+        earlier, own = positions[positions < num_cached], positions[positions >= num_cached]
+        own_rows = own - position + first_row
+        seen_keys, seen_values = (
+            torch.cat([gather_cached(cache, block_tables[table_row], earlier, window).to(part.dtype),
+                       part[own_rows]])
+            for cache, part in ((key_cache, keys), (value_cache, values))
+        )  # fmt: skip
+        visible = is_seen(positions, query_positions, window)
+        output[rows] = attend_reference(queries[rows], seen_keys, seen_values, visible, queries.shape[2] ** -0.5)

@@ -1,0 +1,41 @@
+"""The GPU benchmark measures what it says, on small shapes and without a clock; without a GPU it says so."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.benchmarks import gpu_kernels
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    def once(work: Callable[[], object]) -> float:
+        work()
+        return 1e-3
+
+    sizes = {"HEADS": 4, "KV_HEADS": 2, "HEAD_SIZE": 16, "DTYPE": torch.float32, "DEVICE": device, "seconds": once}
+    for name, value in sizes.items():
+        monkeypatch.setattr(gpu_kernels, name, value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+def test_generation_counts_keys_and_values_once() -> None:
+    row = gpu_kernels.generation(batch=2, length=64, bandwidth=1e9)
+    moved = 2 * (2 * 64) * 2 * 16 * 4
+    assert row["share_of_copy_bandwidth"] == round(moved / 1e-3 / 1e9, 3)
+
+
+def test_context_has_torch_beside_it_for_whole_prompts_only() -> None:
+    assert gpu_kernels.context(chunk=40, cached=0)["share_of_torch_speed"] == 1.0
+    assert "share_of_torch_speed" not in gpu_kernels.context(chunk=8, cached=32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    result = subprocess.run([sys.executable, "-m", "tests.benchmarks.gpu_kernels"], capture_output=True, text=True,
+                            check=False)  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr == "This measures a GPU, and PyTorch finds none here. Run it on a machine with one.\n"

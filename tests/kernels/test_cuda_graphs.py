@@ -1,0 +1,109 @@
+"""What surrounds CUDA graphs: the ladder of sizes, padding, inputs that stay in place. On a GPU, graphs themselves."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.kernel_llama import KernelLlama
+from ifbbench.model.weights import random_weights
+from tests.execution.driving import Driver, driver_of, layout_driver, requests_of
+
+MICRO = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+                    intermediate_size=40, max_position_embeddings=256)
+LENGTHS = [(9, 5), (20, 3), (2, 4)]
+
+
+class Repeater:
+    """Stands in for CUDA graphs: does the work again. Every input must be in the memory that it had at first."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.repeated = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.recorded += 1
+        assert work().isfinite().all(), "a batch of nothing but padding"
+
+        def again() -> Tensor:
+            self.repeated += 1
+            return work()
+
+        return again
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> KernelLlama:
+    return KernelLlama(MICRO, random_weights(MICRO, 3, device, torch.float32))
+
+
+def recorders(device: torch.device) -> list[Recorder]:
+    return [Repeater(), CudaGraphRecorder()] if device.type == "cuda" else [Repeater()]
+
+
+def outputs_with(driver: Driver, record: Recorder | None) -> list[list[int]]:
+    driver.executor._graphs = None
+    if record is not None:
+        with torch.inference_mode():
+            driver.executor.use_graphs(3, 48, record)
+    requests = requests_of(LENGTHS, MICRO.vocab_size)
+    driver.run(requests)
+    return [request.outputs for request in requests]
+
+
+def test_graphs_give_the_same_tokens(model: KernelLlama, device: torch.device) -> None:
+    expected = outputs_with(driver_of(model, 3, 8, 40), None)
+    for record in recorders(device):
+        assert outputs_with(driver_of(model, 3, 8, 40), record) == expected
+        if isinstance(record, Repeater):
+            # Batches of three (padded to four) and two, then one request alone.
+            assert (record.recorded, record.repeated) == (3, 4)
+
+
+@pytest.mark.parametrize("is_cyclic", [True, False])
+def test_graphs_with_windows(model: KernelLlama, device: torch.device, is_cyclic: bool) -> None:
+    geometry = CacheGeometry(8, 14, 48, sink_token_length=3, is_cyclic=is_cyclic)
+    layout = CacheLayout((WindowLayout((0,), geometry, 3 * geometry.max_blocks_per_sequence + 2),))
+    expected = outputs_with(layout_driver(model, layout, 3), None)
+    for record in recorders(device):
+        assert outputs_with(layout_driver(model, layout, 3), record) == expected
+
+
+def test_padding_writes_nothing(model: KernelLlama) -> None:
+    """Three sequences run as four: no block changes but those of the three."""
+    driver = driver_of(model, 3, 8, 40)
+    requests = requests_of(LENGTHS, MICRO.vocab_size)
+    for slot, request in enumerate(requests):
+        request.slot = slot
+    driver.step([(request, request.prompt_len) for request in requests], [])
+    with torch.inference_mode():
+        driver.executor.use_graphs(3, 40, Repeater())
+    (window,) = driver.executor._cache.windows
+    before = [part.clone() for part in window.cache.blocks(0)]
+    driver.step([], requests)
+    places = {(int(driver.tables[request.slot, 0, (request.num_cached - 1) // 8]), (request.num_cached - 1) % 8)
+              for request in requests}  # fmt: skip
+    for part, old in zip(window.cache.blocks(0), before, strict=True):
+        changed = (part != old).flatten(2).any(dim=-1).nonzero().tolist()
+        assert {(block, place) for block, place in changed} == places
+
+
+def test_ladder() -> None:
+    assert ladder(1) == [1]
+    assert ladder(3) == [1, 2, 4]
+    assert ladder(50) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    assert ladder(10_000)[-1] == LARGEST_SIZE
+    sizes = np.array(ladder(10_000))
+    assert (np.diff(sizes) > 0).all()
+    assert (sizes[4:] <= 1.5 * sizes[3:-1]).all()
+
+
+def test_padded() -> None:
+    assert padded(np.array([5, 6]), 4, -1).tolist() == [5, 6, -1, -1]
+    assert padded(np.array([[1, 2]]), 2, 0).tolist() == [1, 2, 0, 0]

@@ -1,0 +1,122 @@
+"""The whole executor with kernels gives the tokens that it gives without them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.kernel_llama import KernelLlama
+from ifbbench.model.llama import LlamaModel
+from ifbbench.model.weights import random_weights
+from tests.execution.driving import CPU, Driver, FakeRequest, driver_of, layout_driver, requests_of
+
+MICRO = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+                    intermediate_size=40, max_position_embeddings=256)
+LENGTHS = [(9, 4), (20, 3), (1, 3)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LlamaModel:
+    return LlamaModel(MICRO, random_weights(MICRO, 3, CPU, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def with_kernels(device: torch.device) -> KernelLlama:
+    return KernelLlama(MICRO, random_weights(MICRO, 3, device, torch.float32))
+
+
+def outputs_of(driver: Driver, requests: list[FakeRequest], largest_chunk: int | None = 7) -> list[object]:
+    """The tokens of each, or what its beams hold."""
+    driver.run(requests, largest_chunk)
+    return [request.outputs or (request.search.tokens.tolist(), request.search.scores.round(3).tolist())
+            for request in requests]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=5)])
+def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: SamplingParams) -> None:
+    outputs = [outputs_of(driver_of(model, 3, 8, 40), requests_of(LENGTHS, MICRO.vocab_size, sampling=sampling))
+               for model in (plain, with_kernels)]  # fmt: skip
+    assert outputs[0] == outputs[1]
+    assert all(outputs[1])
+
+
+def layout_of(
+    *, is_contiguous: bool = False, is_cyclic: bool = True, sink: int = 0, beams: int = 1, layers: int = 1
+) -> CacheLayout:
+    geometry = CacheGeometry(8, 14, 48, sink_token_length=sink, max_beam_width=beams, is_cyclic=is_cyclic)
+    num_blocks = 3 * beams * geometry.max_blocks_per_sequence + 2
+    return CacheLayout((WindowLayout(tuple(range(layers)), geometry, num_blocks),), is_contiguous)
+
+
+@pytest.mark.parametrize("layout", [
+    layout_of(layers=2), layout_of(layers=2, sink=3), layout_of(layers=2, is_cyclic=False),
+    layout_of(layers=2, is_cyclic=False, sink=3), layout_of(layers=2, is_contiguous=True),
+], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])  # fmt: skip
+def test_windows(layout: CacheLayout, device: torch.device) -> None:
+    """With two layers: what the middle of a chunk has seen shows in the keys of the second."""
+    config = replace(MICRO, num_layers=2)
+    outputs = []
+    for model_class, place in ((LlamaModel, CPU), (KernelLlama, device)):
+        model = model_class(config, random_weights(config, 3, place, torch.float32))
+        requests = requests_of([(9, 4), (30, 3)], MICRO.vocab_size)
+        outputs.append(outputs_of(layout_driver(model, layout, 2), requests, 11))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("layout", [layout_of(beams=2), layout_of(beams=2, is_contiguous=True)],
+                         ids=["cyclic", "contiguous"])  # fmt: skip
+def test_beams(plain: LlamaModel, with_kernels: KernelLlama, layout: CacheLayout) -> None:
+    outputs = []
+    for model in (plain, with_kernels):
+        requests = requests_of([(9, 5), (5, 4)], MICRO.vocab_size, beam_width=2)
+        outputs.append(outputs_of(layout_driver(model, layout, 2), requests))
+    assert outputs[0] == outputs[1]
+
+
+def test_padded_prompts(plain: LlamaModel, with_kernels: KernelLlama) -> None:
+    outputs = []
+    for model in (plain, with_kernels):
+        driver = driver_of(model, 3, 8, 40)
+        driver.padded = True
+        outputs.append(outputs_of(driver, requests_of(LENGTHS, MICRO.vocab_size), largest_chunk=None))
+    assert outputs[0] == outputs[1]
+
+
+def test_numbers_and_copied_blocks(plain: LlamaModel, with_kernels: KernelLlama) -> None:
+    """A prompt's first block is copied to where another request then finds it."""
+    log_probs = []
+    for model in (plain, with_kernels):
+        first, second = requests_of([(12, 2), (12, 2)], MICRO.vocab_size)
+        second.prompt = first.prompt.copy()
+        first.slot, second.slot = 0, 1
+        second.options = OutputOptions(return_log_probs=True)
+        driver = driver_of(model, 2, 8, 24)
+        driver.step([(first, 12)], [])
+        driver.copies = (BlockCopy(CopyKind.DEVICE, int(driver.tables[0, 0, 0]), int(driver.tables[1, 0, 0]), 8),)
+        second.computed = 8
+        driver.step([(second, 4)], [first])
+        driver.step([], [second])
+        assert first.outputs[:2] == second.outputs
+        log_probs.append(second.numbers.log_probs())
+    assert len(log_probs[0]) == 2
+    assert np.allclose(log_probs[0], log_probs[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_stays_near_the_same_logits(dtype: torch.dtype, device: torch.device) -> None:
+    logits = []
+    for model_class in (LlamaModel, KernelLlama):
+        model = model_class(MICRO, random_weights(MICRO, 3, device, dtype))
+        (request,) = requests_of([(20, 2)], MICRO.vocab_size)
+        request.options = OutputOptions(return_context_logits=True)
+        driver_of(model, 1, 8, 40).run([request], 7)
+        assert request.numbers.context_logits is not None
+        logits.append(torch.from_numpy(request.numbers.context_logits))
+    difference = (logits[0] - logits[1]).norm() / logits[0].norm()
+    assert difference < 2e-2
