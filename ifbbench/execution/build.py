@@ -1,7 +1,6 @@
 """From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,6 +12,8 @@ from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.profiling import activation_bytes
 from ifbbench.model.config import TINY, ModelConfig, load_model_config
 from ifbbench.model.llama import LlamaModel
+from ifbbench.model.make_model import make_model
+from ifbbench.model.model_path import model_path
 from ifbbench.model.weights import load_weights, random_weights
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +44,8 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def load_model(config: RunConfig) -> LoadedModel:
-    """The model that `config` names on its device: `tiny` with weights from `config.seed`, or a directory's."""
+    """The model that `config` names on its device: `tiny` with weights from `config.seed`, or the one whose
+    files `model_path` finds."""
     device = choose_device(config)
     dtype = TORCH_DTYPES[config.dtype]
     model_config = load_model_config(config.model)
@@ -51,8 +53,8 @@ def load_model(config: RunConfig) -> LoadedModel:
         if config.model == TINY:
             weights = random_weights(model_config, config.seed, device, dtype)
         else:
-            weights = load_weights(model_config, Path(config.model), device, dtype)
-        return LoadedModel(model_config, LlamaModel(model_config, weights), device, dtype)
+            weights = load_weights(model_config, model_path(config.model), device, dtype)
+        return LoadedModel(model_config, make_model(model_config, weights), device, dtype)
 
 
 def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:

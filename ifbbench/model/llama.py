@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,7 +28,10 @@ class ForwardInputs:
 
 
 class LlamaModel:
-    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only."""
+    """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
+
+    Mistral is the same, Qwen 2.5 has biases on query, key and value, and Qwen 3 normalises their heads.
+    """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
@@ -41,7 +45,7 @@ class LlamaModel:
 
         Each weight is multiplied once, for all requests together.
         """
-        hidden = self._weights.embedding.index_select(0, inputs.tokens)
+        hidden = self._embedded(inputs)
         angles = self._rotary.angles(inputs.positions, self.dtype)
         last = self.config.num_layers - 1
         for index, layer in enumerate(self._weights.layers):
@@ -52,22 +56,34 @@ class LlamaModel:
                 hidden = hidden.index_select(0, inputs.output_rows)
             hidden = hidden + layer.attention_output(attention)
             hidden = hidden + self._mlp(layer, hidden)
-        return self._weights.lm_head(self._norm(hidden, self._weights.final_norm))
+        return self._weights.lm_head(self._norm(hidden, self._weights.final_norm, self._weights.final_norm_bias))
 
     def _attention(
         self, index: int, layer: LayerWeights, hidden: Tensor, angles: tuple[Tensor, Tensor], inputs: LayerInputs
     ) -> Tensor:
         config = self.config
-        fused = layer.query_key_value(self._norm(hidden, layer.attention_norm))
+        fused = layer.query_key_value(self._norm(hidden, layer.attention_norm, layer.attention_norm_bias))
         heads = fused.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         values = heads[:, config.num_heads + config.num_kv_heads :]
-        turned = rotate(heads[:, : config.num_heads + config.num_kv_heads], *angles)
+        turned = self._positioned(layer, heads[:, : config.num_heads + config.num_kv_heads], angles)
         queries, keys = turned[:, : config.num_heads], turned[:, config.num_heads :]
         return attend(index, queries, keys, values, inputs)
+
+    def _embedded(self, inputs: ForwardInputs) -> Tensor:
+        """What goes into the first layer, [tokens, hidden]."""
+        return self._weights.embedding.index_select(0, inputs.tokens)
+
+    def _positioned(self, layer: LayerWeights, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Query heads and behind them key heads [tokens, heads, head size], as attention takes them."""
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = heads[:, : self.config.num_heads], heads[:, self.config.num_heads :]
+            heads = torch.cat([self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)], dim=1)
+        return rotate(heads, *angles)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
         return layer.down(functional.silu(gate).mul_(up))
 
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.rms_norm_eps)
+    def _norm(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`hidden` [..., size] normalised over the last dimension. bias: for families whose norm has one."""
+        return functional.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)

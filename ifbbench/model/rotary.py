@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from ifbbench.model.config import Llama3RopeScaling, ModelConfig
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.rope_scaling import LinearRopeScaling, Llama3RopeScaling, RopeFactors, YarnRopeScaling
 
 
 class RotaryEmbedding:
@@ -18,8 +19,10 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
         angles = torch.outer(positions, _frequencies(config).to(device))
-        self._cos = angles.cos()
-        self._sin = angles.sin()
+        scaling = config.rope_scaling
+        factor = scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
+        self._cos = angles.cos() * factor
+        self._sin = angles.sin() * factor
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [tokens, 1, head size / 2], of `positions` [tokens]; shared by all layers."""
@@ -38,7 +41,17 @@ def _frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each pair, [head size / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
-    return frequencies if config.rope_scaling is None else _llama3_frequencies(frequencies, config.rope_scaling)
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case LinearRopeScaling(factor):
+            return frequencies / factor
+        case RopeFactors(factors):
+            return frequencies / torch.tensor(factors)
+        case Llama3RopeScaling() as llama3:
+            return _llama3_frequencies(frequencies, llama3)
+        case YarnRopeScaling() as yarn:
+            return _yarn_frequencies(frequencies, config, yarn)
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
@@ -51,3 +64,18 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tens
     spread = scaling.high_freq_factor - scaling.low_freq_factor
     share_kept = ((turns - scaling.low_freq_factor) / spread).clamp(0.0, 1.0)
     return share_kept * frequencies + (1.0 - share_kept) * frequencies / scaling.factor
+
+
+def _yarn_frequencies(frequencies: Tensor, config: ModelConfig, scaling: YarnRopeScaling) -> Tensor:
+    """YaRN (Peng et al., arXiv:2309.00071, section 3.2): as Llama 3's, but the change from fast to slow is smooth in
+    the pair's number, between whole numbers, not in its frequency."""
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (2 * math.pi * times)
+        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), config.head_dim - 1)
+    numbers = torch.arange(len(frequencies), dtype=torch.float32)
+    share_slowed = ((numbers - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return (1.0 - share_slowed) * frequencies + share_slowed * frequencies / scaling.factor

@@ -1,0 +1,12 @@
+"""The model class of a shape."""
+
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.families import GPT2
+from ifbbench.model.gpt2 import Gpt2Model
+from ifbbench.model.llama import LlamaModel
+from ifbbench.model.weights import ModelWeights
+
+
+def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
+    """The model of `config.architecture` with these weights."""
+    return (Gpt2Model if config.architecture == GPT2 else LlamaModel)(config, weights)
