@@ -75,6 +75,11 @@ class AttentionGroup:
     cache_rows: Tensor | None = None
     own_rows: Tensor | None = None
 
+    @property
+    def has_one_query(self) -> bool:
+        """Whether each span has one query, as in the generation phase; then it is not causality that hides keys."""
+        return self.mask is not None and len(self.query_rows) == self.num_spans
+
 
 def plan_attention(
     spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device,

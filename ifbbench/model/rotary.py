@@ -25,16 +25,21 @@ class RotaryEmbedding:
         self._sin = angles.sin() * factor
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [tokens, 1, head size / 2], of `positions` [tokens]; shared by all layers."""
+        """Cosines and sines, each [tokens, 1, head size], of `positions` [tokens]; shared by all layers.
+
+        Both halves have the same cosines; the sines of the first have the other sign, as `rotate` needs them.
+        """
         cos = self._cos.index_select(0, positions).to(dtype)
         sin = self._sin.index_select(0, positions).to(dtype)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`heads` [tokens, heads, head size] turned by the angles of `RotaryEmbedding.angles`."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """`heads` [tokens, heads, head size] turned by the angles of `RotaryEmbedding.angles`.
+
+    Three passes over memory: (first, second) · cos + (second, first) · sin.
+    """
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
