@@ -46,7 +46,8 @@ class ModelExecutor:
         layout = layout or one_window_layout(model.config, num_blocks, tokens_per_block, max_seq_len)
         self.tokens_per_block = layout.windows[0].geometry.tokens_per_block
         with torch.inference_mode():
-            self._cache = CacheWindows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype)
+            self._cache = CacheWindows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
+                                       attends_steps=model.operations.attends_steps)  # fmt: skip
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self._sampler = Sampler(num_slots)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)

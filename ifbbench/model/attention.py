@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from ifbbench.model.attention_plan import AttentionGroup
 from ifbbench.model.kv_cache import KvStorage
+from ifbbench.model.operations import Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,9 @@ class LayerInputs:
     groups_before: tuple[AttentionGroup, ...] = ()
 
 
-def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: LayerInputs) -> Tensor:
+def attend(
+    layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: LayerInputs, operations: Operations
+) -> Tensor:
     """Attention output [tokens, heads · head size] of the packed batch in one layer; writes its keys and values.
 
     queries: [tokens, heads, head size]; keys, values: [tokens, KV heads, head size].
@@ -37,6 +40,9 @@ def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: La
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
     inputs.cache.write(layer, inputs.cache_rows, keys, values)
     for group in inputs.groups:
+        if group.lengths is not None:
+            operations.attend_steps(queries, *inputs.cache.in_place(layer), group, output)
+            continue
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
     return output[:num_tokens].flatten(1)
 
@@ -62,7 +68,7 @@ def _attend_one_query(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     The query heads that share a KV head go in as if they were queries of one head, so that keys and values are read
     once. queries: [spans, heads, head size]; keys, values: [spans, KV heads, keys, head size].
     """
-    shared = queries.unflatten(1, (keys.shape[1], -1))
+    shared = queries.view(queries.shape[0], keys.shape[1], -1, queries.shape[2])
     if queries.device.type == "cpu" and queries.dtype.itemsize == 2 and mask is not None:
         return _attend_in_halves(shared, keys, values, mask)
     return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask)

@@ -19,6 +19,11 @@ class ContiguousKvCache:
     """
 
     spare_row: int | None = None
+    is_readable_in_place = False
+
+    def in_place(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Not of this cache: ValueError."""
+        raise ValueError("a contiguous cache has no blocks")
 
     def __init__(
         self, config: ModelConfig, num_sequences: int, max_seq_len: int, device: torch.device, dtype: torch.dtype,

@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.operations import Angles
 from ifbbench.model.weights import LayerWeights
 
 
@@ -17,7 +18,7 @@ class Gpt2Model(LlamaModel):
         assert self._weights.position_embedding is not None
         return super()._embedded(inputs) + self._weights.position_embedding.index_select(0, inputs.positions)
 
-    def _positioned(self, layer: LayerWeights, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def _positioned(self, layer: LayerWeights, heads: Tensor, angles: Angles) -> Tensor:
         return heads
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:

@@ -21,6 +21,15 @@ class KvStorage(Protocol):
     @property
     def spare_row(self) -> int | None: ...
 
+    @property
+    def is_readable_in_place(self) -> bool:
+        """Whether `in_place` may be called: the cache is in blocks, and what is stored is the model's data type."""
+        ...
+
+    def in_place(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The memory of keys and values itself, each [blocks, tokens per block, KV heads, head size]."""
+        ...
+
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens].
 
@@ -73,6 +82,16 @@ class PagedKvCache:
 
         self._keys, self._values = storages(), storages()
         self._host = HostPool.beside(self._all(), num_host_blocks, tokens_per_block) if num_host_blocks else None
+
+    @property
+    def is_readable_in_place(self) -> bool:
+        """Whether what is stored is the model's data type."""
+        return self._stored.is_same
+
+    def in_place(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The memory of keys and values itself, each [blocks, tokens per block, KV heads, head size]."""
+        shape = (self.num_blocks + 1, self.tokens_per_block, *self._heads)
+        return self._keys[layer].view(shape), self._values[layer].view(shape)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens]."""

@@ -13,7 +13,7 @@ class RotaryEmbedding:
     """Turns pairs of query and key values by an angle that grows with the position.
 
     Su et al., RoFormer (arXiv:2104.09864), with the pairs of Hugging Face's convention: value i of a head's first half
-    and value i of its second half. Angles are tabled in float32 for every position of the model.
+    and value i of its second half. cos, sin: float32 [positions, head size / 2], for every position of the model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -21,16 +21,16 @@ class RotaryEmbedding:
         angles = torch.outer(positions, _frequencies(config).to(device))
         scaling = config.rope_scaling
         factor = scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
-        self._cos = angles.cos() * factor
-        self._sin = angles.sin() * factor
+        self.cos = angles.cos() * factor
+        self.sin = angles.sin() * factor
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [tokens, 1, head size], of `positions` [tokens]; shared by all layers.
 
         Both halves have the same cosines; the sines of the first have the other sign, as `rotate` needs them.
         """
-        cos = self._cos.index_select(0, positions).to(dtype)
-        sin = self._sin.index_select(0, positions).to(dtype)
+        cos = self.cos.index_select(0, positions).to(dtype)
+        sin = self.sin.index_select(0, positions).to(dtype)
         return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
 

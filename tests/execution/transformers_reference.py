@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from ifbbench.model.config import load_model_config
+from ifbbench.model.cpu_operations import operations_for
+from ifbbench.model.operations import Operations
 from ifbbench.model.weights import load_weights
 from tests.execution.driving import CPU, RecordingGpt2, RecordingModel
 
@@ -44,7 +46,8 @@ def mistral_checkpoint(directory: Path, sliding_window: int) -> tuple[RecordingM
 def family_checkpoint(
     directory: Path, family: str, dtype: torch.dtype = torch.float32, **changes: object
 ) -> tuple[RecordingModel, Reference]:
-    """A random small checkpoint of a family as our model, in `dtype`, and as transformers' own, in float32.
+    """A random small checkpoint of a family as our model, in `dtype` with the fastest operations that there are, and as
+    transformers' own, in float32.
 
     family: the name of its classes in transformers (`Qwen3` of Qwen3Config and Qwen3ForCausalLM). All weights are such
     that `dtype` holds them exactly; norms and biases are random too.
@@ -61,16 +64,17 @@ def family_checkpoint(
         elif parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
         parameter.data.copy_(parameter.to(dtype))
-    return _saved(directory, reference, dtype=dtype), reference
+    return _saved(directory, reference, operations=operations_for(CPU, dtype), dtype=dtype), reference
 
 
 def _saved(
-    directory: Path, reference: Reference, shard_size: str = "5GB", dtype: torch.dtype = torch.float32
+    directory: Path, reference: Reference, shard_size: str = "5GB", operations: Operations | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> RecordingModel:
     reference.save_pretrained(directory, max_shard_size=shard_size)
     config = load_model_config(directory)
     kind = RecordingGpt2 if config.architecture == "gpt2" else RecordingModel
-    return kind(config, load_weights(config, directory, CPU, dtype))
+    return kind(config, load_weights(config, directory, CPU, dtype), operations)
 
 
 def reference_logits(reference: Reference, tokens: list[int]) -> torch.Tensor:
