@@ -1,7 +1,8 @@
-"""One engine on the CPU over one checkpoint: `python -m tests.benchmarks.cpu_engine_runs ENGINE DIR DTYPE THREADS RUNS`.
+"""One engine on the CPU over one checkpoint.
 
-Prints one line of JSON for each run: wall and CPU seconds, and a digest of all output tokens. Run by `cpu_engines`, in a
-process of its own, so that no engine sees another's threads and memory.
+`python -m tests.benchmarks.cpu_engine_runs ENGINE DIRECTORY DTYPE THREADS RUNS` prints one line of JSON for each
+run: wall and CPU seconds, and a digest of all output tokens. `cpu_engines` runs it in a process of its own, so that no
+engine sees another's threads and memory.
 """
 
 import hashlib
