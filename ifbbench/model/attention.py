@@ -38,7 +38,10 @@ def attend(
     output = queries.new_empty((num_tokens + 1, *queries.shape[1:]))
     for group in inputs.groups_before:
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
-    inputs.cache.write(layer, inputs.cache_rows, keys, values)
+    if operations.attends_steps and inputs.cache.is_readable_in_place:
+        operations.write(keys, values, *inputs.cache.in_place(layer), inputs.cache_rows)
+    else:
+        inputs.cache.write(layer, inputs.cache_rows, keys, values)
     for group in inputs.groups:
         if group.lengths is not None:
             operations.attend_steps(queries, *inputs.cache.in_place(layer), group, output)

@@ -102,10 +102,12 @@ def plan_attention(
         num_rows = int(spans.lengths.sum())
     groups = [_prompt_group(part, num_rows, device) for part in _like_lengths(spans.select(whole))]
     steps = spans.select(single)
+    parts = [tiles(spans.select(~whole & ~single))]
     if steps_in_place and len(steps.lengths):
         groups.append(_steps_group(steps, block_tables, tokens_per_block, device))
-        steps = steps.select(np.zeros(len(steps.lengths), dtype=np.bool_))
-    for part in (tiles(spans.select(~whole & ~single)), steps):
+    else:
+        parts.append(steps)
+    for part in parts:
         groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device, is_contiguous)
                    for group in _like_lengths(part)]
     return tuple(groups)
@@ -135,6 +137,8 @@ def _tile_counts(spans: QuerySpans) -> Int64Array:
 
 
 def _like_lengths(spans: QuerySpans) -> list[QuerySpans]:
+    if len(spans.lengths) == 0:
+        return []
     return [spans.select(members) for members in like_lengths(spans.lengths, spans.ends)]
 
 

@@ -69,6 +69,15 @@ static inline bf16 to_bf16(float value) { /* rounds to nearest, ties to even */
     }                                                                                                                  \
   }                                                                                                                    \
                                                                                                                        \
+  /* keys_cache[rows[t]] = keys[t], and values likewise. A token's keys are `size` values in a row of `stride`. */     \
+  void write_##T(const T *keys, const T *values, T *keys_cache, T *values_cache, const int64_t *rows, int64_t tokens,  \
+                 int64_t stride, int64_t size) {                                                                       \
+    for (int64_t t = 0; t < tokens; t++) {                                                                             \
+      memcpy(keys_cache + rows[t] * size, keys + t * stride, size * sizeof(T));                                        \
+      memcpy(values_cache + rows[t] * size, values + t * stride, size * sizeof(T));                                    \
+    }                                                                                                                  \
+  }                                                                                                                    \
+                                                                                                                       \
   static inline __attribute__((always_inline)) void attend_head_##T(const T *q, T *out, const T *keys, const T *values, const int64_t *blocks, \
                                      int64_t length, int64_t kv_heads, int64_t group, int64_t size, int64_t in_block,  \
                                      float *scratch) {                                                                 \

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "rms_norm": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
     "swiglu": [_POINTER] * 2 + [_INT] * 2,
     "rotate": [_POINTER] * 4 + [_INT] * 4,
+    "write": [_POINTER] * 5 + [_INT] * 3,
     "attend": [_POINTER] * 7 + [_INT] * 7,
 }
 
@@ -34,12 +35,12 @@ def load_cpu_kernels() -> ctypes.CDLL | None:
     if compiler is None:
         _log.info("no C compiler: the CPU runs without kernels of its own, and attention is slower")
         return None
-    library = _cache_directory() / f"cpu_kernels-{_fingerprint(compiler)}.so"
     try:
+        library = _cache_directory() / f"cpu_kernels-{_fingerprint(compiler)}.so"
         if not library.exists():
             _compile(compiler, library)
         kernels = ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home directory
         _log.info("the CPU runs without kernels of its own, for %s failed: %s", compiler, error)
         return None
     for name, arguments in ARGUMENTS.items():
@@ -65,8 +66,12 @@ def _cache_directory() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     """Of all that the result depends on: the source, the compiler, how it is called, and the processor."""
-    processor = Path("/proc/cpuinfo")
-    flags = next((line for line in processor.read_text().splitlines() if line.startswith(("flags", "Features"))), "") \
-        if processor.exists() else ""
-    facts = [SOURCE.read_text(), compiler, *FLAGS, platform.machine(), platform.processor(), flags]
+    facts = [SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, platform.machine(), _processor_features()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _processor_features() -> str:
+    """What the processor can do, in Linux's words; nothing elsewhere."""
+    description = Path("/proc/cpuinfo")
+    lines = description.read_text(encoding="utf-8").splitlines() if description.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -30,6 +30,7 @@ class CpuOperations(Operations):
         self._norm = getattr(kernels, f"rms_norm_{kind}")
         self._swiglu = getattr(kernels, f"swiglu_{kind}")
         self._rotate = getattr(kernels, f"rotate_{kind}")
+        self._write = getattr(kernels, f"write_{kind}")
         self._attend = getattr(kernels, f"attend_{kind}")
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,6 +59,18 @@ class CpuOperations(Operations):
         self._rotate(heads.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, count,
                      heads.stride(0), size)  # fmt: skip
         return heads
+
+    def write(
+        self, keys: Tensor, values: Tensor, keys_in_cache: Tensor, values_in_cache: Tensor, cache_rows: Tensor
+    ) -> None:
+        """Keys and values to their rows of the cache."""
+        tokens, kv_heads, size = keys.shape
+        if keys.stride() != values.stride() or keys.stride()[1:] != (size, 1):
+            keys, values = keys.contiguous(), values.contiguous()
+        self._write(
+            keys.data_ptr(), values.data_ptr(), keys_in_cache.data_ptr(), values_in_cache.data_ptr(),
+            cache_rows.data_ptr(), tokens, keys.stride(0), kv_heads * size,
+        )  # fmt: skip
 
     def attend_steps(
         self, queries: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, output: Tensor

@@ -1,5 +1,6 @@
 """A matrix product with a fixed weight, in the layout that is fastest where it runs."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -25,9 +26,16 @@ class Linear:
     def __call__(self, rows: Tensor) -> Tensor:
         """[rows, inputs] to [rows, outputs]."""
         if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+            product: Tensor = _packed_product()(rows, self._weight, self._bias, "none", [], "")
             return product
         return functional.linear(rows, self._weight, self._bias)
+
+
+@cache
+def _packed_product() -> Callable[..., Tensor]:
+    """The operation itself: found by name, it would take some microseconds more at each call."""
+    product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return product
 
 
 @cache

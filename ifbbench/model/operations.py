@@ -13,7 +13,7 @@ Angles = tuple[Tensor, ...]
 class Operations:
     """What a backend may replace. Rows are packed tokens."""
 
-    # Whether `attend_steps` is there: attention of one query a span that reads keys and values where they lie.
+    # Whether `write` and `attend_steps` are there: they use keys and values where they lie in the cache.
     attends_steps = False
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,6 +33,13 @@ class Operations:
         """`heads` [tokens, heads, head size] turned; they may be changed in place."""
         cos, sin = angles
         return rotate(heads, cos, sin)
+
+    def write(
+        self, keys: Tensor, values: Tensor, keys_in_cache: Tensor, values_in_cache: Tensor, cache_rows: Tensor
+    ) -> None:
+        """Keys and values [tokens, KV heads, head size] to the rows `cache_rows` [tokens] of the cache, which is
+        [blocks, tokens per block, KV heads, head size]. Rows in a batch differ, but for those that nobody reads."""
+        raise NotImplementedError
 
     def attend_steps(
         self, queries: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, output: Tensor

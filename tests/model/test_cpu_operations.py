@@ -70,6 +70,17 @@ def test_rotation_in_place_leaves_what_is_beside(dtype: torch.dtype, tolerance: 
 
 
 @each_dtype
+def test_keys_and_values_are_written_to_their_rows(dtype: torch.dtype, tolerance: float) -> None:
+    fused, rows = random(5, 2 + 3 + 3, 16, dtype=dtype), torch.tensor([7, 0, 11, 4, 3])
+    keys, values = torch.full((3, 4, 3, 16), 5.0, dtype=dtype), torch.full((3, 4, 3, 16), 6.0, dtype=dtype)
+    expected_keys = keys.clone().view(12, 3, 16).index_copy_(0, rows, fused[:, 2:5])
+    expected_values = values.clone().view(12, 3, 16).index_copy_(0, rows, fused[:, 5:])
+    operations(dtype).write(fused[:, 2:5], fused[:, 5:], keys, values, rows)
+    assert torch.equal(keys.view(12, 3, 16), expected_keys)
+    assert torch.equal(values.view(12, 3, 16), expected_values)
+
+
+@each_dtype
 @pytest.mark.parametrize("tokens_per_block", [1, 8, 32])
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim"), [(1, 1, 4), (4, 2, 32), (2, 3, 64), (2, 1, 80), (1, 8, 128)]
