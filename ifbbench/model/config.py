@@ -1,37 +1,28 @@
-"""The shape of a Llama-family decoder, read from a Hugging Face `config.json` or built in."""
+"""The shape of a decoder, read from a Hugging Face `config.json` or a GGUF file, or built in."""
 
-import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.model.families import ALWAYS_EXPECTED, FAMILIES, GPT2, LLAMA, Family
+from ifbbench.model.model_path import GGUF_SUFFIX, TINY, config_path
+from ifbbench.model.rope_scaling import LinearRopeScaling, Llama3RopeScaling, RopeScaling, YarnRopeScaling
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SHAPES = Path(__file__).parent / "shapes"
-TINY = "tiny"
 DEFAULT_ROPE_THETA = 10_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies (`rope_type` llama3): slow ones are divided by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder's shape. Names are those of Hugging Face's `LlamaConfig`, shortened; sizes are in elements.
 
-    attention_bias: of all four projections of attention. qkv_bias: of the first three alone (Qwen 2).
-    query_key_norm: queries and keys are normed by head (Qwen 3).
     sliding_window: how many positions up to its own a query sees, in all layers; None if all.
+    attention_bias: of query, key and value. query_key_norm: each head of queries and keys is normalised before it is
+    turned (Qwen 3). architecture: `llama`, or `gpt2` with learned positions, LayerNorm, biases everywhere and an MLP
+    without gate; rms_norm_eps and activation are those of its norms and of its MLP.
     """
 
     vocab_size: int
@@ -44,14 +35,16 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = DEFAULT_ROPE_THETA
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     sliding_window: int | None = None
-    qkv_bias: bool = False
+    attention_output_bias: bool = False
     query_key_norm: bool = False
+    architecture: str = LLAMA
+    activation: str = "silu"
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
@@ -72,37 +65,39 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Trained values in all weights; tied embeddings count once."""
+        is_gpt2 = self.architecture == GPT2
         qkv_size = self.query_size + 2 * self.kv_size
         attention = self.hidden_size * (qkv_size + self.query_size)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        biases = self.attention_bias * (qkv_size + self.hidden_size)
-        biases += self.qkv_bias * qkv_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        norms = 2 * self.hidden_size + self.query_key_norm * 2 * self.head_dim
-        layer = attention + mlp + biases + norms
+        mlp_inputs = (1 if is_gpt2 else 2) * self.intermediate_size
+        mlp = self.hidden_size * (mlp_inputs + self.intermediate_size)
+        biases = self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
+        biases += self.mlp_bias * (mlp_inputs + self.hidden_size)
+        norm = (2 if is_gpt2 else 1) * self.hidden_size
+        layer = attention + mlp + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        embeddings += is_gpt2 * self.max_position_embeddings * self.hidden_size
+        return self.num_layers * layer + embeddings + norm
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of keys and values that one token takes in all layers together."""
         return 2 * self.num_layers * self.kv_size * bytes_per_value
 
 
-def built_in_models() -> list[str]:
-    """The names of the built-in shapes."""
-    return [TINY, *sorted(path.stem for path in SHAPES.glob("*.json"))]
-
-
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """The shape of a built-in model (`built_in_models()`), of a directory with a Hugging Face `config.json`, or of such
-    a file.
+    """The shape of a built-in model (`built_in_models()`), of a directory with a Hugging Face `config.json`, of such a
+    file, or of a GGUF file.
 
     Raises InputError if there is none, it has no such field, or a field asks for something that the decoder does not do
     (another architecture, an unknown rope scaling).
     """
     if str(name_or_path) == TINY:
         return ModelConfig.tiny()
-    path = _config_path(Path(name_or_path))
+    path = config_path(name_or_path)
+    if path.suffix == GGUF_SUFFIX:
+        # Imported here because the package that reads GGUF is optional.
+        from ifbbench.model.gguf_file import GgufFile
+
+        return GgufFile(path).model_config()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -115,38 +110,26 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     return _HuggingFaceConfig(path, values).model_config()
 
 
-def _config_path(given: Path) -> Path:
-    """The config.json that `given` means: a directory's, itself, or the built-in model's of this name."""
-    if given.is_dir():
-        return given / "config.json"
-    if given.is_file():
-        return given
-    names = built_in_models()
-    if str(given).lower() in names:
-        return SHAPES / f"{str(given).lower()}.json"
-    near = difflib.get_close_matches(str(given).lower(), names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "Check the path."
-    raise InputError(f"--model: {str(given)!r} is neither a directory nor a built-in model. Expected a directory with "
-                     f"config.json and safetensors, or one of {', '.join(names)}. {hint}")
-
-
 class _HuggingFaceConfig:
     """The fields of one config.json, with errors that name file and field."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self._path = path
         self._values = values
+        self._family = Family()
 
     def model_config(self) -> ModelConfig:
-        self._check_architecture()
+        self._check_family()
         hidden_size = self._positive_int("hidden_size")
         num_heads = self._positive_int("num_attention_heads")
         num_kv_heads = self._positive_int("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise self._error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+        is_gpt2 = self._family.architecture == GPT2
         head_dim = self._positive_int("head_dim", hidden_size // num_heads)
-        if head_dim % 2:
+        if head_dim % 2 and not is_gpt2:
             raise self._error("head_dim", head_dim, "an even number, for rotary embeddings turn pairs")
+        bias = bool(self._values.get("attention_bias", False))
         return ModelConfig(
             vocab_size=self._positive_int("vocab_size"),
             hidden_size=hidden_size,
@@ -154,31 +137,39 @@ class _HuggingFaceConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            intermediate_size=self._positive_int("intermediate_size"),
+            intermediate_size=self._positive_int("intermediate_size", 4 * hidden_size if is_gpt2 else None),
             max_position_embeddings=self._positive_int("max_position_embeddings"),
             rms_norm_eps=self._positive_float("rms_norm_eps", 1e-6),
             rope_theta=self._rope_theta(),
             rope_scaling=self._rope_scaling(),
-            tie_word_embeddings=bool(self._values.get("tie_word_embeddings", False)),
-            attention_bias=bool(self._values.get("attention_bias", False)),
-            mlp_bias=bool(self._values.get("mlp_bias", False)),
+            tie_word_embeddings=bool(self._present("tie_word_embeddings", False)),
+            attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
+            attention_output_bias=bias or is_gpt2,
+            mlp_bias=is_gpt2 or bool(self._values.get("mlp_bias", False)),
             eos_token_ids=self._eos_token_ids(),
             sliding_window=self._sliding_window(),
-            qkv_bias=self._values["model_type"] == "qwen2",
-            query_key_norm=self._values["model_type"] == "qwen3",
+            query_key_norm=self._family.query_key_norm,
+            architecture=self._family.architecture,
+            activation=self._present("hidden_act", "silu"),
         )
 
-    def _check_architecture(self) -> None:
+    def _check_family(self) -> None:
+        """InputError for what no decoder here does, naming the field that asks for it."""
         model_type = self._values.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
-            raise self._error("model_type", model_type, f"one of {', '.join(SUPPORTED_MODEL_TYPES)}")
-        activation = self._values.get("hidden_act", "silu")
-        if activation != "silu":
-            raise self._error("hidden_act", activation, "silu")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise self._error("model_type", model_type, f"one of {', '.join(FAMILIES)}")
+        self._family = FAMILIES[model_type]
+        activation = self._present("hidden_act", "silu")
+        if activation not in self._family.activations:
+            raise self._error("hidden_act", activation, " or ".join(self._family.activations))
+        for name, expected in {**ALWAYS_EXPECTED, **self._family.expected}.items():
+            value = self._values.get(name)
+            if value is not None and value != expected:
+                raise self._error(name, value, "null" if expected is None else repr(expected))
 
     def _sliding_window(self) -> int | None:
         """Mistral's window, where it is shorter than the longest sequence; Llama has none, whatever the file says."""
-        if self._values["model_type"] != "mistral" or self._values.get("sliding_window") is None:
+        if not self._family.has_window or self._values.get("sliding_window") is None:
             return None
         window = self._positive_int("sliding_window")
         return window if window < self._positive_int("max_position_embeddings") else None
@@ -195,19 +186,39 @@ class _HuggingFaceConfig:
             return _HuggingFaceConfig(self._path, self._rope())._positive_float("rope_theta")
         return self._positive_float("rope_theta", DEFAULT_ROPE_THETA)
 
-    def _rope_scaling(self) -> Llama3RopeScaling | None:
+    def _rope_scaling(self) -> RopeScaling | None:
         rope = self._rope()
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "default":
-            return None
-        if kind != "llama3":
-            raise self._error("rope_scaling", kind, "rope_type default or llama3")
         fields = _HuggingFaceConfig(self._path, rope)
-        return Llama3RopeScaling(
-            factor=fields._positive_float("factor"),
-            low_freq_factor=fields._positive_float("low_freq_factor"),
-            high_freq_factor=fields._positive_float("high_freq_factor"),
-            original_max_position_embeddings=fields._positive_int("original_max_position_embeddings"),
+        match kind:
+            case "default":
+                return None
+            case "linear":
+                return LinearRopeScaling(fields._positive_float("factor"))
+            case "llama3":
+                return Llama3RopeScaling(
+                    factor=fields._positive_float("factor"),
+                    low_freq_factor=fields._positive_float("low_freq_factor"),
+                    high_freq_factor=fields._positive_float("high_freq_factor"),
+                    original_max_position_embeddings=fields._positive_int("original_max_position_embeddings"),
+                )
+            case "yarn":
+                return self._yarn(fields)
+        raise self._error("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")
+
+    def _yarn(self, fields: "_HuggingFaceConfig") -> YarnRopeScaling:
+        for name, expected in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
+            if (value := fields._values.get(name)) not in (None, expected):
+                raise self._error(f"rope_scaling.{name}", value, "null" if expected is None else repr(expected))
+        factor = fields._positive_float("factor")
+        return YarnRopeScaling(
+            factor=factor,
+            original_max_position_embeddings=fields._positive_int(
+                "original_max_position_embeddings", self._positive_int("max_position_embeddings")
+            ),
+            attention_factor=fields._positive_float("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
+            beta_fast=fields._positive_float("beta_fast", 32.0),
+            beta_slow=fields._positive_float("beta_slow", 1.0),
         )
 
     def _eos_token_ids(self) -> tuple[int, ...]:
@@ -229,11 +240,14 @@ class _HuggingFaceConfig:
         return float(value)
 
     def _present(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
-        if value is None and default is None:
-            raise InputError(f"{self._path}: the field {name!r} is missing. Expected a Llama-family config.json; "
-                             "download the file again or add the field.")
-        return default if value is None else value
+        value = self._values.get(self._family.names.get(name, name))
+        if value is None:
+            value = self._family.defaults.get(name, default)
+        if value is None:
+            raise InputError(f"{self._path}: the field {self._family.names.get(name, name)!r} is missing. Expected the "
+                             "config.json of a decoder; download the file again or add the field.")
+        return value
 
     def _error(self, name: str, value: Any, expected: str) -> InputError:
+        name = self._family.names.get(name, name)
         return InputError(f"{self._path}: {name} is {value!r}; expected {expected}. Choose another model.")

@@ -19,6 +19,7 @@ class ContiguousKvCache:
     """
 
     spare_row: int | None = None
+    is_readable_in_place = False
 
     def __init__(
         self, config: ModelConfig, num_sequences: int, max_seq_len: int, device: torch.device, dtype: torch.dtype,

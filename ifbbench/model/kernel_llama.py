@@ -50,7 +50,8 @@ class KernelLlama(LlamaModel):
         heads = layer.query_key_value(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         cache = inputs.cache.blocks(index)
-        angles = self._rotary.tables
+        self._normalise(layer, queries, keys)
+        angles = self._rotary.cos, self._rotary.sin
         rotate_and_write(heads, *angles, positions, batch.cache_rows, *cache)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         context_attention(queries, keys, values, *cache, batch.block_tables, batch.tiles, output, self.shapes.context,

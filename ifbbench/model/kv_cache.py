@@ -21,6 +21,11 @@ class KvStorage(Protocol):
     @property
     def spare_row(self) -> int | None: ...
 
+    @property
+    def is_readable_in_place(self) -> bool:
+        """Whether `blocks` are whole pieces of memory, and of the model's data type."""
+        ...
+
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens].
 
@@ -77,6 +82,11 @@ class PagedKvCache:
 
         self._keys, self._values = storages(), storages()
         self._host = HostPool.beside(self._all(), num_host_blocks, tokens_per_block) if num_host_blocks else None
+
+    @property
+    def is_readable_in_place(self) -> bool:
+        """Whether what is stored is the model's data type."""
+        return self._stored.is_same
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens]."""

@@ -14,7 +14,7 @@ class StoredValues:
     def __init__(self, model_dtype: torch.dtype, stored_dtype: torch.dtype | None = None) -> None:
         self.dtype = stored_dtype or model_dtype
         self._model_dtype = model_dtype
-        self._is_same = self.dtype == model_dtype
+        self.is_same = self.dtype == model_dtype
         self._limits = torch.finfo(self.dtype)
         # PyTorch's index_copy_ on a CPU does not know eight-bit floats, but as bytes they are copied as well.
         is_bytes = self.dtype.itemsize == 1
@@ -24,7 +24,7 @@ class StoredValues:
 
     def packed(self, values: Tensor) -> Tensor:
         """`values` as they are stored."""
-        if self._is_same:
+        if self.is_same:
             return values
         if self._limits.max < torch.finfo(values.dtype).max:
             values = values.clamp(self._limits.min, self._limits.max)
@@ -32,7 +32,7 @@ class StoredValues:
 
     def unpacked(self, stored: Tensor) -> Tensor:
         """What was stored, in the model's data type."""
-        if self._is_same:
+        if self.is_same:
             return stored
         if self._table is not None and stored.device.type == "cpu":
             return self._table.index_select(0, stored.flatten().int()).view(stored.shape)

@@ -1,21 +1,23 @@
-"""The weights of a decoder: made from a seed, or read from safetensors files under Hugging Face's names."""
+"""The weights of a decoder: made from a seed, or read from files under Hugging Face's names."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.families import GPT2
+from ifbbench.model.gguf_file import GgufFile
 from ifbbench.model.linear import Linear
+from ifbbench.model.model_files import GPT2_PREFIX, ModelFiles, SafetensorsFiles
+from ifbbench.model.model_path import GGUF_SUFFIX
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 
 # Gives the tensor of a name in the shape asked for, on its final device and in its final data type.
 TensorSource = Callable[[str, tuple[int, ...]], Tensor]
@@ -23,7 +25,10 @@ TensorSource = Callable[[str, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Query, key and value are one product, and so are gate and up."""
+    """One decoder layer. Query, key and value are one product, and so are gate and up (GPT-2 has no gate: up alone).
+
+    query_norm, key_norm: [head size], where heads are normalised. The biases of norms are GPT-2's.
+    """
 
     attention_norm: Tensor
     query_key_value: Linear
@@ -31,16 +36,25 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    attention_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights of a decoder. embedding: [vocabulary, hidden]; norms: [hidden]."""
+    """All weights of a decoder. embedding: [vocabulary, hidden]; norms: [hidden].
+
+    position_embedding: [positions, hidden], GPT-2's.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Linear
+    final_norm_bias: Tensor | None = None
+    position_embedding: Tensor | None = None
 
 
 def random_weights(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> ModelWeights:
@@ -53,42 +67,43 @@ def random_weights(config: ModelConfig, seed: int, device: torch.device, dtype: 
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("norm.weight"):
-            tensor = torch.ones(shape)
-        elif name.endswith(".bias"):
+        if name.endswith(".bias"):
             tensor = torch.zeros(shape)
+        elif name.endswith(NORMS):
+            tensor = torch.ones(shape)
         else:
-            scale = 1.0 if name.endswith("embed_tokens.weight") else 1.0 / math.sqrt(shape[-1])
+            inputs = shape[0] if name.startswith(GPT2_PREFIX) else shape[-1]
+            scale = 1.0 if name.endswith(EMBEDDINGS) else 1.0 / math.sqrt(inputs)
             tensor = torch.randn(shape, generator=generator) * scale
         return tensor.to(device=device, dtype=dtype)
 
     return _assemble(config, draw)
 
 
-def load_weights(
-    config: ModelConfig, directory: str | Path, device: torch.device, dtype: torch.dtype
-) -> ModelWeights:
-    """The weights in `directory`: one model.safetensors, or shards listed in model.safetensors.index.json.
+def load_weights(config: ModelConfig, path: str | Path, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+    """The weights at `path`: a GGUF file, or a directory with one model.safetensors, or shards listed in
+    model.safetensors.index.json.
 
-    Raises InputError if a file or a tensor is missing or a tensor has another shape than config.json says.
+    Raises InputError if a file or a tensor is missing or a tensor has another shape than the model's.
     """
-    directory = Path(directory)
-    shards = _shards(directory)
+    path = Path(path)
+    files: ModelFiles = GgufFile(path) if path.suffix == GGUF_SUFFIX else SafetensorsFiles(path)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in shards:
-            raise InputError(f"{directory}: the tensor {name!r} is missing from the safetensors files. Expected the "
-                             "weights of a Llama-family model; download the model again.")
-        tensor = _read_tensor(directory / shards[name], name)
+        tensor, file = files.read(name)
         if tuple(tensor.shape) != shape:
-            raise InputError(f"{directory / shards[name]}: {name} has the shape {list(tensor.shape)}; config.json "
-                             f"asks for {list(shape)}. Use the config.json that belongs to these weights.")
+            raise InputError(f"{file}: {name} has the shape {list(tensor.shape)}; config.json asks for {list(shape)}. "
+                             "Use the config.json that belongs to these weights.")
         return tensor.to(device=device, dtype=dtype)
 
     return _assemble(config, read)
 
 
 def _assemble(config: ModelConfig, source: TensorSource) -> ModelWeights:
+    return _gpt2(config, source) if config.architecture == GPT2 else _llama(config, source)
+
+
+def _llama(config: ModelConfig, source: TensorSource) -> ModelWeights:
     hidden = config.hidden_size
     embedding = source("model.embed_tokens.weight", (config.vocab_size, hidden))
     layers = tuple(_layer(config, source, f"model.layers.{index}") for index in range(config.num_layers))
@@ -105,45 +120,52 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeigh
             return Linear(weight)
         return Linear(weight, torch.cat([source(f"{name}.bias", (size,)) for name, size in names.items()]))
 
+    def head_norm(part: str) -> Tensor | None:
+        return source(f"{prefix}.self_attn.{part}_norm.weight", (config.head_dim,)) if config.query_key_norm else None
+
     hidden, ffn, kv = config.hidden_size, config.intermediate_size, config.kv_size
     return LayerWeights(
         attention_norm=source(f"{prefix}.input_layernorm.weight", (hidden,)),
         query_key_value=fused("self_attn", {"q": config.query_size, "k": kv, "v": kv}, hidden, config.attention_bias),
-        attention_output=fused("self_attn", {"o": hidden}, config.query_size, config.attention_bias),
+        attention_output=fused("self_attn", {"o": hidden}, config.query_size, config.attention_output_bias),
         mlp_norm=source(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         gate_up=fused("mlp", {"gate": ffn, "up": ffn}, hidden, config.mlp_bias),
         down=fused("mlp", {"down": hidden}, ffn, config.mlp_bias),
+        query_norm=head_norm("q"),
+        key_norm=head_norm("k"),
     )
 
 
-def _shards(directory: Path) -> dict[str, str]:
-    """Tensor name to file name."""
-    index = directory / INDEX_FILE
-    if index.exists():
-        try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{index}: cannot be read as a weight index ({error!r}). Expected a JSON object with "
-                             "weight_map; download the file again.") from error
-    single = directory / SINGLE_FILE
-    if not single.exists():
-        raise InputError(f"--model: {directory} has neither {SINGLE_FILE} nor {INDEX_FILE}. Expected safetensors "
-                         "weights beside config.json; download or convert them.")
-    with _open(single) as file:
-        return dict.fromkeys(file.keys(), SINGLE_FILE)
+def _gpt2(config: ModelConfig, source: TensorSource) -> ModelWeights:
+    hidden, ffn = config.hidden_size, config.intermediate_size
 
+    def vector(name: str, size: int = hidden) -> Tensor:
+        return source(f"{GPT2_PREFIX}{name}", (size,))
 
-def _read_tensor(path: Path, name: str) -> Tensor:
-    with _open(path) as file:
-        if name not in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-            raise InputError(f"{path}: the tensor {name!r} is missing, though {INDEX_FILE} places it here. Download "
-                             "the model again.")
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
+    def linear(name: str, inputs: int, outputs: int) -> Linear:
+        """Its weights are stored as [inputs, outputs]."""
+        weight = source(f"{GPT2_PREFIX}{name}.weight", (inputs, outputs))
+        return Linear(weight.t().contiguous(), vector(f"{name}.bias", outputs))
 
+    def layer(prefix: str) -> LayerWeights:
+        return LayerWeights(
+            attention_norm=vector(f"{prefix}.ln_1.weight"),
+            attention_norm_bias=vector(f"{prefix}.ln_1.bias"),
+            query_key_value=linear(f"{prefix}.attn.c_attn", hidden, 3 * hidden),
+            attention_output=linear(f"{prefix}.attn.c_proj", hidden, hidden),
+            mlp_norm=vector(f"{prefix}.ln_2.weight"),
+            mlp_norm_bias=vector(f"{prefix}.ln_2.bias"),
+            gate_up=linear(f"{prefix}.mlp.c_fc", hidden, ffn),
+            down=linear(f"{prefix}.mlp.c_proj", ffn, hidden),
+        )
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors ({error}). Download the file again.") from error
+    embedding = source(f"{GPT2_PREFIX}wte.weight", (config.vocab_size, hidden))
+    head = embedding if config.tie_word_embeddings else source("lm_head.weight", (config.vocab_size, hidden))
+    return ModelWeights(
+        embedding=embedding,
+        position_embedding=source(f"{GPT2_PREFIX}wpe.weight", (config.max_position_embeddings, hidden)),
+        layers=tuple(layer(f"h.{index}") for index in range(config.num_layers)),
+        final_norm=vector("ln_f.weight"),
+        final_norm_bias=vector("ln_f.bias"),
+        lm_head=Linear(head),
+    )

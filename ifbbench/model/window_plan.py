@@ -66,7 +66,7 @@ class _VisibleKeys:
 
 def plan_window(
     spans: QuerySpans, block_tables: NDArray[np.int32], window: AttentionWindow, device: torch.device,
-    *, is_contiguous: bool = False,
+    *, is_contiguous: bool = False, steps_in_place: bool = False,
 ) -> WindowPlan:
     """Groups that together cover every span once. block_tables: [sequences, blocks], read before this returns.
 
@@ -76,10 +76,13 @@ def plan_window(
     """
     size, straight = window.tokens_per_block, window.is_straight(spans.ends)
     if straight.all():
-        return WindowPlan((), plan_attention(spans, block_tables, size, device, is_contiguous=is_contiguous))
+        return WindowPlan((), plan_attention(
+            spans, block_tables, size, device, is_contiguous=is_contiguous, steps_in_place=steps_in_place
+        ))  # fmt: skip
     num_rows = int(spans.lengths.sum())
     after = plan_attention(
-        spans.select(straight), block_tables, size, device, is_contiguous=is_contiguous, num_rows=num_rows
+        spans.select(straight), block_tables, size, device, is_contiguous=is_contiguous, num_rows=num_rows,
+        steps_in_place=steps_in_place,
     )
     rest = spans.select(~straight)
     steps, chunks = rest.select(rest.lengths == 1), rest.select(rest.lengths > 1)

@@ -25,6 +25,7 @@ from ifbbench.batching.sampling_params import (
     StopConditions,
 )
 from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.model.gpt2 import Gpt2Model
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 
 CPU = torch.device("cpu")
@@ -104,6 +105,10 @@ class RecordingModel(LlamaModel):
         self.last_inputs = inputs
         self.last_logits = super().forward(inputs)
         return self.last_logits
+
+
+class RecordingGpt2(RecordingModel, Gpt2Model):
+    """The same of a GPT-2."""
 
 
 class Driver:

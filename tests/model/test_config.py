@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.model.config import Llama3RopeScaling, ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 
 FIELDS = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 
 def config_of(directory: Path, **changes: object) -> ModelConfig:
@@ -41,6 +44,30 @@ def test_rope_of_old_and_new_transformers(tmp_path: Path) -> None:
     assert old.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 64)
 
 
+def test_linear_and_yarn_rope(tmp_path: Path) -> None:
+    linear = config_of(tmp_path, rope_scaling={"type": "linear", "factor": 2})
+    assert linear.rope_scaling == LinearRopeScaling(2.0)
+    yarn = config_of(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4, "beta_fast": 16})
+    assert isinstance(yarn.rope_scaling, YarnRopeScaling)
+    assert (yarn.rope_scaling.original_max_position_embeddings, yarn.rope_scaling.beta_fast) == (128, 16.0)
+    assert yarn.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
+
+
+def test_families_have_their_own_biases_norms_and_names(tmp_path: Path) -> None:
+    llama = config_of(tmp_path, attention_bias=True)
+    assert (llama.attention_bias, llama.attention_output_bias, llama.query_key_norm) == (True, True, False)
+    qwen2 = config_of(tmp_path, model_type="qwen2")
+    assert (qwen2.attention_bias, qwen2.attention_output_bias, qwen2.query_key_norm) == (True, False, False)
+    qwen3 = config_of(tmp_path, model_type="qwen3")
+    assert (qwen3.attention_bias, qwen3.query_key_norm, qwen3.head_dim) == (False, True, 128)
+    gpt2 = config_of(tmp_path, model_type="gpt2", **GPT2, intermediate_size=..., hidden_size=...)
+    assert (gpt2.architecture, gpt2.hidden_size, gpt2.intermediate_size, gpt2.activation) == (
+        "gpt2", 64, 256, "gelu_new"
+    )  # fmt: skip
+    assert gpt2.tie_word_embeddings
+    assert gpt2.attention_bias
+
+
 def test_end_tokens(tmp_path: Path) -> None:
     assert config_of(tmp_path, eos_token_id=2).eos_token_ids == (2,)
     assert config_of(tmp_path, eos_token_id=[2, 5]).eos_token_ids == (2, 5)
@@ -58,7 +85,13 @@ def test_sliding_windows_of_mistral(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; expected one of llama, mistral"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'; expected one of llama, mistral, qwen2, qwen3, gpt2"),
+        ({"model_type": "gpt2"}, "'n_embd' is missing"),
+        ({"model_type": "gpt2", **GPT2, "activation_function": "relu"}, "activation_function is 'relu'; expected gelu"),
+        ({"model_type": "gpt2", **GPT2, "scale_attn_weights": False}, "scale_attn_weights is False; expected True"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True; expected False"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is .*; expected null"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"model_type": ...}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"vocab_size": ...}, "'vocab_size' is missing"),
@@ -66,7 +99,8 @@ def test_sliding_windows_of_mistral(tmp_path: Path) -> None:
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_key_value_heads": 3}, "divisor of num_attention_heads"),
         ({"head_dim": 15}, "even number"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling is 'longrope'; expected rope_type default, linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}}, r"rope_scaling\.mscale is 1.0; expected"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "'factor' is missing"),
     ],
 )

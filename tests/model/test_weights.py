@@ -1,6 +1,7 @@
 """Reading safetensors: what is wrong is named. That right ones are read right is tested with transformers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,11 @@ def test_random_weights_come_from_the_seed() -> None:
     first, same, other = (random_weights(CONFIG, seed, CPU, torch.float32) for seed in (1, 1, 2))
     assert torch.equal(first.embedding, same.embedding)
     assert not torch.equal(first.embedding, other.embedding)
+
+
+def test_random_weights_of_gpt2_and_with_normalised_heads() -> None:
+    gpt2 = replace(CONFIG, architecture="gpt2", num_kv_heads=2, attention_bias=True, attention_output_bias=True,
+                   mlp_bias=True, activation="gelu_new")
+    assert random_weights(gpt2, 1, CPU, torch.float32).position_embedding is not None
+    normed = random_weights(replace(CONFIG, query_key_norm=True), 1, CPU, torch.float32)
+    assert normed.layers[0].query_norm is not None

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.model.config import built_in_models, load_model_config
+from ifbbench.model.config import load_model_config
+from ifbbench.model.model_path import built_in_models
 from ifbbench.simulation.hardware import PROFILES, hardware_names, load_hardware
 
 WANTED_HARDWARE = {

@@ -1,0 +1,39 @@
+"""`ifbbench generate`: what a model says to a prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.errors import InputError
+
+DEFAULT_NEW_TOKENS = 64
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("prompts", nargs=-1, required=True)
+@click.option("--max_new_tokens", type=click.IntRange(min=1), default=DEFAULT_NEW_TOKENS, show_default=True,
+              metavar="N", help="Longest output of a prompt.")  # fmt: skip
+def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | None, **options: Any) -> None:
+    """Continue PROMPTS with a model that has a tokenizer, all in flight together, and print the texts.
+
+    To see that a model is read right before it is measured.
+    """
+    config = given_config(config_file, options)
+    if config.device == "null":
+        raise InputError("--device: null runs no model; expected auto, cpu or cuda here.")
+
+    from ifbbench.api.engine import build_engine
+    from ifbbench.api.generate import generate as run
+    from ifbbench.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    engine = build_engine(config)
+    try:
+        outputs = run(engine, encoded, max_new_tokens)
+    finally:
+        engine.executor.close()
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        click.echo(click.style(prompt, bold=True) + tokenizer.decode(tokens.tolist()))

@@ -1,0 +1,141 @@
+"""Models in GGUF files, dequantised on load.
+
+The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the package `gguf` reads it.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ifbbench.errors import InputError
+from ifbbench.model.config import DEFAULT_ROPE_THETA, ModelConfig
+from ifbbench.model.rope_scaling import LinearRopeScaling, RopeFactors, RopeScaling
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from torch import Tensor
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROPE_FACTORS = "rope_freqs.weight"
+LAYERS = "model.layers."
+TENSORS = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+class GgufFile:
+    """Metadata and tensors of one file. InputError if it is missing, broken or of another architecture."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = _reader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.architecture = self.value("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise InputError(f"{path}: general.architecture is {self.architecture!r}; expected one of "
+                             f"{', '.join(ARCHITECTURES)}. Choose another model.")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The metadata under `key`. InputError if it is not there and has no default."""
+        field = self._reader.get_field(key)
+        if field is not None:
+            return field.contents()
+        if default is None:
+            raise InputError(f"{self.path}: the metadata {key!r} is missing. Download or convert the file again.")
+        return default
+
+    def model_config(self) -> ModelConfig:
+        """The model's shape."""
+        hidden_size = self._of_model("embedding_length")
+        num_heads = self._of_model("attention.head_count")
+        head_dim = self._of_model("attention.key_length", hidden_size // num_heads)
+        if (value_dim := self._of_model("attention.value_length", head_dim)) != head_dim:
+            raise self._error("attention.value_length", value_dim, f"attention.key_length ({head_dim})")
+        if (turned := self._of_model("rope.dimension_count", head_dim)) != head_dim:
+            raise self._error("rope.dimension_count", turned, f"all of a head ({head_dim})")
+        if experts := self._of_model("expert_count", 0):
+            raise self._error("expert_count", experts, "a model without experts")
+        return ModelConfig(
+            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            hidden_size=hidden_size,
+            num_layers=self._of_model("block_count"),
+            num_heads=num_heads,
+            num_kv_heads=self._of_model("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            intermediate_size=self._of_model("feed_forward_length"),
+            max_position_embeddings=self._of_model("context_length"),
+            rms_norm_eps=self._of_model("attention.layer_norm_rms_epsilon"),
+            rope_theta=self._of_model("rope.freq_base", DEFAULT_ROPE_THETA),
+            rope_scaling=self._rope_scaling(),
+            tie_word_embeddings="output.weight" not in self._tensors,
+            attention_bias="blk.0.attn_q.bias" in self._tensors,
+            attention_output_bias="blk.0.attn_output.bias" in self._tensors,
+            mlp_bias="blk.0.ffn_up.bias" in self._tensors,
+            eos_token_ids=(self.value("tokenizer.ggml.eos_token_id"),),
+            query_key_norm="blk.0.attn_q_norm.weight" in self._tensors,
+        )
+
+    def read(self, name: str) -> "tuple[Tensor, Path]":
+        """The tensor that Hugging Face calls `name`, float32; queries and keys with the rows in its order."""
+        import torch
+        from gguf import dequantize
+
+        tensor = self._tensors.get(stored_as := _stored_name(name))
+        if tensor is None:
+            raise InputError(f"{self.path}: the tensor {stored_as!r} is missing. Download or convert the file again.")
+        values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            values = self._in_halves(values, "head_count" if ".q_proj." in name else "head_count_kv")
+        return values, self.path
+
+    def _in_halves(self, rows: "Tensor", count: str) -> "Tensor":
+        """Rotary pairs from neighbouring rows, as GGUF has them for Llama, to the two halves of a head."""
+        heads = self._of_model(f"attention.{count}", self._of_model("attention.head_count"))
+        return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def _rope_scaling(self) -> RopeScaling | None:
+        if ROPE_FACTORS in self._tensors:
+            return RopeFactors(tuple(self._tensors[ROPE_FACTORS].data.tolist()))
+        kind = self._of_model("rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        if kind != "linear":
+            raise self._error("rope.scaling.type", kind, "none or linear")
+        return LinearRopeScaling(self._of_model("rope.scaling.factor"))
+
+    def _of_model(self, key: str, default: Any = None) -> Any:
+        return self.value(f"{self.architecture}.{key}", default)
+
+    def _error(self, key: str, value: Any, expected: str) -> InputError:
+        return InputError(f"{self.path}: {self.architecture}.{key} is {value!r}; expected {expected}. Choose another "
+                          "model.")
+
+
+def _stored_name(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith(LAYERS):
+        return f"{TENSORS[stem]}.{kind}"
+    index, _, part = stem.removeprefix(LAYERS).partition(".")
+    return f"blk.{index}.{TENSORS[part]}.{kind}"
+
+
+@lru_cache(1)  # Shape, weights and tokenizer come from the same file, and reading it takes a second or two.
+def _reader(path: Path) -> "GGUFReader":
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise InputError(f"--model: to read {path.name}, the Python package gguf is needed. Run "
+                         "`pip install ifbbench[gguf]`.") from error
+    try:
+        return GGUFReader(path)
+    except FileNotFoundError as error:
+        raise InputError(f"--model: there is no file {path}; check the path.") from error
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise InputError(f"{path}: cannot be read as GGUF ({error}). Download the file again.") from error

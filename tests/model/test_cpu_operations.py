@@ -1,0 +1,128 @@
+"""The kernels for CPUs do what PyTorch's operations do."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ifbbench.model import cpu_kernels
+from ifbbench.model.attention_plan import QuerySpans, plan_attention
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.cpu_kernels import load_cpu_kernels
+from ifbbench.model.cpu_operations import CpuOperations, operations_for
+from ifbbench.model.operations import Operations
+from ifbbench.model.rotary import RotaryEmbedding
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": (torch.float32, 1e-6), "bf16": (torch.bfloat16, 4e-3)}
+each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.values(), ids=DTYPES.keys())
+
+
+def operations(dtype: torch.dtype) -> CpuOperations:
+    kernels = load_cpu_kernels()
+    if kernels is None:
+        pytest.skip("no C compiler on this machine")
+    return CpuOperations(kernels, dtype)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert float((found.double() - expected.double()).norm()) <= tolerance * float(expected.double().norm())
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 5), (3, 256), (200, 688), (0, 64), (7, 3, 48)])
+def test_norm(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+    rows, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
+    expected = Operations().norm(rows.double(), weight.double(), 1e-5)
+    assert_near(operations(dtype).norm(rows, weight, 1e-5), expected, tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 6), (3, 688), (200, 1376), (0, 64)])
+def test_swiglu(dtype: torch.dtype, tolerance: float, shape: tuple[int, int]) -> None:
+    gate_up = random(*shape, dtype=dtype) * 4
+    assert_near(operations(dtype).swiglu(gate_up), Operations().swiglu(gate_up.double()), tolerance)
+
+
+def test_swiglu_of_large_values() -> None:
+    gate_up = torch.tensor([[-200.0, 200.0, 0.0, 2.0, 3.0, 4.0]])
+    assert operations(torch.float32).swiglu(gate_up).tolist() == [[0.0, 600.0, 0.0]]
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [2, 16, 32, 64, 80, 128])
+def test_rotation_in_place_leaves_what_is_beside(dtype: torch.dtype, tolerance: float, head_dim: int) -> None:
+    config = ModelConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=head_dim,
+                         intermediate_size=8, max_position_embeddings=50)
+    rotary, positions = RotaryEmbedding(config, CPU), torch.tensor([0, 49, 7, 7, 30])
+    fused = random(5, 5, head_dim, dtype=dtype)
+    before, kernels, plain = fused.clone(), operations(dtype), Operations()
+    expected = plain.rotate(before[:, :4].double(), plain.angles(rotary, positions, before.double()))
+    kernels.rotate(fused[:, :4], kernels.angles(rotary, positions, fused))
+    assert_near(fused[:, :4], expected, tolerance)
+    assert torch.equal(fused[:, 4], before[:, 4])
+
+
+@each_dtype
+def test_keys_and_values_are_written_to_their_rows(dtype: torch.dtype, tolerance: float) -> None:
+    fused, rows = random(5, 2 + 3 + 3, 16, dtype=dtype), torch.tensor([7, 0, 11, 4, 3])
+    keys, values = torch.full((3, 4, 3, 16), 5.0, dtype=dtype), torch.full((3, 4, 3, 16), 6.0, dtype=dtype)
+    expected_keys = keys.clone().view(12, 3, 16).index_copy_(0, rows, fused[:, 2:5])
+    expected_values = values.clone().view(12, 3, 16).index_copy_(0, rows, fused[:, 5:])
+    operations(dtype).write(fused[:, 2:5], fused[:, 5:], keys, values, rows)
+    assert torch.equal(keys.view(12, 3, 16), expected_keys)
+    assert torch.equal(values.view(12, 3, 16), expected_values)
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens_per_block", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim"), [(1, 1, 4), (4, 2, 32), (2, 3, 64), (2, 1, 80), (1, 8, 128)]
+)
+def test_steps_read_the_cache_in_place(
+    dtype: torch.dtype, tolerance: float, tokens_per_block: int, kv_heads: int, group: int, head_dim: int
+) -> None:
+    """Against PyTorch's attention in float64; blocks in random order, NaN wherever no key is."""
+    lengths = np.array([1, 33, 200, 32, 7], dtype=np.int64)
+    width, generator = 256 // tokens_per_block, np.random.default_rng(0)
+    tables = generator.permutation(5 * width).astype(np.int32).reshape(5, width)
+    shape = (5 * width, tokens_per_block, kv_heads, head_dim)
+    keys, values = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    fused = random(6, kv_heads * group + 2, head_dim, dtype=dtype)
+    queries, expected = fused[:, : kv_heads * group], torch.full((6, kv_heads * group, head_dim), torch.nan)
+    for row, length in enumerate(lengths.tolist()):
+        own_keys = random(length, kv_heads, head_dim, dtype=dtype)
+        own_values = random(length, kv_heads, head_dim, dtype=dtype) * 3
+        for position in range(length):
+            block, place = tables[row, position // tokens_per_block], position % tokens_per_block
+            keys[block, place], values[block, place] = own_keys[position], own_values[position]
+        expected[row + 1] = torch.nn.functional.scaled_dot_product_attention(
+            queries[row + 1][:, None].double(), own_keys.transpose(0, 1).double(),
+            own_values.transpose(0, 1).double(), enable_gqa=True,
+        )[:, 0]  # fmt: skip
+    spans = QuerySpans(np.arange(1, 6), np.ones(5, np.int64), lengths - 1, np.arange(5))
+    (plan,) = plan_attention(spans, tables, tokens_per_block, CPU, steps_in_place=True)
+    output = torch.full((7, kv_heads * group, head_dim), 5.0, dtype=dtype)
+    operations(dtype).attend_steps(queries, keys, values, plan, output)
+    assert_near(output[1:6], expected[1:], tolerance)
+    assert (output[[0, 6]] == 5.0).all()
+
+
+def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler in ("no-such-compiler", "false"):
+        monkeypatch.setenv("CC", compiler)
+        assert cpu_kernels.load_cpu_kernels.__wrapped__() is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert cpu_kernels.load_cpu_kernels.__wrapped__() is None
+
+
+def test_kinds_without_kernels() -> None:
+    assert not operations_for(CPU, torch.float16).attends_steps
