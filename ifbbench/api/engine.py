@@ -1,16 +1,19 @@
 """What a run executes on: the executor with its limits, built from the settings."""
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from ifbbench.api.cache_layout import cache_layout
+from ifbbench.api.progress import Progress
 from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.batching.batch import Executor
+from ifbbench.batching.batch import Executor, WarmingExecutor
 from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.manager import BatchManager
+from ifbbench.batching.manager import BatchManager, ExecutorFailed
 from ifbbench.batching.request import Request
+from ifbbench.batching.sampling_params import OutputOptions
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
@@ -18,6 +21,7 @@ from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
 
 WARM_UP_PROMPT_LEN = 8
+GPU_WARM_UP_PROMPT_LEN = 2048
 WARM_UP_NEW_TOKENS = 3
 
 
@@ -69,44 +73,68 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
     from ifbbench.execution import build
+    from ifbbench.execution.data_types import check_data_types
 
     device = build.choose_device(config)
+    check_data_types(config, model, device)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     loaded = build.load_model(resolved)
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)
-    try:
-        executor = build.make_executor(
-            loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, layout=layout,
-            kv_cache_dtype=resolved.kv_cache_dtype,
-        )  # fmt: skip
-    except (RuntimeError, MemoryError) as error:  # torch tells of missing memory by a RuntimeError
-        held_by = "--max_batch_size or --max_seq_len" if layout.is_contiguous else "--max_tokens_in_paged_kvcache"
-        raise InputError(
-            f"the KV cache does not fit into memory ({str(error).splitlines()[0]}); lower {held_by}."
-        ) from error
+    executor = build.make_executor(
+        loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, layout=layout,
+        kv_cache_dtype=resolved.kv_cache_dtype,
+    )  # fmt: skip
     clock = WallClock()
     return Engine(executor, clock, with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
 
 
-def warm_up(engine: Engine) -> None:
-    """Run two made-up requests, so that what happens once (allocation, threads, kernels) is not in the measurement.
+def warm_up(engine: Engine, progress: Progress | None = None) -> None:
+    """Run made-up requests, so that what happens once (allocation, threads, kernels, CUDA graphs) is not in the
+    measurement.
 
-    They run in a batch manager of their own, so they leave no blocks behind."""
+    They run in a batch manager of their own, so they leave no blocks behind. The second comes an iteration after the
+    first: there are batches of context, of generation and of both. On a GPU its prompt is long, and every graph is
+    recorded. InputError if memory does not have what that takes."""
     if not engine.makes_tokens:
         return
-    prompt_len = min(WARM_UP_PROMPT_LEN, engine.limits.max_input_len)
-    prompt = np.zeros(prompt_len, np.int32)
-    requests = [Request(i, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=prompt) for i in range(2)]
+    requests = list(map(_warm_up_request, range(2), _warm_up_lengths(engine), repeat(engine.config)))
 
     def get_requests(count: int) -> list[Request]:
-        taken = requests[:count]
-        del requests[:count]
-        return taken
+        return [requests.pop(0)] if requests and count else []
+
+    def hear(done: int, total: int) -> None:
+        if progress:
+            progress.update(done, total, "warming up")
 
     manager = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
-    while manager.step():
-        pass
+    try:
+        while manager.step():
+            pass
+    except ExecutorFailed as failure:
+        if isinstance(failure.__cause__, InputError):
+            raise failure.__cause__ from failure
+        raise
+    if isinstance(engine.executor, WarmingExecutor):
+        engine.executor.warm_up(hear)
+
+
+def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
+    """Prompt lengths of the two requests. A CPU, where nothing is compiled, would take its time for a long one."""
+    limits, short = engine.limits, min(WARM_UP_PROMPT_LEN, engine.limits.max_input_len)
+    if engine.device == "cpu":
+        return short, short
+    in_cache = limits.num_blocks * limits.tokens_per_block // 2 - WARM_UP_NEW_TOKENS
+    in_batch = min(limits.max_num_tokens - 1, limits.max_input_len, limits.max_seq_len - WARM_UP_NEW_TOKENS)
+    return short, max(short, min(GPU_WARM_UP_PROMPT_LEN, in_batch, in_cache))
+
+
+def _warm_up_request(number: int, prompt_len: int, config: RunConfig) -> Request:
+    """It asks for what the run's requests will ask for."""
+    return Request(
+        number, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(prompt_len, np.int32),
+        options=OutputOptions(return_log_probs=config.return_log_probs),
+    )  # fmt: skip
 
 
 def with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:

@@ -81,10 +81,10 @@ def _check_device(config: RunConfig) -> None:
                 f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it out, or choose "
                 "--device sim:PROFILE."
             )
-    if config.dtype in ("fp8", "int4"):
+    if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
+        where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
         raise InputError(
-            f"--dtype: weights in {config.dtype} run on simulated devices only; choose float32, bf16 or fp16, or "
-            "--device sim:PROFILE."
+            f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or --device sim:PROFILE."
         )
 
 

@@ -1,5 +1,6 @@
 """What an executor is given and must answer: the border between scheduling and execution."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -177,4 +178,13 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back memory and threads."""
+        ...
+
+
+@runtime_checkable
+class WarmingExecutor(Protocol):
+    """An executor that can do beforehand what would else be done when it is first needed."""
+
+    def warm_up(self, hear: Callable[[int, int], None]) -> None:
+        """Do it. Some batches have run, and none is under way. hear: is told how much is done, of how much."""
         ...

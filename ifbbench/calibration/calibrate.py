@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.api.progress import Progress
 from ifbbench.calibration.device import measured_device
 from ifbbench.calibration.fit import FitError, Floats, fit, predicted_s
 from ifbbench.calibration.measure import Sample, run_scenario
@@ -15,8 +16,8 @@ from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.build import choose_device
+from ifbbench.execution.data_types import TORCH_DTYPES
 from ifbbench.recording import environment
-from ifbbench.replay.run import Progress
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile
 from ifbbench.simulation.hardware_writer import write_profile
@@ -55,11 +56,13 @@ def calibrate(
     """
     if config.makes_no_tokens:
         raise InputError(f"--device: {config.device} computes nothing that could be measured; expected cpu or cuda.")
+    if config.dtype not in (None, *TORCH_DTYPES):
+        raise InputError(f"--dtype: {config.dtype} is not calibrated; expected one of {', '.join(TORCH_DTYPES)}.")
     output = output or Path(f"{choose_device(config).type}-{Path(config.model).name}{SUFFIX}")
     chart = chart_beside(output, overwrite)
     engine = build_engine(config)
     try:
-        warm_up(engine)
+        warm_up(engine, progress)
         workloads = scenarios(engine.limits, config.seed, passes=CONTEXT_PASSES[engine.device], quick=quick)
         if not workloads:
             raise InputError("no request is short enough to be measured; raise --max_seq_len or --max_num_tokens.")

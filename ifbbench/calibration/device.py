@@ -10,7 +10,7 @@ import torch
 from ifbbench.api.engine import Engine
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.execution.build import TORCH_DTYPES
+from ifbbench.execution.data_types import TORCH_DTYPES
 from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.recording import environment
 from ifbbench.simulation.hardware import HardwareProfile, load_hardware

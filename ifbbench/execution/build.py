@@ -7,7 +7,22 @@ import torch
 from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
+from ifbbench.execution.data_types import (
+    KV_CACHE_DTYPES,
+    check_data_types,
+    compute_dtype,
+    product_maker,
+    weight_bytes,
+)
+from ifbbench.execution.device_memory import (
+    LOWER_FOR_CONTIGUOUS_CACHE,
+    LOWER_FOR_LARGEST_BATCH,
+    LOWER_FOR_PAGED_CACHE,
+    LOWER_FOR_WEIGHTS,
+    free_bytes,
+    needing_memory,
+)
+from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.profiling import activation_bytes
 from ifbbench.model.config import ModelConfig, load_model_config
@@ -16,14 +31,10 @@ from ifbbench.model.make_model import make_model
 from ifbbench.model.model_path import weights_path
 from ifbbench.model.weights import load_weights, random_weights
 
-TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What keys and values may be stored as; fp8 is e4m3, without scales.
-KV_CACHE_DTYPES = TORCH_DTYPES | {"fp8": torch.float8_e4m3fn}
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on a device."""
+    """A model with its weights on a device. dtype: what it computes in."""
 
     config: ModelConfig
     model: LlamaModel
@@ -46,39 +57,36 @@ def choose_device(config: RunConfig) -> torch.device:
 def load_model(config: RunConfig) -> LoadedModel:
     """The model that `config` names on its device. A built-in shape gets random weights from `config.seed`.
 
-    InputError if the weights do not fit into the device's memory.
+    InputError if the weights do not fit into the device's memory, or it does not have the data types asked for.
     """
-    device, dtype = choose_device(config), TORCH_DTYPES[config.weight_dtype]
+    device, dtype = choose_device(config), compute_dtype(config)
     model_config, path = load_model_config(config.model), weights_path(config.model)
-    needed, free = model_config.num_parameters * dtype.itemsize, free_bytes(device)
+    check_data_types(config, model_config, device)
+    needed, free = weight_bytes(config, model_config), free_bytes(device)
     if needed > free:
         raise InputError(f"--model: the weights of {config.model} take {needed:,} bytes in {config.weight_dtype}, but "
                          f"{free:,} are free on {device}. Choose a smaller model or --dtype, or --device sim:PROFILE.")
-    with torch.inference_mode():
+    make_product = product_maker(config)
+    doing = f"loading the weights of {config.model} in {config.weight_dtype}"
+    with torch.inference_mode(), needing_memory(doing, LOWER_FOR_WEIGHTS, device):
         if path is None:
-            weights = random_weights(model_config, config.seed, device, dtype)
+            weights = random_weights(model_config, config.seed, device, dtype, make_product)
         else:
-            weights = load_weights(model_config, path, device, dtype)
+            weights = load_weights(model_config, path, device, dtype, make_product)
         return LoadedModel(model_config, make_model(model_config, weights), device, dtype)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that may still be taken: of a GPU, or of the host."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_host_bytes()
 
 
 def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
     """Bytes that keys and values may take: `kv_cache_free_gpu_mem_fraction` of the memory that is free now.
 
     On CUDA that is without what the largest batch takes while it runs; on a CPU at most 2 GiB. `config` has its limits
-    resolved.
+    resolved. InputError if that batch does not fit.
     """
     if loaded.device.type == "cuda":
         longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
-        activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
+        doing = f"finding out what the largest batch, {longest:,} tokens, takes"
+        with needing_memory(doing, LOWER_FOR_LARGEST_BATCH, loaded.device):
+            activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
         return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(loaded.device) - activations))
     return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(loaded.device), MAX_CPU_KV_BYTES))
 
@@ -90,8 +98,13 @@ def make_executor(
     """An executor with a KV cache of `num_blocks` blocks for up to `num_slots` sequences at once.
 
     layout: the KV cache, if it is another than that. kv_cache_dtype: one of KV_CACHE_DTYPES, the model's if None.
+    InputError if memory does not have it.
     """
-    return ModelExecutor(
-        loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
-        kv_cache_dtype=None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype],
-    )  # fmt: skip
+    is_contiguous = layout is not None and layout.is_contiguous
+    places = f"{num_slots:,} sequences" if is_contiguous else f"{num_blocks:,} blocks"
+    advice = LOWER_FOR_CONTIGUOUS_CACHE if is_contiguous else LOWER_FOR_PAGED_CACHE
+    with needing_memory(f"making the KV cache of {places}", advice, loaded.device):
+        return ModelExecutor(
+            loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
+            kv_cache_dtype=None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype],
+        )  # fmt: skip

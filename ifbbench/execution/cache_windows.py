@@ -111,6 +111,14 @@ class CacheWindows:
         """Rows of a block table that each slot has, in every window."""
         return int(self.windows[0].tables_of(batch, 0).shape[1])
 
+    def warm_up(self) -> None:
+        """Compile what copies blocks and rows, where it is compiled: each is copied onto itself."""
+        first = self._tensor(np.zeros(1, np.int64))
+        for window in self.windows:
+            if isinstance(window.cache, PagedKvCache):
+                window.cache.copy_blocks(first, first)
+                window.cache.copy_rows(first, first)
+
     def prepare(self, batch: Batch) -> None:
         """Move what the batch wants moved: its copies, then the keys and values of beams that go on from others."""
         if batch.copies:

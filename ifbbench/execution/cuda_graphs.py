@@ -72,7 +72,7 @@ class WindowShape:
 
 
 class GenerationGraphs:
-    """Graphs of `model` over the cache `windows`, each made when it is first wanted.
+    """Graphs of `model` over the cache `windows`, each made when it is first wanted, or all of them by `record_all`.
 
     most_sequences: in a batch. max_seq_len: of a sequence, in tokens. record: how work is made repeatable, if not as
     CUDA graphs.
@@ -87,6 +87,7 @@ class GenerationGraphs:
         self._sizes = ladder(most_sequences)
         self._max_seq_len = max_seq_len
         self._record = record or CudaGraphRecorder()
+        self._shapes: list[WindowShape] = []
         self._graphs: dict[int, _Graph] = {}
 
     def takes(self, batch: Batch) -> bool:
@@ -100,16 +101,31 @@ class GenerationGraphs:
         """
         size = self._sizes[bisect_left(self._sizes, len(batch.slots))]
         tables = [table_rows(window.tables_of(batch, index)) for index, window in enumerate(self._windows)]
-        graph = self._graphs.get(size)
-        if graph is None:
-            shapes = [WindowShape(window, table.shape[1], min(window.rule.size, self._max_seq_len))
-                      for window, table in zip(self._windows, tables, strict=True)]  # fmt: skip
-            graph = self._graphs[size] = _Graph(self._model, shapes, size, self._record)
+        if not self._shapes:
+            self._shapes = [WindowShape(window, table.shape[1], min(window.rule.size, self._max_seq_len))
+                            for window, table in zip(self._windows, tables, strict=True)]  # fmt: skip
         columns: list[tuple[NDArray[np.integer], int]] = [(packed.positions, 0)]
         for window, table in zip(self._windows, tables, strict=True):
             columns += [(packed.ends, 0), (cache_rows(packed, table, window), NOWHERE),
                         (table[packed.spans.table_rows], 0)]  # fmt: skip
-        return graph.run(tokens, [padded(values, size, filling) for values, filling in columns])
+        return self._graph(size).run(tokens, [padded(values, size, filling) for values, filling in columns])
+
+    def record_all(self, hear: Callable[[int, int], None]) -> None:
+        """Make the graphs that are not there yet, the largest first: smaller ones find room in its memory.
+
+        Nothing is done until a batch has been run, for only then it is known how many blocks a sequence may have. hear:
+        is told how many of how many graphs are there.
+        """
+        if not self._shapes:
+            return
+        for number, size in enumerate(reversed(self._sizes)):
+            self._graph(size)
+            hear(number + 1, len(self._sizes))
+
+    def _graph(self, size: int) -> "_Graph":
+        if size not in self._graphs:
+            self._graphs[size] = _Graph(self._model, self._shapes, size, self._record)
+        return self._graphs[size]
 
 
 def padded(values: NDArray[np.integer], size: int, filling: int) -> NDArray[np.integer]:

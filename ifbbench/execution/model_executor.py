@@ -1,6 +1,7 @@
 """The executor that runs a model with PyTorch."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.beams import beam_inputs, best_candidates
 from ifbbench.execution.cache_windows import CacheWindows, one_window_layout
+from ifbbench.execution.device_memory import LOWER_FOR_BATCH, OutOfMemory, is_out_of_memory, needing_memory
 from ifbbench.execution.numbers import ContextRows, WantedNumbers
 from ifbbench.execution.packing import PackedBatch, pack
 from ifbbench.execution.penalty import RepetitionPenalty
@@ -71,11 +73,29 @@ class ModelExecutor:
         self._graphs = GenerationGraphs(self._model, self._cache.windows, num_slots, max_seq_len, record)
 
     def submit(self, batch: Batch) -> None:
-        """Start one batch, to run after those submitted before. One that raises has started nothing."""
-        with torch.inference_mode():
-            for chunk in batch.context:
-                self._assign(chunk)
-            self._under_way.append(OutputsUnderWay(self._run(batch), self._model.device))
+        """Start one batch, to run after those submitted before. One that raises has started nothing: OutOfMemory where
+        memory does not have what it takes, KernelError for a kernel that cannot run."""
+        try:
+            with torch.inference_mode():
+                for chunk in batch.context:
+                    self._assign(chunk)
+                self._under_way.append(OutputsUnderWay(self._run(batch), self._model.device))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            doing = f"running {batch.num_context_tokens:,} context and {len(batch.slots):,} generation requests' tokens"
+            raise OutOfMemory.during(doing, LOWER_FOR_BATCH, self._model.device, error) from error
+
+    def warm_up(self, hear: Callable[[int, int], None]) -> None:
+        """Once a generation batch has run: record the CUDA graphs of all sizes, and compile the kernels that copy
+        blocks. The KV cache must be nobody's. hear: is told how many graphs there are, and of how many.
+
+        InputError if memory does not have what they take."""
+        recording = needing_memory("recording CUDA graphs", LOWER_FOR_BATCH, self._model.device)
+        with torch.inference_mode(), recording:
+            self._cache.warm_up()
+            if self._graphs is not None:
+                self._graphs.record_all(hear)
 
     def collect(self) -> StepOutputs:
         """Wait for the oldest batch under way. RuntimeError if there is none. With beams there are no `log_probs`:

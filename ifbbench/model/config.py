@@ -66,17 +66,25 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Trained values in all weights; tied embeddings count once."""
         is_gpt2 = self.architecture == GPT2
-        qkv_size = self.query_size + 2 * self.kv_size
-        attention = self.hidden_size * (qkv_size + self.query_size)
-        mlp_inputs = (1 if is_gpt2 else 2) * self.intermediate_size
-        mlp = self.hidden_size * (mlp_inputs + self.intermediate_size)
+        qkv_size, gate_up_size = self.query_size + 2 * self.kv_size, self.gate_up_size
         biases = self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
-        biases += self.mlp_bias * (mlp_inputs + self.hidden_size)
+        biases += self.mlp_bias * (gate_up_size + self.hidden_size)
         norm = (2 if is_gpt2 else 1) * self.hidden_size
-        layer = attention + mlp + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
+        layer = self.layer_matrix_parameters + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         embeddings += is_gpt2 * self.max_position_embeddings * self.hidden_size
         return self.num_layers * layer + embeddings + norm
+
+    @property
+    def gate_up_size(self) -> int:
+        """Outputs of the MLP's first matrix: gate and up, or up alone where there is no gate."""
+        return (1 if self.architecture == GPT2 else 2) * self.intermediate_size
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Trained values in the matrices of one layer: those that `--dtype` may make narrower than all others."""
+        attention = 2 * (self.query_size + self.kv_size)
+        return self.hidden_size * (attention + self.gate_up_size + self.intermediate_size)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of keys and values that one token takes in all layers together."""

@@ -9,6 +9,9 @@ from torch.nn import functional
 
 # The batch size that oneDNN is told to expect when it packs a weight: a generation batch on a CPU.
 EXPECTED_ROWS = 16
+# [rows, inputs] to [rows, outputs]; and what makes one of a weight [outputs, inputs] and its bias.
+Product = Callable[[Tensor], Tensor]
+MakeProduct = Callable[[Tensor, Tensor | None], Product]
 
 
 class Linear:

@@ -12,7 +12,7 @@ from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.families import GPT2
 from ifbbench.model.gguf_file import GgufFile
-from ifbbench.model.linear import Linear
+from ifbbench.model.linear import Linear, MakeProduct, Product
 from ifbbench.model.model_files import GPT2_PREFIX, ModelFiles, SafetensorsFiles
 from ifbbench.model.model_path import GGUF_SUFFIX
 
@@ -31,11 +31,11 @@ class LayerWeights:
     """
 
     attention_norm: Tensor
-    query_key_value: Linear
-    attention_output: Linear
+    query_key_value: Product
+    attention_output: Product
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     attention_norm_bias: Tensor | None = None
@@ -52,13 +52,15 @@ class ModelWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Linear
+    lm_head: Product
     final_norm_bias: Tensor | None = None
     position_embedding: Tensor | None = None
 
 
-def random_weights(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Weights drawn from `seed`, the same on every device.
+def random_weights(
+    config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, make_product: MakeProduct = Linear
+) -> ModelWeights:
+    """Weights drawn from `seed`, the same on every device. make_product: of the layers' weights.
 
     Each product keeps the size of what goes in (standard deviation 1/√inputs), so that attention and MLP move the
     hidden state as much as the token's own embedding does. With the usual 0.02 they would hardly count, and greedy
@@ -77,12 +79,14 @@ def random_weights(config: ModelConfig, seed: int, device: torch.device, dtype: 
             tensor = torch.randn(shape, generator=generator) * scale
         return tensor.to(device=device, dtype=dtype)
 
-    return _assemble(config, draw)
+    return _assemble(config, draw, make_product)
 
 
-def load_weights(config: ModelConfig, path: str | Path, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+def load_weights(
+    config: ModelConfig, path: str | Path, device: torch.device, dtype: torch.dtype, make_product: MakeProduct = Linear
+) -> ModelWeights:
     """The weights at `path`: a GGUF file, or a directory with one model.safetensors, or shards listed in
-    model.safetensors.index.json.
+    model.safetensors.index.json. make_product: of the layers' weights.
 
     Raises InputError if a file or a tensor is missing or a tensor has another shape than the model's.
     """
@@ -96,29 +100,33 @@ def load_weights(config: ModelConfig, path: str | Path, device: torch.device, dt
                              "Use the config.json that belongs to these weights.")
         return tensor.to(device=device, dtype=dtype)
 
-    return _assemble(config, read)
+    return _assemble(config, read, make_product)
 
 
-def _assemble(config: ModelConfig, source: TensorSource) -> ModelWeights:
-    return _gpt2(config, source) if config.architecture == GPT2 else _llama(config, source)
+def _assemble(config: ModelConfig, source: TensorSource, make_product: MakeProduct) -> ModelWeights:
+    """Embeddings, norms and output layer as they are, and products of the layers' matrices."""
+    make = _gpt2 if config.architecture == GPT2 else _llama
+    return make(config, source, make_product)
 
 
-def _llama(config: ModelConfig, source: TensorSource) -> ModelWeights:
+def _llama(config: ModelConfig, source: TensorSource, make_product: MakeProduct) -> ModelWeights:
     hidden = config.hidden_size
     embedding = source("model.embed_tokens.weight", (config.vocab_size, hidden))
-    layers = tuple(_layer(config, source, f"model.layers.{index}") for index in range(config.num_layers))
+    layers = tuple(
+        _layer(config, source, make_product, f"model.layers.{index}") for index in range(config.num_layers)
+    )
     final_norm = source("model.norm.weight", (hidden,))
     head = embedding if config.tie_word_embeddings else source("lm_head.weight", (config.vocab_size, hidden))
     return ModelWeights(embedding, layers, final_norm, Linear(head))
 
 
-def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeights:
-    def fused(block: str, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
+def _layer(config: ModelConfig, source: TensorSource, make_product: MakeProduct, prefix: str) -> LayerWeights:
+    def fused(block: str, outputs: dict[str, int], inputs: int, has_bias: bool) -> Product:
         names = {f"{prefix}.{block}.{part}_proj": size for part, size in outputs.items()}
         weight = torch.cat([source(f"{name}.weight", (size, inputs)) for name, size in names.items()])
         if not has_bias:
-            return Linear(weight)
-        return Linear(weight, torch.cat([source(f"{name}.bias", (size,)) for name, size in names.items()]))
+            return make_product(weight, None)
+        return make_product(weight, torch.cat([source(f"{name}.bias", (size,)) for name, size in names.items()]))
 
     def head_norm(part: str) -> Tensor | None:
         return source(f"{prefix}.self_attn.{part}_norm.weight", (config.head_dim,)) if config.query_key_norm else None
@@ -136,16 +144,16 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerWeigh
     )
 
 
-def _gpt2(config: ModelConfig, source: TensorSource) -> ModelWeights:
+def _gpt2(config: ModelConfig, source: TensorSource, make_product: MakeProduct) -> ModelWeights:
     hidden, ffn = config.hidden_size, config.intermediate_size
 
     def vector(name: str, size: int = hidden) -> Tensor:
         return source(f"{GPT2_PREFIX}{name}", (size,))
 
-    def linear(name: str, inputs: int, outputs: int) -> Linear:
+    def linear(name: str, inputs: int, outputs: int) -> Product:
         """Its weights are stored as [inputs, outputs]."""
         weight = source(f"{GPT2_PREFIX}{name}.weight", (inputs, outputs))
-        return Linear(weight.t().contiguous(), vector(f"{name}.bias", outputs))
+        return make_product(weight.t().contiguous(), vector(f"{name}.bias", outputs))
 
     def layer(prefix: str) -> LayerWeights:
         return LayerWeights(

@@ -4,9 +4,10 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.api.progress import Progress
 from ifbbench.batching.manager import BatchManager
 from ifbbench.batching.records import IterationRecord, Observer, Stretch
 from ifbbench.batching.request import Request
@@ -25,12 +26,6 @@ from ifbbench.workload.tokens import check_vocabulary
 from ifbbench.workload.trace import Trace
 
 PROGRESS_INTERVAL_S = 0.1
-
-
-class Progress(Protocol):
-    """Hears how far a run is."""
-
-    def update(self, completed: int, total: int, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +51,12 @@ def run_trace(source: str | None, config: RunConfig, progress: Progress | None =
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
     engine = build_engine(config, columns_of(trace.requests).most_beams)
-    if engine.makes_tokens:
-        check_vocabulary(trace, engine.model.vocab_size)
-    run_directory.prepare(directory, config.overwrite)
-    write_trace(trace.requests, directory / f"trace.{config.recording_format}")
     try:
+        if engine.makes_tokens:
+            check_vocabulary(trace, engine.model.vocab_size)
+        warm_up(engine, progress)
+        run_directory.prepare(directory, config.overwrite)
+        write_trace(trace.requests, directory / f"trace.{config.recording_format}")
         summary, client = _replay(trace, engine, directory, progress)
     finally:
         engine.executor.close()
@@ -72,7 +68,6 @@ def run_trace(source: str | None, config: RunConfig, progress: Progress | None =
 def _replay(
     trace: Trace, engine: Engine, directory: Path, progress: Progress | None
 ) -> tuple[dict[str, Any], ReplayClient]:
-    warm_up(engine)
     clock = engine.clock
     client = make_client(engine.config, trace, clock, request_maker(engine))
     description = _describe(trace, engine, directory)

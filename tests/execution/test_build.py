@@ -7,7 +7,7 @@ import torch
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution import build
+from ifbbench.execution import build, device_memory
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 
@@ -33,9 +33,9 @@ def test_kv_memory_follows_the_fraction_of_free_memory_up_to_a_limit(
     loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig(kv_cache_free_gpu_mem_fraction=0.5)
-    monkeypatch.setattr(build, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 1000)
     assert build.kv_memory(config, loaded) == 500
-    monkeypatch.setattr(build, "available_host_bytes", lambda: 10**15)
+    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 10**15)
     assert build.kv_memory(config, loaded) == 2 * 1024**3
 
 

@@ -8,6 +8,7 @@ from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.config import RunConfig
 from ifbbench.execution import build
+from ifbbench.execution.data_types import KV_CACHE_DTYPES
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import LlamaModel
@@ -68,7 +69,7 @@ def test_host_blocks_hold_what_the_device_holds() -> None:
     assert torch.equal(keys[0], keys[1])
 
 
-@pytest.mark.parametrize("name", [None, *build.KV_CACHE_DTYPES])
+@pytest.mark.parametrize("name", [None, *KV_CACHE_DTYPES])
 def test_executors_by_the_names_of_data_types(name: str | None) -> None:
     loaded = build.load_model(RunConfig(dtype="float32", device="cpu"))
     executor = build.make_executor(loaded, 2, 4, 16, 64, kv_cache_dtype=name)

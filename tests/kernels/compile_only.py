@@ -28,6 +28,7 @@ from ifbbench.kernels.attention_parts import EVERYTHING, Window
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
 from ifbbench.kernels.log_probs import log_probs_of
+from ifbbench.kernels.quantise_rows import quantise_rows
 from ifbbench.kernels.rms_norm import add_rms_norm
 from ifbbench.kernels.rotary_write import rotate_and_write
 from ifbbench.kernels.row_copy import copy_rows
@@ -141,6 +142,13 @@ def others(dtype: torch.dtype) -> None:
     copy_rows(pointers, pointers, torch.zeros((4, 3), dtype=torch.int64), 4096, 32)
 
 
+def eight_bits(capability: int) -> None:
+    """Attention over a cache of eight-bit floats, and what makes rows such."""
+    attention(capability, torch.bfloat16, 128, torch.float8_e4m3fn)
+    for size in (4096, 14_336):
+        quantise_rows(torch.zeros((4, size), dtype=torch.bfloat16))
+
+
 def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, object]]:
     """What each kernel takes on a GPU of this compute capability, such as 90."""
     def case(name: str, work: Callable[[], None]) -> list[dict[str, object]]:
@@ -154,7 +162,7 @@ def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, ob
     window = Window(size=4096, sink=4, bubble=28, capacity=4128)
     yield from case("window", partial(attention, capability, torch.bfloat16, 128, window=window))
     if capability >= FIRST_WITH_FP8:
-        yield from case("fp8", partial(attention, capability, torch.bfloat16, 128, torch.float8_e4m3fn))
+        yield from case("fp8", partial(eight_bits, capability))
     yield from case("others", partial(others, torch.bfloat16))
 
 

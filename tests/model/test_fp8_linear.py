@@ -1,0 +1,88 @@
+"""Products in eight-bit floats, and a model of such products, against float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.fp8_linear import Fp8Linear
+from ifbbench.model.linear import Linear, MakeProduct
+from ifbbench.model.llama import LlamaModel
+from ifbbench.model.make_model import make_model
+from ifbbench.model.weights import random_weights
+from tests.execution.driving import CPU, driver_of
+from tests.execution.test_attention_windows import asking_requests
+
+SMALL = ModelConfig(vocab_size=211, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
+                    intermediate_size=96, max_position_embeddings=128)  # fmt: skip
+# A value of three bits is off by up to 1/16, by 1/40 in the mean square. So is the product of two by √2 of that, and
+# a sum of many such products, whose errors cancel like the products themselves.
+PRODUCT_ERROR = 0.05
+# Of three layers, which add up.
+LOGITS_ERROR = 0.1
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def relative_norm(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 96), (3, 48, 32), (40, 256, 688)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_is_near_the_exact_one(rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
+    """Also where outputs and tokens are of very different sizes: each has a scale of its own."""
+    output_sizes, row_sizes = (torch.logspace(-2, 2, count).bfloat16().unsqueeze(1) for count in (outputs, rows))
+    weight, values = drawn(outputs, inputs, seed=1) * output_sizes, drawn(rows, inputs, seed=2) * row_sizes
+    bias = drawn(outputs, seed=3) * output_sizes[:, 0] if has_bias else None
+    product = Fp8Linear(weight, bias)(values)
+    assert (product.dtype, product.shape) == (torch.bfloat16, (rows, outputs))
+    exact = values.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    sizes = row_sizes.double() * output_sizes.double().t()
+    assert relative_norm(product / sizes, exact / sizes) < PRODUCT_ERROR
+
+
+def test_a_token_s_product_does_not_depend_on_the_others() -> None:
+    linear, values = Fp8Linear(drawn(32, 48, seed=1)), drawn(5, 48, seed=2)
+    louder = values.clone()
+    louder[1:] *= 1000
+    assert torch.equal(linear(values)[0], linear(louder)[0])
+
+
+def test_no_tokens() -> None:
+    assert Fp8Linear(drawn(32, 48))(drawn(0, 48)).shape == (0, 32)
+
+
+def context_logits(config: ModelConfig, make_product: MakeProduct, dtype: torch.dtype) -> Tensor:
+    model = make_model(config, random_weights(config, 3, CPU, dtype, make_product))
+    assert isinstance(model, LlamaModel)
+    requests = asking_requests([(37, 4), (50, 3)])
+    driver_of(model, 3, 8, 80).run(requests, largest_chunk=9)
+    return torch.cat([torch.from_numpy(request.numbers.context_logits) for request in requests])
+
+
+@pytest.mark.parametrize("config", [
+    SMALL,
+    dataclasses.replace(SMALL, attention_bias=True, query_key_norm=True),
+    dataclasses.replace(SMALL, architecture="gpt2", num_kv_heads=4, attention_bias=True, attention_output_bias=True,
+                        mlp_bias=True, activation="gelu_new"),
+], ids=["llama", "biases and normalised heads", "gpt2"])  # fmt: skip
+def test_logits_of_a_model_are_near_those_in_bfloat16(config: ModelConfig) -> None:
+    exact = context_logits(config, Linear, torch.float32)
+    in_bf16 = context_logits(config, Linear, torch.bfloat16)
+    in_fp8 = context_logits(config, Fp8Linear, torch.bfloat16)
+    assert relative_norm(in_bf16, exact) < relative_norm(in_fp8, exact) < LOGITS_ERROR
+    assert relative_norm(in_fp8, in_bf16) < LOGITS_ERROR
+
+
+def test_embeddings_norms_and_output_layer_stay_in_16_bits() -> None:
+    weights = random_weights(SMALL, 3, CPU, torch.bfloat16, Fp8Linear)
+    assert weights.embedding.dtype == weights.final_norm.dtype == torch.bfloat16
+    assert isinstance(weights.lm_head, Linear)
+    layer = weights.layers[0]
+    for product in (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down):
+        assert isinstance(product, Fp8Linear)
