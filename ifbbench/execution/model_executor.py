@@ -83,7 +83,8 @@ class ModelExecutor:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            doing = f"running {batch.num_context_tokens:,} context and {len(batch.slots):,} generation requests' tokens"
+            num_context = batch.num_context_tokens
+            doing = f"running {num_context:,} context and {batch.num_tokens - num_context:,} generation tokens"
             raise OutOfMemory.during(doing, LOWER_FOR_BATCH, self._model.device, error) from error
 
     def warm_up(self, hear: Callable[[int, int], None]) -> None:

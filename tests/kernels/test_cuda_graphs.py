@@ -5,11 +5,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from ifbbench.api import engine as engine_module
+from ifbbench.api.engine import build_engine, warm_up
+from ifbbench.api.generate import generate
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.config import RunConfig
+from ifbbench.execution import build
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
+from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.weights import random_weights
@@ -92,6 +99,64 @@ def test_padding_writes_nothing(model: KernelLlama) -> None:
     for part, old in zip(window.cache.blocks(0), before, strict=True):
         changed = (part != old).flatten(2).any(dim=-1).nonzero().tolist()
         assert {(block, place) for block, place in changed} == places
+
+
+class Heard:
+    """Progress as it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, str]] = []
+
+    def update(self, completed: int, total: int, text: str) -> None:
+        self.told.append((completed, total, text))
+
+
+def test_a_warm_up_leaves_nothing_to_record(model: KernelLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of every size come after it, and find their graph."""
+    loaded = build.LoadedModel(MICRO, model, model.device, model.dtype)
+    monkeypatch.setattr(build, "load_model", lambda config: loaded)
+    monkeypatch.setattr(engine_module, "load_model_config", lambda name: MICRO)
+    engine = build_engine(RunConfig(device=model.device.type, max_batch_size=3, max_tokens_in_paged_kvcache=320,
+                                    max_seq_len=48, tokens_per_block=8))  # fmt: skip
+    record, heard, slots = Repeater(), Heard(), engine.limits.num_slots
+    assert isinstance(engine.executor, ModelExecutor)
+    with torch.inference_mode():
+        engine.executor.use_graphs(slots, 48, record)
+    warm_up(engine, heard)
+    assert record.recorded == len(ladder(slots))
+    assert heard.told == [(done + 1, record.recorded, "warming up") for done in range(record.recorded)]
+    repeated = record.repeated
+    outputs = generate(engine, [[1, 2, 3], [4], [5, 6, 7, 8]], 4)
+    assert [len(output) for output in outputs] == [4, 4, 4]
+    assert record.repeated == repeated + 3
+    assert record.recorded == len(ladder(slots))
+    engine.executor.close()
+
+
+def test_nothing_is_recorded_before_a_batch_has_run(model: KernelLlama) -> None:
+    """How many blocks a sequence may have is not known yet."""
+    driver, record = driver_of(model, 3, 8, 40), Repeater()
+    driver.executor.use_graphs(3, 40, record)
+    driver.executor.warm_up(lambda done, total: None)
+    assert record.recorded == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: kernels are interpreted here, not compiled")
+def test_a_warm_up_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(RunConfig(device="cuda", dtype="bf16", max_batch_size=8, max_seq_len=1024))
+    try:
+        warm_up(engine)
+        compiled: list[object] = []
+
+        def note(**facts: object) -> bool:
+            compiled.append(facts["repr"])
+            return False  # do compile it
+
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        generate(engine, [[1] * length for length in (1, 7, 300, 900)], 20)
+        assert not compiled
+    finally:
+        engine.executor.close()
 
 
 def test_ladder() -> None:

@@ -1,14 +1,19 @@
 """A run that breaks off in the middle keeps what it had done, says so, and can be reported."""
 
 import json
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch import Tensor
 
 from ifbbench.batching.batch import Batch
 from ifbbench.cli.main import main
 from ifbbench.execution.null import NullExecutor
+from ifbbench.model.llama import ForwardInputs, LlamaModel
 
 ARGUMENTS = ["run", "--device", "null", "--time_scale", "0", "--max_batch_size", "8", "--quiet", "--output"]
 
@@ -42,6 +47,58 @@ def test_an_interrupt_keeps_the_results(broken_run: tuple[Path, Result]) -> None
     directory, result = broken_run
     assert result.exit_code == 130
     check_partial(directory, result, iterations=300)
+
+
+def real_run(directory: Path, *options: str) -> Result:
+    """Of some requests of the bundled trace, on the model of this CPU."""
+    return CliRunner().invoke(main, [
+        "run", "--device", "cpu", "--time_scale", "0", "--max_num_samples", "6", "--max_batch_size", "2", "--quiet",
+        "--max_prompt_len", "20", "--output", str(directory), *options,
+    ])  # fmt: skip
+
+
+def breaking_forward(error: Exception, number: int) -> Callable[[LlamaModel, ForwardInputs], Tensor]:
+    """A forward pass that raises `error` when it is called for this time, counted from 0."""
+    numbers, forward = count(), LlamaModel.forward
+
+    def counted(self: LlamaModel, inputs: ForwardInputs) -> Tensor:
+        if next(numbers) == number:
+            raise error
+        return forward(self, inputs)
+
+    return counted
+
+
+def test_a_run_out_of_memory_says_what_to_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+    monkeypatch.setattr(LlamaModel, "forward", breaking_forward(error, 200))
+    result = real_run(tmp_path / "run")
+    assert result.exit_code == 1
+    assert len(result.output.splitlines()) == 1
+    for words in ("out of memory while running", "2.50 GiB", "bytes are free", "--max_num_tokens", "--max_batch_size",
+                  "--kv_cache_free_gpu_mem_fraction", "--dtype"):  # fmt: skip
+        assert words in result.output
+    iterations = (tmp_path / "run/iterations.jsonl").read_text().splitlines()
+    check_partial(tmp_path / "run", result, iterations=len(iterations))
+
+
+def test_a_warm_up_out_of_memory_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaModel, "forward", breaking_forward(torch.OutOfMemoryError("CUDA out of memory."), 0))
+    result = real_run(tmp_path / "run")
+    assert result.exit_code == 2
+    assert "--max_num_tokens" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kernel_that_fails_is_named_with_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("ifbbench.kernels.launch", reason="needs Triton", exc_type=ImportError)
+    with pytest.raises(launch.KernelError) as caught, launch.launching("swiglu", gate_up=torch.zeros(3, 8)):
+        raise RuntimeError("an illegal memory access")
+    monkeypatch.setattr(LlamaModel, "forward", breaking_forward(caught.value, 100))
+    result = real_run(tmp_path / "run")
+    assert result.exit_code == 1
+    for words in ("the kernel swiglu failed", "an illegal memory access", "gate_up [3, 8] float32 on cpu"):
+        assert words in result.output
 
 
 def check_partial(directory: Path, result: Result, iterations: int) -> None:

@@ -1,0 +1,67 @@
+"""Which device can have which data types. What CUDA says of itself is made up."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ifbbench.api.engine import build_engine
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.execution.data_types import check_data_types, compute_dtype, product_maker, weight_bytes
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.fp8_linear import Fp8Linear
+from ifbbench.model.linear import Linear
+from ifbbench.model.weights import random_weights
+
+TINY = ModelConfig.tiny()
+CUDA = torch.device("cuda")
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], settings: dict[str, Any], model: ModelConfig = TINY
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Example")
+    check_data_types(RunConfig(**settings), model, CUDA)
+
+
+@pytest.mark.parametrize("name", ["dtype", "kv_cache_dtype"])
+def test_fp8_needs_a_gpu_that_knows_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        check(monkeypatch, capability, {name: "fp8"})
+    for capability in ((7, 5), (8, 0), (8, 6)):
+        with pytest.raises(InputError) as caught:
+            check(monkeypatch, capability, {name: "fp8"})
+        found = ".".join(map(str, capability))
+        for words in (f"--{name}:", "8.9 or higher", f"NVIDIA Example has {found}", "bf16"):
+            assert words in str(caught.value)
+        check(monkeypatch, capability, {name: "bf16"})
+
+
+def test_fp8_needs_sizes_that_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = ModelConfig(vocab_size=10, hidden_size=40, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=10,
+                      intermediate_size=64, max_position_embeddings=8)  # fmt: skip
+    with pytest.raises(InputError, match=r"multiples of 16.* 40, 40, 20, 64"):
+        check(monkeypatch, (9, 0), {"dtype": "fp8"}, odd)
+    check(monkeypatch, (9, 0), {"dtype": "bf16", "kv_cache_dtype": "fp8"}, odd)
+
+
+def test_a_cpu_has_fp8_in_its_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_data_types(RunConfig(kv_cache_dtype="fp8"), TINY, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"--dtype: fp8 weights need a GPU.* this run is on cpu"):
+        build_engine(RunConfig(device="auto", dtype="fp8"))
+
+
+def test_what_the_weights_are_made_of() -> None:
+    fp8, bf16 = RunConfig(dtype="fp8"), RunConfig(dtype="bf16")
+    assert (compute_dtype(fp8), compute_dtype(bf16)) == (torch.bfloat16, torch.bfloat16)
+    assert (product_maker(fp8), product_maker(bf16)) == (Fp8Linear, Linear)
+    weights = random_weights(TINY, 0, torch.device("cpu"), torch.bfloat16, Fp8Linear)
+    layer = weights.layers[0]
+    products = (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
+    narrow = sum(product._weight.nbytes for product in products if isinstance(product, Fp8Linear))
+    assert narrow == TINY.layer_matrix_parameters
+    assert weight_bytes(bf16, TINY) - weight_bytes(fp8, TINY) == TINY.num_layers * narrow
+    assert weight_bytes(RunConfig(dtype="float32"), TINY) == 4 * TINY.num_parameters
