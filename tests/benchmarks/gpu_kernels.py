@@ -110,17 +110,23 @@ def context(chunk: int, cached: int) -> dict[str, object]:
     return row
 
 
+def measure() -> dict[str, object]:
+    """All figures of the attention kernels."""
+    bandwidth = copy_bandwidth()
+    return {
+        "repeats": REPEATS, "copy_gigabytes_per_s": round(bandwidth / GIGABYTE),
+        "generation": [generation(batch, length, bandwidth) for batch, length in GENERATION],
+        "context": [context(PROMPT, 0), context(PROMPT // 4, PROMPT * 3 // 4)],
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure, and print the result as JSON."""
     if not torch.cuda.is_available():
         sys.exit("This measures a GPU, and PyTorch finds none here. Run it on a machine with one.")
-    bandwidth = copy_bandwidth()
     result = {
         "benchmark": "attention kernels against what the GPU can do", "gpu": torch.cuda.get_device_name(),
-        "hardware": hardware(), "versions": versions(), "repeats": REPEATS,
-        "copy_gigabytes_per_s": round(bandwidth / GIGABYTE),
-        "generation": [generation(batch, length, bandwidth) for batch, length in GENERATION],
-        "context": [context(PROMPT, 0), context(PROMPT // 4, PROMPT * 3 // 4)],
+        "hardware": hardware(), "versions": versions(), **measure(),
     }  # fmt: skip
     print(json.dumps(result, indent=2))
 

@@ -1,0 +1,35 @@
+"""The same requests in `transformers`' continuous batching."""
+
+import time
+from typing import Any
+
+import torch
+
+from tests.benchmarks.gpu_engine import DIGITS, Workload
+
+
+def run_transformers(checkpoint: str, workload: Workload, device: str = "cuda") -> dict[str, Any]:
+    """Output tokens a second of `workload` on `checkpoint` in bfloat16, after a few requests to warm up.
+
+    ImportError without transformers, RuntimeError if a request gets no answer.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(device).eval()
+    greedy = GenerationConfig(max_new_tokens=workload.output_len, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    generator = torch.Generator().manual_seed(0)
+    shape = (workload.requests, workload.prompt_len)
+    prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
+    model.generate_batch(prompts[:2], generation_config=greedy, progress_bar=False)
+    start_s = time.perf_counter()
+    answers = model.generate_batch(prompts, generation_config=greedy, progress_bar=False)
+    duration_s = time.perf_counter() - start_s
+    tokens = sum(len(answer.generated_tokens) for answer in answers.values())
+    if tokens != workload.requests * workload.output_len:
+        raise RuntimeError(f"{tokens} tokens came, not {workload.requests} times {workload.output_len}")
+    return {
+        "version": transformers.__version__, "requests": workload.requests, "duration_s": round(duration_s, DIGITS),
+        "output_tokens_per_s": round(tokens / duration_s, 1),
+    }  # fmt: skip
