@@ -73,10 +73,8 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
     from ifbbench.execution import build
-    from ifbbench.execution.data_types import check_data_types
 
     device = build.choose_device(config)
-    check_data_types(config, model, device)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     loaded = build.load_model(resolved)
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))

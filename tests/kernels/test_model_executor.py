@@ -10,7 +10,9 @@ from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
+from ifbbench.kernels.fp8_rows import FP8
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.fp8_linear import Fp8Linear
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
@@ -120,3 +122,23 @@ def test_half_precision_stays_near_the_same_logits(dtype: torch.dtype, device: t
         logits.append(torch.from_numpy(request.numbers.context_logits))
     difference = (logits[0] - logits[1]).norm() / logits[0].norm()
     assert difference < 2e-2
+
+
+def test_eight_bits_stay_near_the_logits_in_16(device: torch.device) -> None:
+    """Weights, and then keys and values too. PyTorch's own products on a CPU are what is compared with."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU has no eight-bit floats")
+    config = replace(MICRO, intermediate_size=48)
+    kernels = KernelLlama(config, random_weights(config, 3, device, torch.bfloat16, Fp8Linear))
+    layout = layout_of(is_cyclic=False)
+    drivers = [driver_of(LlamaModel(config, random_weights(config, 3, CPU, torch.bfloat16)), 1, 8, 40),
+               driver_of(kernels, 1, 8, 40), layout_driver(kernels, layout, 1, kv_cache_dtype=FP8)]  # fmt: skip
+    logits = []
+    for driver in drivers:
+        (request,) = requests_of([(14, 2)], MICRO.vocab_size)
+        request.options = OutputOptions(return_context_logits=True)
+        driver.run([request], 7)
+        assert request.numbers.context_logits is not None
+        logits.append(torch.from_numpy(request.numbers.context_logits))
+    for found in logits[1:]:
+        assert 0 < (found - logits[0]).norm() / logits[0].norm() < 0.1
