@@ -26,7 +26,7 @@ def product_maker(config: RunConfig) -> MakeProduct:
 
 
 def weight_bytes(config: RunConfig, model: ModelConfig) -> int:
-    """Memory of all weights, in bytes; scales, less than a thousandth of it, left out."""
+    """Memory of all weights, in bytes; the scales of fp8, four bytes for each row of a matrix, left out."""
     narrow = model.num_layers * model.layer_matrix_parameters if config.weight_dtype == "fp8" else 0
     return narrow + (model.num_parameters - narrow) * compute_dtype(config).itemsize
 

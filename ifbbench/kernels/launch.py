@@ -7,13 +7,15 @@ import torch
 import triton
 from torch import Tensor
 
+from ifbbench.errors import IfbbenchError
+
 # `tl.dot` wants at least 16 rows, columns and summands; the interpreter would take fewer, a GPU does not.
 SMALLEST_DOT = 16
 # Whether Triton runs kernels in its interpreter, on the CPU; it decides so when a kernel is defined.
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
-class KernelError(RuntimeError):
+class KernelError(IfbbenchError, RuntimeError):
     """A kernel that could not be compiled or started. It names the kernel and its tensors."""
 
 
