@@ -76,7 +76,7 @@ def test_hopper_takes_every_kernel(cache: Path) -> None:
     rows = compiled(cache, [90], [128])
     assert {row["kernel"] for row in rows} == {
         "_context_kernel", "_generation_kernel", "_join_kernel", "_rotary_kernel", "_rms_norm_kernel", "_swiglu_kernel",
-        "_choice_kernel", "_log_probs_kernel", "_copy_kernel",
+        "_choice_kernel", "_log_probs_kernel", "_copy_kernel", "_quantise_kernel",
     }  # fmt: skip
     check(rows)
     context = [row for row in rows if row["kernel"] == "_context_kernel" and "float32" not in str(row["case"])]
