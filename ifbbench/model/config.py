@@ -63,15 +63,19 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def gate_up_size(self) -> int:
+        """Values that the first product of the MLP makes of a token: gate and up, or up alone (GPT-2)."""
+        return (1 if self.architecture == GPT2 else 2) * self.intermediate_size
+
+    @property
     def num_parameters(self) -> int:
         """Trained values in all weights; tied embeddings count once."""
         is_gpt2 = self.architecture == GPT2
         qkv_size = self.query_size + 2 * self.kv_size
         attention = self.hidden_size * (qkv_size + self.query_size)
-        mlp_inputs = (1 if is_gpt2 else 2) * self.intermediate_size
-        mlp = self.hidden_size * (mlp_inputs + self.intermediate_size)
+        mlp = self.hidden_size * (self.gate_up_size + self.intermediate_size)
         biases = self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
-        biases += self.mlp_bias * (mlp_inputs + self.hidden_size)
+        biases += self.mlp_bias * (self.gate_up_size + self.hidden_size)
         norm = (2 if is_gpt2 else 1) * self.hidden_size
         layer = attention + mlp + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)

@@ -67,7 +67,7 @@ def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunCo
 def _activation_bytes(shard: Shard, max_num_tokens: int, max_batch_size: int) -> int:
     """The most that lives at once: hidden states and what an MLP or attention makes of them, or the logits."""
     hidden = shard.model.hidden_size
-    mlp = 3 * hidden + 3 * shard.intermediate_size
+    mlp = 3 * hidden + shard.gate_up_size + shard.intermediate_size
     attention = 3 * hidden + 2 * shard.query_size + 2 * shard.kv_size
     logits = max_batch_size * shard.model.vocab_size * LOGIT_BYTES
     return round(max(max_num_tokens * max(mlp, attention) * shard.compute_bytes, logits))
