@@ -10,6 +10,8 @@ from ifbbench.capacity.device import Device
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.memory import kv_memory_bytes, weight_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,12 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     """The KV cache that `config` (limits resolved) gets on `device`, the weights of `model` taken off its memory.
 
     Raises InputError if the weights, or a single block beside them, do not fit."""
-    weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
-    budget = _budget(config, device, weight_bytes)
+    if config.hardware is not None and device.name == config.device:
+        hardware = load_hardware(config.hardware)
+        weight_bytes, budget = weight_bytes_of(model, hardware, config), kv_memory_bytes(model, hardware, config)
+    else:
+        weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
+        budget = _budget(config, device, weight_bytes)
     layout = cache_layout(config, model, budget)
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
     sizes = {window.geometry.attention_window: len(window.layers) * per_layer for window in layout.windows}
