@@ -226,7 +226,9 @@ def test_sizes_have_short_units(size, text):
 
 
 def test_a_simulated_device_has_the_cache_that_a_run_on_it_has(tmp_path):
-    settings = {"model": "llama-3.3-70b", "device": "sim:h100-sxm", "tp_size": 4, "max_seq_len": 8192}
+    settings: dict[str, Any] = {
+        "model": "llama-3.3-70b", "device": "sim:h100-sxm", "tp_size": 4, "max_seq_len": 8192,
+    }  # fmt: skip
     found = answer("llama-3.3-70b", "--device", "sim:h100-sxm", "--tp_size", "4", "--max_seq_len", "8192")
     limits = build_engine(RunConfig(**settings)).limits
     assert found["kv_cache"]["windows"][0]["blocks_of_run"] == limits.num_blocks
