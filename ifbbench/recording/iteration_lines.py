@@ -112,7 +112,7 @@ class IterationLines:
         """What stands in a line between the times and the fragmentation."""
         left_out, paused = "null", ""
         if (first := record.left_out) is not None:
-            left_out = f'{{"request_id":{first.request.request_id},"reason":"{first.limit.value}"}}'
+            left_out = f'{{"request_id":{first.request.request_id},"reason":"{first.limit}"}}'
         if record.paused:
             paused = ",".join(
                 f'{{"request_id":{pause.victim.request_id},"for":{pause.beneficiary.request_id}}}'
