@@ -12,6 +12,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution import build
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.model_path import SHAPES
 
 
 def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +41,13 @@ def test_built_in_shapes_get_random_weights(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("ifbbench.model.model_path.SHAPES", tmp_path)
     loaded = build.load_model(RunConfig(device="cpu", model="qwen3-none"))
     assert loaded.config.query_key_norm
-    with pytest.raises(InputError, match="neither model"):
-        (tmp_path / "own").mkdir()
-        (tmp_path / "own" / "config.json").write_text(json.dumps(shape))
-        build.load_model(RunConfig(device="cpu", model=str(tmp_path / "own")))
+
+
+def test_a_config_without_weights_beside_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((SHAPES / "qwen3-0.6b.json").read_bytes())
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(InputError, match=r"has neither model\.safetensors"):
+            build.load_model(RunConfig(device="cpu", model=str(path), dtype="bf16"))
 
 
 @pytest.fixture(scope="module")
