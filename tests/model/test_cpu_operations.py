@@ -126,3 +126,9 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_kinds_without_kernels() -> None:
     assert not operations_for(CPU, torch.float16).attends_steps
+
+
+def test_the_rest_of_the_process_computes_as_before() -> None:
+    """Libraries that are linked with -ffast-math take subnormal numbers for zeros, in all of the process."""
+    operations(torch.float32)
+    assert float(np.float64(5e-324) * 1.0) > 0
