@@ -1,5 +1,7 @@
 """The kernels for CPUs do what PyTorch's operations do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,3 +128,10 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_kinds_without_kernels() -> None:
     assert not operations_for(CPU, torch.float16).attends_steps
+
+
+def test_the_process_keeps_its_subnormal_numbers():
+    """A library linked with -ffast-math would turn them off for everyone."""
+    code = "from ifbbench.model.cpu_kernels import load_cpu_kernels; load_cpu_kernels(); print(5e-324 + 0.0 > 0.0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
