@@ -52,6 +52,13 @@ def test_swiglu(dtype: torch.dtype, tolerance: float, shape: tuple[int, int]) ->
     assert_near(operations(dtype).swiglu(gate_up), Operations().swiglu(gate_up.double()), tolerance)
 
 
+def test_swiglu_is_exact_to_the_last_bits_over_its_whole_range() -> None:
+    gate = torch.linspace(-90, 90, 40_000)
+    result = operations(torch.float32).swiglu(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    expected = torch.nn.functional.silu(gate.double())
+    assert ((result - expected).abs() <= 1e-6 * expected.abs() + 1e-35).all()
+
+
 def test_swiglu_of_large_values() -> None:
     gate_up = torch.tensor([[-200.0, 200.0, 0.0, 2.0, 3.0, 4.0]])
     assert operations(torch.float32).swiglu(gate_up).tolist() == [[0.0, 600.0, 0.0]]
