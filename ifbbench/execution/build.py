@@ -1,6 +1,7 @@
 """From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -10,6 +11,8 @@ from ifbbench.errors import InputError
 from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.profiling import activation_bytes
+from ifbbench.execution.step_profile import StepProfile
+from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.make_model import make_model
@@ -74,24 +77,30 @@ def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
     """Bytes that keys and values may take: `kv_cache_free_gpu_mem_fraction` of the memory that is free now.
 
     On CUDA that is without what the largest batch takes while it runs; on a CPU at most 2 GiB. `config` has its limits
-    resolved.
+    resolved. InputError if that batch does not fit.
     """
     if loaded.device.type == "cuda":
         longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
-        activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
+        try:
+            activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
+        except torch.OutOfMemoryError as error:
+            raise InputError(f"--max_num_tokens: beside the weights there is no memory for a batch of {longest} "
+                             "tokens. Lower it, or choose a smaller model or --dtype.") from error
         return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(loaded.device) - activations))
     return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(loaded.device), MAX_CPU_KV_BYTES))
 
 
 def make_executor(
     loaded: LoadedModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int,
-    *, layout: CacheLayout | None = None, kv_cache_dtype: str | None = None,
+    *, layout: CacheLayout | None = None, kv_cache_dtype: str | None = None, profile: StepProfile | None = None,
 ) -> ModelExecutor:
     """An executor with a KV cache of `num_blocks` blocks for up to `num_slots` sequences at once.
 
     layout: the KV cache, if it is another than that. kv_cache_dtype: one of KV_CACHE_DTYPES, the model's if None.
+    profile: to note times in, if they are wanted.
     """
-    return ModelExecutor(
+    make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
+    return make(
         loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
         kv_cache_dtype=None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype],
     )  # fmt: skip

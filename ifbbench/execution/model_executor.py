@@ -81,9 +81,9 @@ class ModelExecutor:
         with torch.inference_mode():
             prepared = self._prepare(batch)
             if self._model.device.type == "cpu":
-                self._under_way.append(lambda: self._launch(prepared).wait())
+                self._under_way.append(lambda: self._launch(prepared)())
             else:
-                self._under_way.append(self._launch(prepared).wait)
+                self._under_way.append(self._launch(prepared))
 
     def collect(self) -> StepOutputs:
         """Wait for the oldest batch under way, which is lost if this raises. RuntimeError if there is none. With beams
@@ -106,6 +106,7 @@ class ModelExecutor:
         context_rows = ContextRows.of(batch, packed)
         has_beams = batch.beam_width > 1
         return PreparedBatch(
+            iteration=batch.iteration,
             owners=tuple([SlotOwner.of(chunk) for chunk in batch.context]),
             packed=packed,
             slots=self._on_device(batch.slots.astype(np.int64)),
@@ -131,7 +132,8 @@ class ModelExecutor:
 
     # Launching: what the device does, in the order of submission.
 
-    def _launch(self, batch: PreparedBatch) -> OutputsUnderWay:
+    def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
+        """Start `batch`; what comes back waits for its outputs."""
         for owner in batch.owners:
             self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
             self._penalty.assign(owner.slot, owner.sampling.repetition_penalty, owner.prompt)
@@ -139,7 +141,7 @@ class ModelExecutor:
         self._cache.move_before(batch.moves)
         logits = batch.forward(self._generation_tokens(batch))
         self._cache.move_after(batch.moves)
-        return OutputsUnderWay(self._outputs(batch, logits), self._model.device)
+        return OutputsUnderWay(self._outputs(batch, logits), self._model.device).wait
 
     def _generation_tokens(self, batch: PreparedBatch) -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""

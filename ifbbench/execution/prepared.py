@@ -52,6 +52,7 @@ class PreparedBatch:
     beams: None with one beam a request. context_rows: None if nobody wants context logits.
     """
 
+    iteration: int
     owners: tuple[SlotOwner, ...]
     packed: PackedBatch
     slots: Tensor
