@@ -174,6 +174,8 @@ class RunConfig:
     iteration_stats_every: int = _setting(1, "Write the statistics of every N-th iteration only, and of those that "
                                              "pause a request or are bound by another limit than the one before.",
                                           "recording", minimum=1, unit="iterations")
+    profile: bool = _setting(False, "Record where each iteration's time goes, and report it beside what the device "
+                                    "could do.", "recording")
     log_iteration_data: bool = _setting(False, "Print the statistics of each iteration to stderr, as JSON.",
                                         "recording")
     quiet: bool = _setting(False, "No progress line and no tables.", "recording")

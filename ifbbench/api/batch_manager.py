@@ -264,7 +264,9 @@ def _engine(
 ) -> tuple[BatchingConfig, Executor, Executor | None]:
     """The limits, the executor, and the executor again if it is the manager's own."""
     if isinstance(executor_or_model, str | Path):
-        engine = build_engine(settings.with_values(model=str(executor_or_model)), settings.max_beam_width or 1)
+        # Nobody would take the times away.
+        settings = settings.with_values(model=str(executor_or_model), profile=False)
+        engine = build_engine(settings, settings.max_beam_width or 1)
         return engine.limits, engine.executor, engine.executor
     for name in ("max_seq_len", "max_tokens_in_paged_kvcache"):
         if getattr(settings, name) is None:

@@ -37,6 +37,15 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
     return CacheLayout(windows, is_contiguous=config.kv_cache_type == "contiguous")
 
 
+def windows_of_layers(layout: CacheLayout, model: ModelConfig) -> list[tuple[int | None, float]]:
+    """How many positions up to its own a query sees, None if all, and the share of the layers in which it does."""
+    return [
+        (size if (size := window.geometry.attention_window) < window.geometry.max_seq_len else None,
+         len(window.layers) / model.num_layers)
+        for window in layout.windows
+    ]  # fmt: skip
+
+
 def kv_value_bytes(config: RunConfig) -> int:
     """Bytes of one value in the KV cache."""
     return int(DTYPE_BYTES[config.kv_cache_dtype or config.weight_dtype])

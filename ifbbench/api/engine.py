@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.api.cache_layout import cache_layout
+from ifbbench.api.profile import Profile, step_profile
 from ifbbench.api.progress import Progress
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.batching.batch import Executor, WarmingExecutor
@@ -28,7 +29,7 @@ WARM_UP_NEW_TOKENS = 3
 @dataclass(frozen=True)
 class Engine:
     """An executor, the clock that its time passes on, and the resolved settings that it was made for. `makes_tokens` is
-    false without a model."""
+    false without a model. profile: of a run with --profile."""
 
     executor: Executor
     clock: Clock
@@ -37,6 +38,7 @@ class Engine:
     model: ModelConfig
     device: str
     makes_tokens: bool
+    profile: Profile | None = None
 
     def describe_model(self) -> dict[str, Any]:
         """What `run.json` says of the model."""
@@ -73,18 +75,26 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
     from ifbbench.execution import build
+    from ifbbench.execution.device_speed import DeviceSpeed
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     loaded = build.load_model(resolved)
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)
+    steps = step_profile(resolved, model, layout) if config.profile else None
     executor = build.make_executor(
         loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, layout=layout,
-        kv_cache_dtype=resolved.kv_cache_dtype,
+        kv_cache_dtype=resolved.kv_cache_dtype, profile=steps,
     )  # fmt: skip
-    clock = WallClock()
-    return Engine(executor, clock, with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True)
+    profile = None
+    if steps is not None:
+        speed = DeviceSpeed.measured(device, loaded.dtype)
+        profile = Profile(steps, speed.flops_per_s, speed.bytes_per_s)
+    return Engine(
+        executor, WallClock(), with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True,
+        profile=profile,
+    )  # fmt: skip
 
 
 def warm_up(engine: Engine, progress: Progress | None = None) -> None:
@@ -115,6 +125,8 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
         raise
     if isinstance(engine.executor, WarmingExecutor):
         engine.executor.warm_up(hear)
+    if engine.profile is not None:
+        engine.profile.steps.clear()
 
 
 def _warm_up_lengths(engine: Engine) -> tuple[int, int]:

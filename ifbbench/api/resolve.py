@@ -63,6 +63,7 @@ def check_settings(config: RunConfig) -> None:
             "tokens; raise it, or lower --context_chunk_unit (default: --tokens_per_block)."
         )
     _check_device(config)
+    _check_profile(config)
     if config.makes_no_tokens:
         for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
             if getattr(config, name):
@@ -86,6 +87,17 @@ def _check_device(config: RunConfig) -> None:
         raise InputError(
             f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or --device sim:PROFILE."
         )
+
+
+def _check_profile(config: RunConfig) -> None:
+    if not config.profile:
+        return
+    if config.makes_no_tokens:
+        raise InputError(
+            f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave it out."
+        )
+    if config.iteration_stats_every > 1:
+        raise InputError("--profile: needs the times of every iteration; leave out --iteration_stats_every.")
 
 
 def _check_cache(config: RunConfig) -> None:

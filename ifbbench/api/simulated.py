@@ -1,6 +1,6 @@
 """The engine of a simulated device: no tensors, a cost model and a virtual clock."""
 
-from ifbbench.api.cache_layout import cache_layout
+from ifbbench.api.cache_layout import cache_layout, windows_of_layers
 from ifbbench.api.engine import Engine, with_cache_size
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.clock import VirtualClock
@@ -26,11 +26,7 @@ def simulated_engine(config: RunConfig, model: ModelConfig, beam_width: int) -> 
         model, hardware, dtype=resolved.weight_dtype, kv_cache_dtype=resolved.kv_cache_dtype or resolved.weight_dtype,
         tp_size=resolved.tp_size, pp_size=resolved.pp_size,
     )  # fmt: skip
-    windows = [
-        (window.geometry.attention_window if limits.windows else None, len(window.layers) / model.num_layers)
-        for window in layout.windows
-    ]
-    executor = SimulatedExecutor(cost_model, clock, windows)
+    executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
     return Engine(
         executor, clock, with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False
     )  # fmt: skip

@@ -86,8 +86,8 @@ class FastForward:
         self._standing: Plan | None = None
 
     def remember_decision(self, plan: Plan) -> None:
-        """This was decided last."""
-        self._standing = plan if plan.is_steady else None
+        """This was decided last. With reuse, a block that generation fills may let somebody in who waits."""
+        self._standing = plan if plan.is_steady and not self._kv_cache.reuse.enabled else None
 
     def forget_decision(self) -> None:
         """Requests came or went: something else may be decided next."""

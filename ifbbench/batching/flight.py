@@ -36,6 +36,8 @@ class Flight:
 
     def collect(self, executor: Executor, now: Callable[[], float]) -> StepOutputs:
         """The outputs of all passes; on an error, which is kept, none."""
+        if self.under_way == len(self.batches) == 1:
+            return self._collect_one(executor)
         outputs = []
         for number in range(self.under_way):
             try:
@@ -46,6 +48,14 @@ class Flight:
                 self.record.context_end_s = now()
         self.under_way = 0
         return NO_OUTPUTS if self.error else _joined(outputs, self.batches)
+
+    def _collect_one(self, executor: Executor) -> StepOutputs:
+        self.under_way = 0
+        try:
+            outputs = executor.collect()
+        except Exception as error:
+            self.error = self.error or error
+        return NO_OUTPUTS if self.error else outputs
 
     def rows(self) -> Iterator[int]:
         """Table rows of the requests that ran and are still there."""

@@ -23,7 +23,8 @@ class Plan:
 
     context: requests with a chunk to run. rows: table rows of the generation requests to run. idle: rows of complete
     members of a static batch. held: generation requests that do not run. paused: in the order of the decision.
-    blocked: the first requests that each scheduler left out, and those paused.
+    blocked: the first requests that each scheduler left out, and those paused. num_chunk_tokens: of the chunk, where
+    there is one only.
     """
 
     context: list[Request]
@@ -32,6 +33,7 @@ class Plan:
     held: list[Request] = field(default_factory=list)
     paused: list[Pause] = field(default_factory=list)
     blocked: tuple[LeftOut, ...] = ()
+    num_chunk_tokens: int = 0
 
     @property
     def does_nothing(self) -> bool:
@@ -76,18 +78,43 @@ class Scheduler:
         self._active = active
         self._kv_cache = kv_cache
         self._lockstep = lockstep
+        self._chunk_unit = config.chunk_unit or 0
+        is_steady = getattr(policy, "is_steady", False) and not getattr(policy, "may_pause", True)
+        self._may_repeat = is_steady and not config.reuse.enabled and lockstep is None
+        # The latest decision, and how often requests had come or gone then.
+        self._latest: tuple[Plan, int] | None = None
 
     def plan(self) -> Plan:
         """Schedule one iteration."""
         if self._lockstep is not None and self._active.generation:
             return self._next_static_step(self._lockstep)
+        if (plan := self._same_again()) is not None:
+            return plan
         fitting = self._policy.schedule(self._active, self._kv_cache)
         selected = self._micro_batch.schedule(self._active, fitting)
         held = fitting.held + selected.held
         rows = self._active.generation_rows
         if held or fitting.paused:
             rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
-        return Plan(selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
+        plan = Plan(selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
+        if len(plan.context) == 1:
+            plan.num_chunk_tokens = plan.context[0].chunk
+        self._latest = (plan, self._active.num_changes) if self._may_repeat else None
+        return plan
+
+    def _same_again(self) -> Plan | None:
+        """The latest decision, if it is sure to be the next one too: the same requests are there, and the one prompt
+        that had a chunk of the budget to itself is long enough for another."""
+        if self._latest is None or self._latest[1] != self._active.num_changes:
+            return None
+        plan = self._latest[0]
+        if len(plan.context) != 1 or plan.held or plan.num_chunk_tokens == 0:
+            return None
+        request = plan.context[0]
+        if request.remaining_context < plan.num_chunk_tokens + self._chunk_unit or request.num_draft_tokens:
+            return None
+        request.set_chunk(plan.num_chunk_tokens)
+        return plan
 
     def _next_static_step(self, lockstep: Lockstep) -> Plan:
         """A static batch that has started runs to its end; there is nothing to decide until then."""

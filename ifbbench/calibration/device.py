@@ -3,14 +3,13 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable
 
 import torch
 
 from ifbbench.api.engine import Engine
-from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.execution.data_types import TORCH_DTYPES
+from ifbbench.execution.device_speed import copy_bytes_per_s, matmul_flops_per_s
 from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.recording import environment
 from ifbbench.simulation.hardware import HardwareProfile, load_hardware
@@ -21,10 +20,6 @@ from ifbbench.simulation.shard import Shard
 PROFILE_OF_CAPABILITY = {
     (8, 0): "a100-80gb-sxm", (8, 6): "a10g", (8, 9): "l40s", (9, 0): "h100-sxm", (10, 0): "b200",
 }  # fmt: skip
-# Small beside what the engine's KV cache leaves free, and large beside caches.
-MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
-COPIED_BYTES = 1 << 28
-REPEATS = 5
 
 
 def measured_device(engine: Engine) -> HardwareProfile:
@@ -36,9 +31,9 @@ def measured_device(engine: Engine) -> HardwareProfile:
     return dataclasses.replace(
         base,
         title=environment.hardware()["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device),
-        peak_flops={dtype: _flops_per_s(device, TORCH_DTYPES[dtype])},
+        peak_flops={dtype: matmul_flops_per_s(device, TORCH_DTYPES[dtype])},
         memory_bytes=_memory_bytes(engine, device, base),
-        memory_bandwidth=_bytes_per_s(device),
+        memory_bandwidth=copy_bytes_per_s(device),
         cache_bytes=_cache_bytes(device) or base.cache_bytes,
     )
 
@@ -51,32 +46,6 @@ def _like(capability: tuple[int, int]) -> str:
             f"expected one of {known}. Calibrate on such a GPU."
         )
     return PROFILE_OF_CAPABILITY[capability]
-
-
-def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Of a large square matrix product."""
-    size = MATRIX_SIZE[device.type]
-    left, right = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * size**3 / _best_s(device, lambda: left @ right)
-
-
-def _bytes_per_s(device: torch.device) -> float:
-    """Of a large copy, read and written."""
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2.0 * source.numel() / _best_s(device, lambda: target.copy_(source))
-
-
-def _best_s(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of several times, after one that does not count."""
-    clock, times = WallClock(), list[float]()
-    for _ in range(1 + REPEATS):
-        start_s = clock.now()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(clock.now() - start_s)
-    return min(times[1:])
 
 
 def _cache_bytes(device: torch.device) -> int:

@@ -70,12 +70,14 @@ def scenarios(limits: BatchingConfig, seed: int, *, passes: int = 2, quick: bool
 
 
 def _together(limits: BatchingConfig, most_passes: int, quick: bool) -> Iterator[Scenario]:
-    """Equal requests, from one to a full batch. The first ones generate until the last have their prompt done."""
+    """From one request to a full batch, with prompts of unlike lengths around a mean, as traffic has them: attention
+    over unlike lengths takes longer. The first ones generate until the last have their prompt done."""
     for count in _batch_sizes(limits.max_batch_size, step=8 if quick else 2):
         for prompt_len in QUICK_PROMPT_LENS if quick else PROMPT_LENS:
             passes = ceil_div(count * prompt_len, limits.max_num_tokens)
             if passes <= most_passes:
-                yield Scenario(((prompt_len, passes + GENERATION_STEPS),) * count)
+                output_len = passes + GENERATION_STEPS
+                yield Scenario(tuple((length, output_len) for length in _around(prompt_len, count)))
 
 
 def _chunked(limits: BatchingConfig, quick: bool) -> Iterator[Scenario]:
@@ -94,6 +96,11 @@ def _streams(limits: BatchingConfig, seed: int, quick: bool) -> Iterator[Scenari
         lengths = [(_between(generator, STREAM_PROMPT_LENS), _between(generator, STREAM_OUTPUT_LENS))
                    for _ in range(max(count, at_once))]  # fmt: skip
         yield Scenario(tuple(lengths), concurrency=at_once)
+
+
+def _around(mean: int, count: int) -> list[int]:
+    """Lengths at equal distances, from half of `mean` to one and a half of it."""
+    return [round(mean * (0.5 + (index + 0.5) / count)) for index in range(count)]
 
 
 def _batch_sizes(largest: int, step: int) -> list[int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ifbbench.config import RunConfig
+from ifbbench.simulation.hardware import load_hardware
 
 CPU, CUDA, NULL, IMAGINED = "cpu", "cuda", "null", "a device with this memory"
 
@@ -52,6 +53,9 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
         return _cpu(memory_bytes)
     if memory_bytes is not None:
         return Memory(IMAGINED, memory_bytes)
+    if config.hardware is not None:
+        hardware = load_hardware(config.hardware)
+        return Memory(config.device, hardware.memory_bytes, is_cpu=hardware.is_cpu)
     # Imported here because torch takes seconds to load.
     import torch
 

@@ -10,6 +10,8 @@ from ifbbench.capacity.device import Device
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.memory import kv_memory_bytes, weight_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,7 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     """The KV cache that `config` (limits resolved) gets on `device`, the weights of `model` taken off its memory.
 
     Raises InputError if the weights, or a single block beside them, do not fit."""
-    weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
-    budget = _budget(config, device, weight_bytes)
+    weight_bytes, budget = _memory(config, model, device)
     layout = cache_layout(config, model, budget)
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
     sizes = {window.geometry.attention_window: len(window.layers) * per_layer for window in layout.windows}
@@ -85,6 +86,15 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
         for window in layout.windows
     )
     return Pool(tuple(windows), weight_bytes, budget, layout.is_contiguous)
+
+
+def _memory(config: RunConfig, model: ModelConfig, device: Device) -> tuple[int, int | None]:
+    """Bytes of the weights, and for keys and values. A simulated device's are those of a run on it."""
+    if config.hardware is not None and device.name == config.device:
+        hardware = load_hardware(config.hardware)
+        return weight_bytes_of(model, hardware, config), kv_memory_bytes(model, hardware, config)
+    weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
+    return weight_bytes, _budget(config, device, weight_bytes)
 
 
 def _budget(config: RunConfig, device: Device, weight_bytes: int) -> int | None:

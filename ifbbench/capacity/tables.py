@@ -39,12 +39,14 @@ def _memory_table(study: Study) -> Table:
         table.add_column(style=style)
     per_block = sum(window.bytes_per_block for window in pool.windows)
     tokens = " + ".join(count(window.num_blocks * window.geometry.tokens_per_block) for window in pool.windows)
+    num_devices = study.config.tp_size * study.config.pp_size
+    each, of_all = (" of each GPU", f" of all {num_devices}") if num_devices > 1 else ("", "")
     rows = [
-        ("Free memory", NOTHING if device.free_bytes is None else memory(device.free_bytes),
+        (f"Free memory{each}", NOTHING if device.free_bytes is None else memory(device.free_bytes),
          "One token", f"{memory(pool.bytes_per_token)} in {count(study.model.num_layers)} layers"),
-        ("Weights", memory(pool.weight_bytes),
+        (f"Weights{each}", memory(pool.weight_bytes),
          "One block", f"{memory(per_block)} for {count(study.limits.tokens_per_block)} tokens"),
-        ("For the KV cache", memory(pool.kv_bytes if pool.budget_bytes is None else pool.budget_bytes),
+        (f"For the KV cache{of_all}", memory(pool.kv_bytes if pool.budget_bytes is None else pool.budget_bytes),
          "Blocks", f"[bold]{' + '.join(count(window.num_blocks) for window in pool.windows)}[/bold]"),
         ("", "", "Tokens", tokens),
     ]  # fmt: skip

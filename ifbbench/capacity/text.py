@@ -25,6 +25,8 @@ def title(study: Study) -> str:
     is_limited = windows != [config.max_seq_len]
     parts = [
         f"on {study.device.name}",
+        f"tensor parallelism {config.tp_size}" if config.tp_size > 1 else None,
+        f"pipeline parallelism {config.pp_size}" if config.pp_size > 1 else None,
         config.weight_dtype,
         f"KV cache {config.kv_cache_dtype}" if config.kv_cache_dtype not in (None, config.dtype) else None,
         f"max_batch_size {config.max_batch_size}",

@@ -21,8 +21,8 @@ def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | 
     To see that a model is read right before it is measured.
     """
     config = given_config(config_file, options)
-    if config.device == "null":
-        raise InputError("--device: null runs no model; expected auto, cpu or cuda here.")
+    if config.makes_no_tokens:
+        raise InputError(f"--device: {config.device} runs no model; expected auto, cpu or cuda here.")
 
     from ifbbench.api.engine import build_engine
     from ifbbench.api.generate import generate as run

@@ -1,6 +1,7 @@
 """From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,6 +26,8 @@ from ifbbench.execution.device_memory import (
 from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.profiling import activation_bytes
+from ifbbench.execution.step_profile import StepProfile
+from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.make_model import make_model
@@ -93,18 +96,19 @@ def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
 
 def make_executor(
     loaded: LoadedModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int,
-    *, layout: CacheLayout | None = None, kv_cache_dtype: str | None = None,
+    *, layout: CacheLayout | None = None, kv_cache_dtype: str | None = None, profile: StepProfile | None = None,
 ) -> ModelExecutor:
     """An executor with a KV cache of `num_blocks` blocks for up to `num_slots` sequences at once.
 
     layout: the KV cache, if it is another than that. kv_cache_dtype: one of KV_CACHE_DTYPES, the model's if None.
-    InputError if memory does not have it.
+    profile: to note times in, if they are wanted. InputError if memory does not have the cache.
     """
+    make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
     is_contiguous = layout is not None and layout.is_contiguous
     places = f"{num_slots:,} sequences" if is_contiguous else f"{num_blocks:,} blocks"
     advice = LOWER_FOR_CONTIGUOUS_CACHE if is_contiguous else LOWER_FOR_PAGED_CACHE
     with needing_memory(f"making the KV cache of {places}", advice, loaded.device):
-        return ModelExecutor(
+        return make(
             loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
             kv_cache_dtype=None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype],
         )  # fmt: skip

@@ -67,6 +67,29 @@ class CacheWindow:
         return batch.window_tables[index - 1] if index else batch.block_tables
 
 
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """The cache rows `destinations` get the keys and values of `sources`, both int64 [tokens]."""
+
+    cache: KvStorage
+    sources: Tensor
+    destinations: Tensor
+
+    def run(self) -> None:
+        """Do it, if there is anything to do."""
+        if len(self.sources):
+            self.cache.copy_rows(self.sources, self.destinations)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMoves:
+    """What is to be moved around a batch. copies: of blocks, before it. before, after: rows that beams have to get."""
+
+    copies: tuple[BlockCopy, ...]
+    before: tuple[RowCopy, ...] = ()
+    after: tuple[RowCopy, ...] = ()
+
+
 class CacheWindows:
     """All of the cache, of the model `config` on `device`. kv_cache_dtype: the data type in memory, `dtype` if None."""
 
@@ -119,22 +142,31 @@ class CacheWindows:
                 window.cache.copy_blocks(first, first)
                 window.cache.copy_rows(first, first)
 
-    def prepare(self, batch: Batch) -> None:
-        """Move what the batch wants moved: its copies, then the keys and values of beams that go on from others."""
-        if batch.copies:
-            self._run_copies(batch.copies)
-        if batch.beam_width == 1:
-            return
-        for index, window in enumerate(self.windows):
-            sources, destinations = rows_to_copy(batch, window.tables_of(batch, index), window.rule)
-            if len(sources):
-                window.cache.copy_rows(self._tensor(sources), self._tensor(destinations))
-
-    def _run_copies(self, copies: tuple[BlockCopy, ...]) -> None:
-        caches = [window.cache for window in self.windows if isinstance(window.cache, PagedKvCache)]
-        if not caches:
+    def plan_moves(self, batch: Batch, packed: PackedBatch) -> CacheMoves:
+        """What `batch` wants moved. Reads the block tables before it returns. ValueError for copies of blocks where
+        there are none."""
+        if batch.copies and self._is_contiguous:
             raise ValueError("copies of blocks for a contiguous cache, which has none")
-        run_copies(copies, caches, self._device)
+        if batch.beam_width == 1:
+            return CacheMoves(batch.copies)
+        before = [
+            self._row_copy(window, rows_to_copy(batch, window.tables_of(batch, index), window.rule))
+            for index, window in enumerate(self.windows)
+        ]
+        return CacheMoves(batch.copies, tuple(before), self._shared_prompts(batch, packed))
+
+    def move_before(self, moves: CacheMoves) -> None:
+        """Copy blocks, then the keys and values of beams that go on from others."""
+        if moves.copies:
+            caches = [window.cache for window in self.windows if isinstance(window.cache, PagedKvCache)]
+            run_copies(moves.copies, caches, self._device)
+        for rows in moves.before:
+            rows.run()
+
+    def move_after(self, moves: CacheMoves) -> None:
+        """Copy what beams are to share but have no blocks in common for."""
+        for rows in moves.after:
+            rows.run()
 
     def layer_inputs(self, batch: Batch, packed: PackedBatch) -> tuple[LayerInputs, ...]:
         """What each layer needs; attention is planned once a window. Reads the block tables before it returns."""
@@ -149,17 +181,21 @@ class CacheWindows:
             inputs.update(dict.fromkeys(window.layers, LayerInputs(window.cache, rows, plan.after, plan.before)))
         return tuple(inputs[layer] for layer in range(self._num_layers))
 
-    def share_prompts(self, batch: Batch, packed: PackedBatch) -> None:
-        """Give all beams of the batch's chunks their keys and values, where they have no blocks in common."""
-        num_tokens = batch.num_context_tokens
-        if not self._is_contiguous or batch.beam_width == 1 or num_tokens == 0:
-            return
+    def _shared_prompts(self, batch: Batch, packed: PackedBatch) -> tuple[RowCopy, ...]:
+        """Keys and values of the batch's chunks for their other beams, where those have no blocks in common."""
+        if not self._is_contiguous or not batch.context:
+            return ()
+        copies = []
         for index, window in enumerate(self.windows):
             rows = cache_rows(packed, table_rows(window.tables_of(batch, index)), window)
             rows = rows[: len(packed.context_tokens)]
             beams = np.arange(1, batch.beam_width)[:, None] * window.rule.tokens_per_block
-            window.cache.copy_rows(self._tensor(np.tile(rows, batch.beam_width - 1)),
-                                   self._tensor((rows + beams).ravel()))  # fmt: skip
+            copies.append(self._row_copy(window, (np.tile(rows, batch.beam_width - 1), (rows + beams).ravel())))
+        return tuple(copies)
+
+    def _row_copy(self, window: CacheWindow, rows: tuple[Int64Array, Int64Array]) -> RowCopy:
+        sources, destinations = rows
+        return RowCopy(window.cache, self._tensor(sources), self._tensor(destinations))
 
     def _tensor(self, array: Int64Array) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

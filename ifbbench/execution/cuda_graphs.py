@@ -8,6 +8,7 @@ and write none. Matrix products over a few rows more cost next to nothing, for t
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ifbbench.batching.batch import Batch
 from ifbbench.execution.cache_windows import CacheWindow, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
+from ifbbench.execution.prepared import ModelPass
 from ifbbench.kernels.context_attention import TILE_FIELDS
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.kernel_llama import KernelLlama
@@ -94,10 +96,10 @@ class GenerationGraphs:
         """Whether `batch` can be run as a graph: generation only, without beams, and not too many requests."""
         return not batch.context and batch.beam_width == 1 and 0 < len(batch.slots) <= self._sizes[-1]
 
-    def logits(self, batch: Batch, packed: PackedBatch, tokens: Tensor) -> Tensor:
-        """Logits [requests, vocabulary] of a batch that `takes` says yes to; they stay there until the next one.
+    def prepare(self, batch: Batch, packed: PackedBatch) -> ModelPass:
+        """The pass of a batch that `takes` says yes to. Its logits stay where they are until the next pass.
 
-        tokens: int64 [requests], the newest of each. Reads the block tables before it returns.
+        Reads the block tables before it returns.
         """
         size = self._sizes[bisect_left(self._sizes, len(batch.slots))]
         tables = [table_rows(window.tables_of(batch, index)) for index, window in enumerate(self._windows)]
@@ -108,7 +110,8 @@ class GenerationGraphs:
         for window, table in zip(self._windows, tables, strict=True):
             columns += [(packed.ends, 0), (cache_rows(packed, table, window), NOWHERE),
                         (table[packed.spans.table_rows], 0)]  # fmt: skip
-        return self._graph(size).run(tokens, [padded(values, size, filling) for values, filling in columns])
+        numbers = host_numbers([padded(values, size, filling) for values, filling in columns], self._model.device)
+        return partial(self._graph(size).run, numbers)
 
     def record_all(self, hear: Callable[[int, int], None]) -> None:
         """Make the graphs that are not there yet, the largest first: smaller ones find room in its memory.
@@ -151,9 +154,9 @@ class _Graph:
         self._inputs = self._static_inputs(shapes, size, [len(numbers) for numbers in nothing])
         self._replay = record(lambda: model.forward(self._inputs))
 
-    def run(self, tokens: Tensor, numbers: list[NDArray[np.integer]]) -> Tensor:
-        """Logits of the batch, [tokens, vocabulary]."""
-        self._numbers.copy_(host_numbers(numbers, self._numbers.device), non_blocking=True)
+    def run(self, numbers: Tensor, tokens: Tensor) -> Tensor:
+        """Logits of the batch, [tokens, vocabulary]. numbers: in host memory."""
+        self._numbers.copy_(numbers, non_blocking=True)
         self._tokens[: len(tokens)].copy_(tokens)
         return self._replay()[: len(tokens)]
 

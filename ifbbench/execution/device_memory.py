@@ -33,14 +33,6 @@ def free_bytes(device: torch.device) -> int:
 class OutOfMemory(InputError):
     """The device has too little memory for what the settings ask of it."""
 
-    @classmethod
-    def during(cls, doing: str, advice: str, device: torch.device, error: BaseException) -> "OutOfMemory":
-        """doing: what needed memory. advice: what the user can do. error: how it showed."""
-        found = ASKED.search(str(error))
-        asked = f"{found[1]} more were asked for" if found else "more was asked for"
-        return cls(f"{device} is out of memory while {doing}: {asked}, and {free_bytes(device):,} bytes are free; "
-                   f"{advice}.")  # fmt: skip
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error`, or what it came from, is about memory. What fails within the capture of a CUDA graph makes the
@@ -55,10 +47,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def needing_memory(doing: str, advice: str, device: torch.device) -> Iterator[None]:
-    """OutOfMemory (see `OutOfMemory.during`) in place of an error that is about memory."""
+    """OutOfMemory in place of an error that is about memory. doing: what needs it. advice: what the user can do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory.during(doing, advice, device, error) from error
+        found = ASKED.search(str(error))
+        asked = f"{found[1]} more were asked for" if found else "more was asked for"
+        raise OutOfMemory(f"{device} is out of memory while {doing}: {asked}, and {free_bytes(device):,} bytes are "
+                          f"free; {advice}.") from error

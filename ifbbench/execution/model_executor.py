@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,15 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch, ContextChunk, StepOutputs
+from ifbbench.batching.batch import Batch, StepOutputs
 from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.beams import beam_inputs, best_candidates
 from ifbbench.execution.cache_windows import CacheWindows, one_window_layout
-from ifbbench.execution.device_memory import LOWER_FOR_BATCH, OutOfMemory, is_out_of_memory, needing_memory
+from ifbbench.execution.device_memory import LOWER_FOR_BATCH, needing_memory
 from ifbbench.execution.numbers import ContextRows, WantedNumbers
 from ifbbench.execution.packing import PackedBatch, pack
 from ifbbench.execution.penalty import RepetitionPenalty
+from ifbbench.execution.prepared import BeamStep, ModelPass, PreparedBatch, SlotOwner
 from ifbbench.execution.sampling import Sampler
 from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
 from ifbbench.model.llama import ForwardInputs, LlamaModel
@@ -62,7 +64,8 @@ class ModelExecutor:
         self._sampler = sampler_class(num_slots)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
         self._wanted = WantedNumbers(num_slots)
-        self._under_way: deque[OutputsUnderWay] = deque()
+        # Each gives the outputs of a batch.
+        self._under_way: deque[Callable[[], StepOutputs]] = deque()
 
     def use_graphs(self, num_slots: int, max_seq_len: int, record: "Recorder | None" = None) -> None:
         """Run generation-only batches as CUDA graphs from now on, or as what `record` makes of a pass."""
@@ -74,92 +77,113 @@ class ModelExecutor:
 
     def submit(self, batch: Batch) -> None:
         """Start one batch, to run after those submitted before. One that raises has started nothing: OutOfMemory where
-        memory does not have what it takes, KernelError for a kernel that cannot run."""
-        try:
-            with torch.inference_mode():
-                for chunk in batch.context:
-                    self._assign(chunk)
-                self._under_way.append(OutputsUnderWay(self._run(batch), self._model.device))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            num_context = batch.num_context_tokens
-            doing = f"running {num_context:,} context and {batch.num_tokens - num_context:,} generation tokens"
-            raise OutOfMemory.during(doing, LOWER_FOR_BATCH, self._model.device, error) from error
+        memory does not have what it takes, KernelError for a kernel that cannot run.
+
+        A GPU has it from then on. A CPU has nobody else to run it, so there it runs when it is collected.
+        """
+        num_context = batch.num_context_tokens
+        doing = f"running {num_context:,} context and {batch.num_tokens - num_context:,} generation tokens"
+        with torch.inference_mode(), self._needing_memory(doing):
+            prepared = self._prepare(batch)
+            if self._model.device.type == "cpu":
+                self._under_way.append(lambda: self._run_now(prepared, doing))
+            else:
+                self._under_way.append(self._launch(prepared))
 
     def warm_up(self, hear: Callable[[int, int], None]) -> None:
         """Once a generation batch has run: record the CUDA graphs of all sizes, and compile the kernels that copy
         blocks. The KV cache must be nobody's. hear: is told how many graphs there are, and of how many.
 
         InputError if memory does not have what they take."""
-        recording = needing_memory("recording CUDA graphs", LOWER_FOR_BATCH, self._model.device)
-        with torch.inference_mode(), recording:
+        with torch.inference_mode(), self._needing_memory("recording CUDA graphs"):
             self._cache.warm_up()
             if self._graphs is not None:
                 self._graphs.record_all(hear)
 
     def collect(self) -> StepOutputs:
-        """Wait for the oldest batch under way. RuntimeError if there is none. With beams there are no `log_probs`:
-        the candidates' scores say as much."""
+        """Wait for the oldest batch under way, which is lost if this raises. RuntimeError if there is none. With beams
+        there are no `log_probs`: the candidates' scores say as much."""
         if not self._under_way:
             raise RuntimeError("collect() without submit(): no iteration is under way")
-        return self._under_way.popleft().wait()
+        outputs_of_oldest = self._under_way.popleft()
+        with torch.inference_mode():
+            return outputs_of_oldest()
 
     def close(self) -> None:
         """Give back the KV cache's memory. The executor cannot be used afterwards."""
         self._under_way.clear()
         del self._cache, self._penalty, self._graphs
 
-    def _assign(self, chunk: ContextChunk) -> None:
-        """The slot belongs to the chunk's request now."""
-        request = chunk.request
-        self._sampler.assign(request.slot, request.sampling, request.original_prompt_len)
-        self._penalty.assign(request, prompt_is_complete=chunk.is_last)
-        self._wanted.assign(request.slot, request.options)
+    def _run_now(self, prepared: PreparedBatch, doing: str) -> StepOutputs:
+        with self._needing_memory(doing):
+            return self._launch(prepared)()
 
-    def _run(self, batch: Batch) -> DeviceOutputs:
+    def _needing_memory(self, doing: str) -> AbstractContextManager[None]:
+        return needing_memory(doing, LOWER_FOR_BATCH, self._model.device)
+
+    # Preparing: what reads requests and block tables, and depends on no batch before.
+
+    def _prepare(self, batch: Batch) -> PreparedBatch:
         packed = pack(batch, self._cache.max_beams(batch))
         context_rows = ContextRows.of(batch, packed)
-        logits = self._logits(batch, packed, context_rows)
-        num_output_rows = len(packed.output_rows)
-        context_logits = {} if context_rows is None else context_rows.split(logits[num_output_rows:])
+        has_beams = batch.beam_width > 1
+        return PreparedBatch(
+            iteration=batch.iteration,
+            owners=tuple([SlotOwner.of(chunk) for chunk in batch.context]),
+            packed=packed,
+            slots=self._on_device(batch.slots.astype(np.int64)),
+            beams=BeamStep(batch.beam_width, beam_inputs(batch), batch.num_candidates) if has_beams else None,
+            context_rows=context_rows,
+            moves=self._cache.plan_moves(batch, packed),
+            forward=self._pass(batch, packed, context_rows),
+        )
+
+    def _pass(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> ModelPass:
+        if batch.num_tokens == 0:
+            return lambda _: self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
+        if self._graphs is not None and self._graphs.takes(batch):
+            return self._graphs.prepare(batch, packed)
+        wanted = packed.output_rows
+        if context_rows is not None:
+            wanted = np.concatenate([wanted, context_rows.rows])
+        context_tokens, positions = self._on_device(packed.context_tokens), self._on_device(packed.positions)
+        output_rows, layers = self._on_device(wanted), self._cache.layer_inputs(batch, packed)
+        return lambda newest: self._model.forward(
+            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers)
+        )
+
+    # Launching: what the device does, in the order of submission.
+
+    def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
+        """Start `batch`; what comes back waits for its outputs."""
+        for owner in batch.owners:
+            self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
+            self._penalty.assign(owner.slot, owner.sampling.repetition_penalty, owner.prompt)
+            self._wanted.assign(owner.slot, owner.options)
+        self._cache.move_before(batch.moves)
+        logits = batch.forward(self._generation_tokens(batch))
+        self._cache.move_after(batch.moves)
+        return OutputsUnderWay(self._outputs(batch, logits), self._model.device).wait
+
+    def _generation_tokens(self, batch: PreparedBatch) -> Tensor:
+        """Newest token of each generation request and beam, [requests · beams]."""
+        if batch.beams is not None:
+            return self._on_device(batch.beams.inputs.tokens.astype(np.int64).ravel())
+        return self._newest.index_select(0, batch.slots)
+
+    def _outputs(self, batch: PreparedBatch, logits: Tensor) -> DeviceOutputs:
+        packed, num_output_rows = batch.packed, len(batch.packed.output_rows)
+        context_logits = {} if batch.context_rows is None else batch.context_rows.split(logits[num_output_rows:])
         logits = logits[:num_output_rows]
-        generation_logits = self._wanted.generation_logits(logits, packed, batch.beam_width)
-        if batch.beam_width > 1:
-            scores = torch.from_numpy(beam_inputs(batch).scores.copy()).to(self._model.device)
-            candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
+        beam_width = 1 if batch.beams is None else batch.beams.width
+        generation_logits = self._wanted.generation_logits(logits, packed, beam_width)
+        if (beams := batch.beams) is not None:
+            scores = torch.from_numpy(beams.inputs.scores.copy()).to(self._model.device)
+            candidates = best_candidates(logits, scores, packed.num_last_chunks, beams.num_candidates)
             return DeviceOutputs(None, candidates, None, context_logits, generation_logits)
         tokens = self._choose(logits, packed)
         log_probs = self._wanted.log_probs(logits, tokens, packed)
         return DeviceOutputs(tokens, None, log_probs, context_logits, generation_logits)
-
-    def _logits(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> Tensor:
-        """Logits [output rows + context logits' rows, vocabulary]."""
-        if batch.num_tokens == 0:
-            self._cache.prepare(batch)
-            return self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
-        if self._graphs is not None and self._graphs.takes(batch):
-            self._cache.prepare(batch)
-            return self._graphs.logits(batch, packed, self._generation_tokens(batch))
-        wanted = packed.output_rows
-        if context_rows is not None:
-            wanted = np.concatenate([wanted, context_rows.rows])
-        inputs = ForwardInputs(
-            tokens=torch.cat([self._on_device(packed.context_tokens), self._generation_tokens(batch)]),
-            positions=self._on_device(packed.positions),
-            output_rows=self._on_device(wanted),
-            layers=self._cache.layer_inputs(batch, packed),
-        )
-        self._cache.prepare(batch)
-        logits = self._model.forward(inputs)
-        self._cache.share_prompts(batch, packed)
-        return logits
-
-    def _generation_tokens(self, batch: Batch) -> Tensor:
-        """Newest token of each generation request and beam, [requests · beams]."""
-        if batch.beam_width > 1:
-            return self._on_device(beam_inputs(batch).tokens.astype(np.int64).ravel())
-        return self._newest.index_select(0, self._on_device(batch.slots.astype(np.int64)))
 
     def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
         """The new tokens, int64 [outputs], which become the newest of their slots."""

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.request import Request
+from ifbbench.batching.request_table import IntArray
 
 Int64Array = NDArray[np.int64]
 
@@ -23,16 +23,15 @@ class RepetitionPenalty:
         self._device = device
         self._seen: Tensor | None = None
 
-    def assign(self, request: Request, *, prompt_is_complete: bool) -> None:
-        """From now on the request's slot is its own. Once its prompt is complete, its ids are noted: what a pause has
-        joined to the prompt and what was found in the cache are among them."""
-        slot, penalty = request.slot, request.sampling.repetition_penalty
+    def assign(self, slot: int, penalty: float, prompt: IntArray | None) -> None:
+        """From now on `slot` belongs to a request with this penalty. prompt: its ids, with what a pause has joined to
+        it and what was found in the cache; None before it is complete."""
         self._penalties[slot] = penalty
-        if penalty == 1.0 or not prompt_is_complete:
+        if penalty == 1.0 or prompt is None:
             return
         if self._seen is None:
             self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        ids = torch.from_numpy(request.tokens_between(0, request.prompt_len).astype(np.int64))
+        ids = torch.from_numpy(prompt.astype(np.int64))
         self._seen[slot].zero_().index_fill_(0, ids.to(self._device, non_blocking=True), True)
 
     def apply(self, logits: Tensor, slots: Int64Array) -> Tensor:

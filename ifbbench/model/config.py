@@ -63,22 +63,22 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def gate_up_size(self) -> int:
+        """Values that the first product of the MLP makes of a token: gate and up, or up alone (GPT-2)."""
+        return (1 if self.architecture == GPT2 else 2) * self.intermediate_size
+
+    @property
     def num_parameters(self) -> int:
         """Trained values in all weights; tied embeddings count once."""
         is_gpt2 = self.architecture == GPT2
-        qkv_size, gate_up_size = self.query_size + 2 * self.kv_size, self.gate_up_size
+        qkv_size = self.query_size + 2 * self.kv_size
         biases = self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
-        biases += self.mlp_bias * (gate_up_size + self.hidden_size)
+        biases += self.mlp_bias * (self.gate_up_size + self.hidden_size)
         norm = (2 if is_gpt2 else 1) * self.hidden_size
         layer = self.layer_matrix_parameters + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         embeddings += is_gpt2 * self.max_position_embeddings * self.hidden_size
         return self.num_layers * layer + embeddings + norm
-
-    @property
-    def gate_up_size(self) -> int:
-        """Outputs of the MLP's first matrix: gate and up, or up alone where there is no gate."""
-        return (1 if self.architecture == GPT2 else 2) * self.intermediate_size
 
     @property
     def layer_matrix_parameters(self) -> int:

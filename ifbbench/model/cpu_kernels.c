@@ -23,6 +23,25 @@ static inline bf16 to_bf16(float value) { /* rounds to nearest, ties to even */
   return (bf16)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+/* e^x to one part in 10^7, as 2^n e^r with a polynomial for e^r (Cephes' expf); 0 or infinity beyond what a float
+ * holds. The C library's would not be vectorised here. */
+static inline float exponential(float x) {
+  x = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
+  float n = rintf(x * 1.44269504f);
+  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits = ((int32_t)n + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return p * power;
+}
+
 /* Below this many values a second thread costs more than it saves. */
 #define PARALLEL_VALUES 32768
 
@@ -46,7 +65,7 @@ static inline bf16 to_bf16(float value) { /* rounds to nearest, ties to even */
       const T *gate = x + r * 2 * size, *up = gate + size;                                                             \
       for (int64_t i = 0; i < size; i++) {                                                                             \
         float g = float_of_##T(gate[i]);                                                                               \
-        out[r * size + i] = to_##T(g / (1 + expf(-g)) * float_of_##T(up[i]));                                          \
+        out[r * size + i] = to_##T(g / (1 + exponential(-g)) * float_of_##T(up[i]));                                   \
       }                                                                                                                \
     }                                                                                                                  \
   }                                                                                                                    \
@@ -78,9 +97,9 @@ static inline bf16 to_bf16(float value) { /* rounds to nearest, ties to even */
     }                                                                                                                  \
   }                                                                                                                    \
                                                                                                                        \
-  static inline __attribute__((always_inline)) void attend_head_##T(const T *q, T *out, const T *keys, const T *values, const int64_t *blocks, \
-                                     int64_t length, int64_t kv_heads, int64_t group, int64_t size, int64_t in_block,  \
-                                     float *scratch) {                                                                 \
+  static inline __attribute__((always_inline)) void attend_head_##T(                                                   \
+      const T *q, T *out, const T *keys, const T *values, const int64_t *blocks, int64_t length, int64_t kv_heads,     \
+      int64_t group, int64_t size, int64_t in_block, float *scratch) {                                                 \
     float *scores = scratch, *query = scores + group * length, *sum = query + group * size;                            \
     float scale = 1 / sqrtf(size);                                                                                     \
     for (int64_t i = 0; i < group * size; i++) query[i] = float_of_##T(q[i]) * scale, sum[i] = 0;                      \
@@ -89,7 +108,20 @@ static inline bf16 to_bf16(float value) { /* rounds to nearest, ties to even */
       int64_t last = first + in_block < length ? first + in_block : length;                                            \
       for (int64_t g = 0; g < group; g++) {                                                                            \
         const float *restrict from = query + g * size;                                                                 \
-        for (int64_t n = first; n < last; n++) {                                                                       \
+        int64_t n = first;                                                                                             \
+        for (; n + 4 <= last; n += 4) { /* four sums at once, for each waits on its own additions */                   \
+          const T *restrict k = key + (n - first) * kv_heads * size;                                                   \
+          const T *restrict k1 = k + kv_heads * size, *restrict k2 = k1 + kv_heads * size;                             \
+          const T *restrict k3 = k2 + kv_heads * size;                                                                 \
+          float dot = 0, dot1 = 0, dot2 = 0, dot3 = 0;                                                                 \
+          for (int64_t i = 0; i < size; i++) {                                                                         \
+            dot += from[i] * float_of_##T(k[i]), dot1 += from[i] * float_of_##T(k1[i]);                                \
+            dot2 += from[i] * float_of_##T(k2[i]), dot3 += from[i] * float_of_##T(k3[i]);                              \
+          }                                                                                                            \
+          float *to = scores + g * length + n;                                                                         \
+          to[0] = dot, to[1] = dot1, to[2] = dot2, to[3] = dot3;                                                       \
+        }                                                                                                              \
+        for (; n < last; n++) {                                                                                        \
           const T *restrict k = key + (n - first) * kv_heads * size;                                                   \
           float dot = 0;                                                                                               \
           for (int64_t i = 0; i < size; i++) dot += from[i] * float_of_##T(k[i]);                                      \
@@ -100,7 +132,7 @@ static inline bf16 to_bf16(float value) { /* rounds to nearest, ties to even */
     for (int64_t g = 0; g < group; g++) {                                                                              \
       float *row = scores + g * length, largest = row[0], total = 0;                                                   \
       for (int64_t n = 1; n < length; n++) largest = row[n] > largest ? row[n] : largest;                              \
-      for (int64_t n = 0; n < length; n++) row[n] = expf(row[n] - largest), total += row[n];                           \
+      for (int64_t n = 0; n < length; n++) row[n] = exponential(row[n] - largest), total += row[n];                    \
       for (int64_t n = 0; n < length; n++) row[n] /= total;                                                            \
     }                                                                                                                  \
     for (int64_t first = 0; first < length; first += in_block) {                                                       \

@@ -13,7 +13,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 # Infinities and NaNs keep their meaning; otherwise sums may be reordered, so that they can be vectorised.
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-shared", "-fPIC")
+COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
+# Apart, and without -ffast-math: a library linked with it makes the whole process round subnormal numbers to zero.
+LINK = ("-fopenmp", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
 
 _log = logging.getLogger("ifbbench")
@@ -53,10 +55,13 @@ def _compile(compiler: str, library: Path) -> None:
     """Beside the library first, then moved: another process may be at it too."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        built = Path(directory) / library.name
-        command = [*compiler.split(), *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        built.replace(library)
+        compiled, linked = Path(directory) / "kernels.o", Path(directory) / library.name
+        for command in (
+            [*compiler.split(), *COMPILE, "-o", str(compiled), str(SOURCE)],
+            [*compiler.split(), *LINK, "-o", str(linked), str(compiled), "-lm"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+        linked.replace(library)
 
 
 def _cache_directory() -> Path:
@@ -66,7 +71,7 @@ def _cache_directory() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     """Of all that the result depends on: the source, the compiler, how it is called, and the processor."""
-    facts = [SOURCE.read_text(encoding="utf-8"), compiler, *FLAGS, platform.machine(), _processor_features()]
+    facts = [SOURCE.read_text(encoding="utf-8"), compiler, *COMPILE, *LINK, platform.machine(), _processor_features()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ifbbench.batching.records import IterationRecord, Stretch
 from ifbbench.batching.statistics import IterationStatistics
+from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.metrics import bound_by
 
 FRAGMENTATION_DIGITS = 6
@@ -24,11 +25,15 @@ class IterationLines:
     would take more time than all scheduling.
 
     statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
-    that pause a request, are bound by another limit than the one before, or are the last.
+    that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
+    of each iteration went.
     """
 
-    def __init__(self, statistics: IterationStatistics, every: int = 1) -> None:
+    def __init__(
+        self, statistics: IterationStatistics, every: int = 1, profile: StepProfile | None = None
+    ) -> None:
         self._statistics = statistics
+        self._profile = profile
         self._every = every
         self._bound_by = ""
         self._latest: IterationRecord | Stretch | None = None
@@ -112,7 +117,7 @@ class IterationLines:
         """What stands in a line between the times and the fragmentation."""
         left_out, paused = "null", ""
         if (first := record.left_out) is not None:
-            left_out = f'{{"request_id":{first.request.request_id},"reason":"{first.limit.value}"}}'
+            left_out = f'{{"request_id":{first.request.request_id},"reason":"{first.limit}"}}'
         if record.paused:
             paused = ",".join(
                 f'{{"request_id":{pause.victim.request_id},"for":{pause.beneficiary.request_id}}}'
@@ -120,9 +125,20 @@ class IterationLines:
             )
         padding = f',"padding_tokens":{record.padding}' if record.padding else ""
         return (
-            _pass_times(record), record.queued, self._bound_by, left_out, paused, record.recomputed,
-            record.budget_used, padding,
+            _pass_times(record) + self._step_times(record), record.queued, self._bound_by, left_out, paused,
+            record.recomputed, record.budget_used, padding,
         )  # fmt: skip
+
+    def _step_times(self, record: IterationRecord) -> str:
+        """In a profiled run: `host_ms` in parts, and what follows it."""
+        if self._profile is None:
+            return ""
+        step = self._profile.take(record.iteration)
+        schedule_s = record.submit_s - record.start_s - step.prepare_s - step.launch_s
+        seconds = {"schedule": schedule_s, "prepare": step.prepare_s, "launch": step.launch_s,
+                   "collect": step.collect_s, "device_busy": step.device_s}  # fmt: skip
+        times = "".join(f',"{name}_ms":{value * 1000!r}' for name, value in seconds.items())
+        return f'{times},"flops":{step.flops!r},"bytes":{step.bytes!r}'
 
 
 def _pass_times(record: IterationRecord) -> str:

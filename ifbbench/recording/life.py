@@ -35,7 +35,7 @@ class Span:
 
     def attribution(self) -> str:
         """Under which name its time is accounted for."""
-        return f"waiting_{self.cause}" if self.phase is Phase.WAITING else self.phase.value
+        return f"waiting_{self.cause}" if self.phase is Phase.WAITING else str(self.phase)
 
 
 class Life:

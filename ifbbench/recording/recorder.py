@@ -10,6 +10,7 @@ from ifbbench.batching.request import Request
 from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RECORDING_FORMATS
+from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.digest import ScheduleDigest
 from ifbbench.recording.iteration_lines import IterationLines
 from ifbbench.recording.jsonl_writer import JsonLinesWriter, replace_lines
@@ -27,8 +28,8 @@ class Recorder:
     directory: an empty run directory. description: what `run.json` says of the run. statistics: makes the batch
     manager's fields of an iteration. arrival_s(request): when the trace says that it comes, in seconds on the run's
     clock. recording_format: suffix of the files of lines; it says whether they are compressed.
-    iteration_stats_every: see IterationLines. clock: by which lines are brought to the disk each second; real time if
-    None, whatever the run's own clock is, so that a run that is killed loses no more than that.
+    iteration_stats_every, profile: see IterationLines. clock: by which lines are brought to the disk each second; real
+    time if None, whatever the run's own clock is, so that a run that is killed loses no more than that.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Recorder:
         recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1,
         clock: Clock | None = None,
+        profile: StepProfile | None = None,
     ) -> None:
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
         self._description = description
-        self._lines = IterationLines(statistics, iteration_stats_every)
+        self._lines = IterationLines(statistics, iteration_stats_every, profile)
         self._arrival_s = arrival_s
         write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
         self._iterations = JsonLinesWriter(directory / f"iterations.{recording_format}")

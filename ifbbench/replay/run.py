@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.api.profile import Profile
 from ifbbench.api.progress import Progress
 from ifbbench.batching.manager import BatchManager
 from ifbbench.batching.records import IterationRecord, Observer, Stretch
@@ -74,7 +75,7 @@ def _replay(
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
     recorder = Recorder(
         directory, description, len(trace), statistics, client.arrival_s, engine.config.recording_format,
-        engine.config.iteration_stats_every,
+        engine.config.iteration_stats_every, profile=engine.profile.steps if engine.profile else None,
     )  # fmt: skip
     observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
     manager = BatchManager(
@@ -159,7 +160,14 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
         "versions": environment.versions(),
         "hardware": environment.hardware(),
         "git_revision": environment.git_revision(),
-    }
+    } | _limits_of(engine.profile)
+
+
+def _limits_of(profile: Profile | None) -> dict[str, Any]:
+    """What a profiled run is to be compared with."""
+    if profile is None:
+        return {}
+    return {"device_limits": {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s}}
 
 
 def _output_directory(config: RunConfig, trace: Trace) -> Path:

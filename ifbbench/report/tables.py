@@ -11,7 +11,8 @@ from rich.table import Table
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData
-from ifbbench.report.units import NOTHING, count, percent, significant, time_unit
+from ifbbench.report.profile import profile_figures, profile_sentence, profile_table
+from ifbbench.report.units import NOTHING, bar, count, percent, significant, time_unit
 
 LATENCIES = {
     "queue_time_s": "Queue time",
@@ -31,7 +32,6 @@ WAYS_OF_BATCHING: dict[str, Callable[[dict[str, Any]], bool]] = {
     "beams": lambda config: (config.get("max_beam_width") or 1) > 1,
     "streaming": lambda config: bool(config.get("streaming")),
 }
-BAR_CELLS = 24
 FAILURES_SHOWN = 5
 
 
@@ -50,6 +50,7 @@ def print_report(run: RunData, console: Console) -> None:
         console.print(table)
         console.print()
     console.print(bound_sentence(known, run.config), highlight=False, soft_wrap=True)
+    _print_profile(run, console)
     _print_failures(run, console)
 
 
@@ -149,13 +150,14 @@ def _bound_table(known: dict[str, Any]) -> Table:
     return table
 
 
-def bar(share: float, cells: int = BAR_CELLS) -> str:
-    """A bar of `share` (0 to 1) of `cells` characters, to an eighth of a character."""
-    eighths = round(share * cells * 8)
-    if share > 0:
-        eighths = max(eighths, 1)
-    rest = " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-    return ("█" * (eighths // 8) + rest).ljust(cells)
+def _print_profile(run: RunData, console: Console) -> None:
+    profile = profile_figures(run)
+    if profile is None:
+        return
+    console.print()
+    console.print(profile_table(profile))
+    console.print()
+    console.print(profile_sentence(profile), highlight=False, soft_wrap=True)
 
 
 def _print_failures(run: RunData, console: Console) -> None:

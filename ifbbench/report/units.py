@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 NOTHING = "–"
+BAR_CELLS = 24
 
 
 def significant(value: float | None) -> str:
@@ -39,3 +40,12 @@ def time_unit(seconds: Iterable[float | None]) -> tuple[str, float]:
     if middle >= 1:
         return "s", 1.0
     return ("µs", 1e6) if 0 < middle < 1e-4 else ("ms", 1e3)
+
+
+def bar(share: float, cells: int = BAR_CELLS) -> str:
+    """A bar of `share` (0 to 1) of `cells` characters, to an eighth of a character."""
+    eighths = round(share * cells * 8)
+    if share > 0:
+        eighths = max(eighths, 1)
+    rest = " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+    return ("█" * (eighths // 8) + rest).ljust(cells)

@@ -159,7 +159,7 @@ class CostModel:
         return (
             self._layer_product("QKV product", tokens, hidden, shard.query_size + 2 * shard.kv_size),
             self._layer_product("attention output product", tokens, shard.query_size, hidden),
-            self._layer_product("gate and up product", tokens, hidden, 2 * shard.intermediate_size),
+            self._layer_product("gate and up product", tokens, hidden, shard.gate_up_size),
             self._layer_product("down product", tokens, shard.intermediate_size, hidden),
         )
 
@@ -196,7 +196,7 @@ class CostModel:
         shard = self.shard
         norms = 2 * shard.model.hidden_size * (3 * shard.compute_bytes + shard.input_bytes)
         rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
-        activation = shard.intermediate_size * (2 * shard.compute_bytes + shard.input_bytes)
+        activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
         beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
         return self._moving("element-wise", shard.model.num_layers * beyond_cache)
 

@@ -39,7 +39,7 @@ class SimulatedExecutor:
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
         requests = len(batch.context) + len(batch.slots)
-        work = self._work(batch)
+        work = StepWork.of_windows(batch, self._windows)
         if self._stages > 1:
             work = work.part(min(self._stages, requests))
         self._clock.advance(self._cost_model.host_ns(requests))
@@ -65,12 +65,6 @@ class SimulatedExecutor:
         """Let time pass until the oldest batch under way is done. There are no tokens; they stay symbolic."""
         self._clock.wait_until_ns(self._finish_ns.popleft())
         return NO_OUTPUTS
-
-    def _work(self, batch: Batch) -> StepWork:
-        (window, _), *more = self._windows
-        if not more:
-            return StepWork.of_batch(batch, window)
-        return StepWork.mean([(StepWork.of_batch(batch, window), share) for window, share in self._windows])
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -52,22 +52,31 @@ def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunCo
 
     config: with resolved limits. InputError if the weights do not fit.
     """
-    dtype = config.weight_dtype
-    hardware.check_dtype(dtype)
-    kv_cache_dtype = config.kv_cache_dtype or hardware.kv_dtype(dtype)
-    shard = Shard(model, dtype, kv_cache_dtype, config.tp_size, config.pp_size)
+    shard = _shard(model, hardware, config)
     plan = plan_memory(
         shard, hardware, max_num_tokens=config.max_num_tokens, max_batch_size=config.max_batch_size or 1,
         kv_fraction=config.kv_cache_free_gpu_mem_fraction,
     )  # fmt: skip
-    whole = Shard(model, dtype, kv_cache_dtype)
+    whole = Shard(model, shard.dtype, shard.kv_cache_dtype)
     return int(plan.kv_cache * whole.kv_bytes_per_token / shard.kv_bytes_per_token)
+
+
+def weight_bytes_of(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> int:
+    """Bytes of all weights on each device, of the first pipeline stage where they differ."""
+    return _shard(model, hardware, config).parameter_bytes
+
+
+def _shard(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> Shard:
+    dtype = config.weight_dtype
+    hardware.check_dtype(dtype)
+    kv_cache_dtype = config.kv_cache_dtype or hardware.kv_dtype(dtype)
+    return Shard(model, dtype, kv_cache_dtype, config.tp_size, config.pp_size)
 
 
 def _activation_bytes(shard: Shard, max_num_tokens: int, max_batch_size: int) -> int:
     """The most that lives at once: hidden states and what an MLP or attention makes of them, or the logits."""
     hidden = shard.model.hidden_size
-    mlp = 3 * hidden + 3 * shard.intermediate_size
+    mlp = 3 * hidden + shard.gate_up_size + shard.intermediate_size
     attention = 3 * hidden + 2 * shard.query_size + 2 * shard.kv_size
     logits = max_batch_size * shard.model.vocab_size * LOGIT_BYTES
     return round(max(max_num_tokens * max(mlp, attention) * shard.compute_bytes, logits))

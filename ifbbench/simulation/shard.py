@@ -79,14 +79,18 @@ class Shard:
         return self.model.intermediate_size // self.tp_size
 
     @property
+    def gate_up_size(self) -> int:
+        return self.model.gate_up_size // self.tp_size
+
+    @property
     def vocab_size(self) -> int:
         return -(-self.model.vocab_size // self.tp_size)
 
     @property
     def layer_weights(self) -> int:
         """Weights in one layer's matrices."""
-        hidden = self.model.hidden_size
-        return hidden * (2 * self.query_size + 2 * self.kv_size + 3 * self.intermediate_size)
+        attention, mlp = 2 * self.query_size + 2 * self.kv_size, self.gate_up_size + self.intermediate_size
+        return self.model.hidden_size * (attention + mlp)
 
     @property
     def kv_bytes_per_token_and_layer(self) -> float:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from ifbbench.api.engine import build_engine
 from ifbbench.capacity.study import study
 from ifbbench.capacity.tables import print_study
 from ifbbench.capacity.text import memory
@@ -222,3 +223,13 @@ def test_given_memory_needs_no_torch():
 )
 def test_sizes_have_short_units(size, text):
     assert memory(size) == text
+
+
+def test_a_simulated_device_has_the_cache_that_a_run_on_it_has(tmp_path):
+    settings: dict[str, Any] = {
+        "model": "llama-3.3-70b", "device": "sim:h100-sxm", "tp_size": 4, "max_seq_len": 8192,
+    }  # fmt: skip
+    found = answer("llama-3.3-70b", "--device", "sim:h100-sxm", "--tp_size", "4", "--max_seq_len", "8192")
+    limits = build_engine(RunConfig(**settings)).limits
+    assert found["kv_cache"]["windows"][0]["blocks_of_run"] == limits.num_blocks
+    assert found["memory"]["weight_bytes"] == pytest.approx(70.55e9 * 2 / 4, rel=0.01)

@@ -1,6 +1,8 @@
 """From settings to a loaded model and the size of its KV cache."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution import build, device_memory
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.model_path import SHAPES
 
 
 def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +25,29 @@ def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_null_has_no_model() -> None:
     with pytest.raises(InputError, match="null runs no model"):
         build.load_model(RunConfig(device="null"))
+
+
+def test_weights_larger_than_memory_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 20_000_000_000)
+    with pytest.raises(InputError, match=r"llama-3\.1-8b take 32,121,044,992 bytes in float32, but 20,000,000,000 are"):
+        build.load_model(RunConfig(device="cpu", model="llama-3.1-8b"))
+
+
+def test_built_in_shapes_get_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model_type": "qwen3", "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+             "max_position_embeddings": 128}  # fmt: skip
+    (tmp_path / "qwen3-none.json").write_text(json.dumps(shape))
+    monkeypatch.setattr("ifbbench.model.model_path.SHAPES", tmp_path)
+    loaded = build.load_model(RunConfig(device="cpu", model="qwen3-none"))
+    assert loaded.config.query_key_norm
+
+
+def test_a_config_without_weights_beside_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((SHAPES / "qwen3-0.6b.json").read_bytes())
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(InputError, match=r"has neither model\.safetensors"):
+            build.load_model(RunConfig(device="cpu", model=str(path), dtype="bf16"))
 
 
 @pytest.fixture(scope="module")

@@ -61,17 +61,13 @@ def test_making_the_cache(kind: str, words: list[str], monkeypatch: pytest.Monke
 
 
 def test_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The executor can go on: the batch has not been started."""
     driver = driver_of(build.load_model(SMALL_RUN).model, 2, 8, 40)
     first, second = requests_of([(9, 2), (5, 1)], 100)
     first.slot, second.slot = 0, 1
     driver.step([(first, 9)], [])
-    with monkeypatch.context() as patch:
-        patch.setattr(LlamaModel, "forward", out_of_memory)
-        doing = "running 5 context and 1 generation tokens"
-        expect(lambda: driver.submit([(second, 5)], [first]), doing, "--max_num_tokens", "--max_batch_size")
-    assert not driver.executor._under_way
-    driver.step([(second, 5)], [first])
+    monkeypatch.setattr(LlamaModel, "forward", out_of_memory)
+    doing = "running 5 context and 1 generation tokens"
+    expect(lambda: driver.step([(second, 5)], [first]), doing, "--max_num_tokens", "--max_batch_size")
 
 
 def test_warming_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_a_submit_that_raises_has_started_nothing(model: LlamaModel, monkeypatch
     driver = driver_of(model, 2, 4, 16)
     driver.submit([(first, 9)], [])
     with monkeypatch.context() as broken:
-        broken.setattr(LlamaModel, "forward", lambda *_: 1 / 0)
+        broken.setattr("ifbbench.execution.model_executor.pack", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.submit([(second, 5)], [first])
     driver.submit([(second, 5)], [first])
@@ -120,6 +120,45 @@ def test_a_submit_that_raises_has_started_nothing(model: LlamaModel, monkeypatch
     alone = requests_of([(9, 2), (5, 1)], SMALL.vocab_size)
     driver_of(model, 2, 4, 16).run(alone)
     assert [first.outputs, second.outputs] == [request.outputs for request in alone]
+
+
+def test_a_collect_that_raises_has_lost_its_batch_alone(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = requests_of([(9, 3), (5, 2)], SMALL.vocab_size)
+    first.slot, second.slot = 0, 1
+    driver = driver_of(model, 2, 4, 16)
+    driver.submit([(first, 9)], [])
+    driver.submit([(second, 5)], [])
+    with monkeypatch.context() as broken:
+        broken.setattr(LlamaModel, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.collect()
+    driver.under_way.popleft()
+    driver.collect()
+    driver.step([], [second])
+    (_, alone) = requests_of([(9, 3), (5, 2)], SMALL.vocab_size)
+    driver_of(model, 2, 4, 16).run([alone])
+    assert second.outputs == alone.outputs
+
+
+def test_a_batch_under_way_is_what_its_requests_were_when_it_was_submitted(model: LlamaModel) -> None:
+    """A request may leave and its slot get another owner while a batch of it is still under way."""
+    penalised = SamplingParams(temperature=1.0, repetition_penalty=1.5, seed=4)
+    expected = []
+    for owner in range(2):
+        requests = requests_of([(9, 2), (9, 2)], SMALL.vocab_size, sampling=penalised)
+        driver_of(model, 1, 4, 12).run([requests[owner]])
+        expected.append(requests[owner].outputs)
+    first, second = requests_of([(9, 2), (9, 2)], SMALL.vocab_size, sampling=penalised)
+    driver = driver_of(model, 1, 4, 12)
+    first.slot = second.slot = 0
+    driver.submit([(first, 9)], [])
+    driver.submit([], [first])
+    first.slot, first.prompt, first.sampling = -1, first.prompt[:0], SamplingParams()
+    driver.submit([(second, 9)], [])
+    driver.submit([], [second])
+    while driver.under_way:
+        driver.collect()
+    assert [first.outputs, second.outputs] == expected
 
 
 def test_longer_sequences_than_the_model_has_positions_are_refused(model: LlamaModel) -> None:

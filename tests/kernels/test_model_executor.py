@@ -1,6 +1,7 @@
 """The whole executor with kernels gives the tokens that it gives without them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ifbbench.model.config import ModelConfig
 from ifbbench.model.fp8_linear import Fp8Linear
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.llama import LlamaModel
+from ifbbench.model.rope_scaling import YarnRopeScaling
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, Driver, FakeRequest, driver_of, layout_driver, requests_of
 
@@ -46,6 +48,24 @@ def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: S
                for model in (plain, with_kernels)]  # fmt: skip
     assert outputs[0] == outputs[1]
     assert all(outputs[1])
+
+
+@pytest.mark.parametrize("changes", [
+    {"query_key_norm": True}, {"attention_bias": True, "mlp_bias": True},
+    {"rope_scaling": YarnRopeScaling(4.0, 64, attention_factor=1.2)},
+], ids=["Qwen 3", "biases", "YaRN"])  # fmt: skip
+def test_other_families(changes: dict[str, Any], device: torch.device) -> None:
+    config = replace(MICRO, num_layers=2, **changes)
+    outputs = []
+    for model_class, place in ((LlamaModel, CPU), (KernelLlama, device)):
+        weights = random_weights(config, 3, place, torch.float32)
+        for layer in weights.layers:  # random ones are all 1
+            if layer.query_norm is not None and layer.key_norm is not None:
+                layer.query_norm.copy_(torch.linspace(0.5, 3, config.head_dim))
+                layer.key_norm.copy_(torch.linspace(2, 0.2, config.head_dim))
+        model = model_class(config, weights)
+        outputs.append(outputs_of(driver_of(model, 3, 8, 40), requests_of(LENGTHS, MICRO.vocab_size)))
+    assert outputs[0] == outputs[1]
 
 
 def layout_of(

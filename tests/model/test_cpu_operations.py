@@ -1,5 +1,7 @@
 """The kernels for CPUs do what PyTorch's operations do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,13 @@ def test_norm(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> N
 def test_swiglu(dtype: torch.dtype, tolerance: float, shape: tuple[int, int]) -> None:
     gate_up = random(*shape, dtype=dtype) * 4
     assert_near(operations(dtype).swiglu(gate_up), Operations().swiglu(gate_up.double()), tolerance)
+
+
+def test_swiglu_is_exact_to_the_last_bits_over_its_whole_range() -> None:
+    gate = torch.linspace(-90, 90, 40_000)
+    result = operations(torch.float32).swiglu(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    expected = torch.nn.functional.silu(gate.double())
+    assert ((result - expected).abs() <= 1e-6 * expected.abs() + 1e-35).all()
 
 
 def test_swiglu_of_large_values() -> None:
@@ -126,3 +135,10 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_kinds_without_kernels() -> None:
     assert not operations_for(CPU, torch.float16).attends_steps
+
+
+def test_the_process_keeps_its_subnormal_numbers():
+    """A library linked with -ffast-math would turn them off for everyone."""
+    code = "from ifbbench.model.cpu_kernels import load_cpu_kernels; load_cpu_kernels(); print(5e-324 + 0.0 > 0.0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -44,7 +44,7 @@ def repeating_trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_schedule_is_that_of_the_real_executor(
     policy: str, chunked: bool, reuse: bool, repeating_trace: str, tmp_path: Path
 ) -> None:
-    changes = {
+    changes: dict[str, Any] = {
         "policy": policy, "enable_chunked_context": chunked, "enable_kv_cache_reuse": reuse, "tokens_per_block": 16,
         "max_num_tokens": 128, "max_tokens_in_paged_kvcache": 288,
     }  # fmt: skip
@@ -57,7 +57,9 @@ def test_the_schedule_is_that_of_the_real_executor(
 
 
 def test_a_simulated_run_is_the_same_to_the_last_byte(tmp_path: Path) -> None:
-    changes = {"device": "sim:a100-80gb-sxm", "model": "llama-3.1-8b", "time_scale": 1.0, "max_num_samples": None}
+    changes: dict[str, Any] = {
+        "device": "sim:a100-80gb-sxm", "model": "llama-3.1-8b", "time_scale": 1.0, "max_num_samples": None,
+    }  # fmt: skip
     first, second = run(tmp_path / "first", **changes), run(tmp_path / "second", **changes)
     assert first == second
     assert first["duration_s"] > 0
@@ -66,8 +68,10 @@ def test_a_simulated_run_is_the_same_to_the_last_byte(tmp_path: Path) -> None:
 
 
 def test_more_gpus_are_faster_and_have_room_for_more(tmp_path: Path) -> None:
-    changes = {"device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_batch_size": 64, "max_num_samples": None,
-               "max_tokens_in_paged_kvcache": None}  # fmt: skip
+    changes: dict[str, Any] = {
+        "device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_batch_size": 64, "max_num_samples": None,
+        "max_tokens_in_paged_kvcache": None,
+    }  # fmt: skip
     one = run(tmp_path / "one", **changes)
     tensor = run(tmp_path / "tensor", tp_size=2, **changes)
     pipeline = run(tmp_path / "pipeline", pp_size=2, **changes)
@@ -77,7 +81,7 @@ def test_more_gpus_are_faster_and_have_room_for_more(tmp_path: Path) -> None:
 
 
 def test_overlap_hides_the_hosts_time(tmp_path: Path) -> None:
-    changes = {"device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_num_samples": None}
+    changes: dict[str, Any] = {"device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_num_samples": None}
     apart = run(tmp_path / "apart", **changes)
     overlapped = run(tmp_path / "overlapped", enable_trt_overlap=True, **changes)
     assert overlapped["duration_s"] < apart["duration_s"]

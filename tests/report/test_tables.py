@@ -9,8 +9,8 @@ from rich.console import Console
 
 from ifbbench.report.load import load_run
 from ifbbench.report.sweep_table import print_sweep
-from ifbbench.report.tables import bar, bound_sentence, print_report
-from ifbbench.report.units import count, percent, significant, time_unit
+from ifbbench.report.tables import bound_sentence, print_report
+from ifbbench.report.units import bar, count, percent, significant, time_unit
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 
 

@@ -1,5 +1,7 @@
 """What fits into simulated memory."""
 
+import json
+
 import pytest
 
 from ifbbench.config import RunConfig
@@ -24,6 +26,16 @@ def _config(**values) -> RunConfig:
 def test_weights_in_16_bits_take_two_bytes_a_parameter():
     for name in ("llama-3.1-8b", "qwen3-0.6b", "qwen2.5-7b"):
         assert _plan(name, dtype="bf16").weights == 2 * load_model_config(name).num_parameters
+
+
+def test_gpt2_has_no_gate(tmp_path):
+    values = {"model_type": "gpt2", "vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12,
+              "n_positions": 1024}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    gpt2 = load_model_config(tmp_path)
+
+    assert gpt2.num_parameters == 124_439_808
+    assert _plan(tmp_path, dtype="bf16").weights == 2 * gpt2.num_parameters
 
 
 def test_quantised_weights_leave_embeddings_and_output_layer_in_16_bits():

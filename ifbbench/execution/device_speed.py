@@ -1,0 +1,55 @@
+"""How fast a device multiplies and copies, measured in about a second."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ifbbench.clock import WallClock
+from ifbbench.model.linear import Linear
+
+# Small beside what the engine's KV cache leaves free, and large beside caches.
+MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
+COPIED_BYTES = 1 << 28
+REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpeed:
+    """What large operations reach. flops_per_s: a square matrix product. bytes_per_s: a copy, read and written."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> "DeviceSpeed":
+        """Of `device`, multiplying in `dtype`."""
+        return cls(matmul_flops_per_s(device, dtype), copy_bytes_per_s(device))
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Of a large square matrix product, done as the model does its own."""
+    size = MATRIX_SIZE[device.type]
+    rows, weight = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(2))
+    product = Linear(weight)
+    with torch.inference_mode():
+        return 2.0 * size**3 / _best_s(device, lambda: product(rows))
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Of a large copy, read and written."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() / _best_s(device, lambda: target.copy_(source))
+
+
+def _best_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the fastest of several times, after one that does not count."""
+    clock, times = WallClock(), list[float]()
+    for _ in range(1 + REPEATS):
+        start_s = clock.now()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock.now() - start_s)
+    return min(times[1:])
