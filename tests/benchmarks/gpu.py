@@ -107,6 +107,7 @@ PARTS: Mapping[str, Callable[[Setup], Figures]] = {
     "kernels": lambda setup: gpu_kernels.measure(),
     "checkpoint": checkpoint,
     "engine": engine,
+    "engine_profiled": lambda setup: engine(setup, profile=True),
     "engine_with_overlap": lambda setup: engine(setup, enable_trt_overlap=True),
     "engine_without_graphs": engine_without_graphs,
     "engine_with_fp8_weights": lambda setup: engine(setup, dtype="fp8", kv_cache_dtype="bf16"),

@@ -41,13 +41,15 @@ class Step:
     """One iteration of generation tokens alone. Milliseconds.
 
     period_ms: from the end of the iteration before to the end of this one. host_ms, device_ms: as recorded, before and
-    after it went to the executor. kv_tokens: that its sequences have in the cache.
+    after it went to the executor. kv_tokens: that its sequences have in the cache. busy_ms: of a profiled run, how long
+    the GPU itself worked.
     """
 
     period_ms: float
     host_ms: float
     device_ms: float
     kv_tokens: float
+    busy_ms: float | None = None
 
 
 def run_engine(
@@ -79,7 +81,7 @@ def steps(directory: Path) -> Iterator[Step]:
         own = line["ifbbench"]
         held = line["Used KV cache blocks"] * line["Tokens per KV cache block"]
         yield Step(_end_ms(line) - _end_ms(before), own["host_ms"], own["device_ms"],
-                   held * (1 - own["kv_fragmentation"]))  # fmt: skip
+                   held * (1 - own["kv_fragmentation"]), own.get("device_busy_ms"))  # fmt: skip
 
 
 def _end_ms(line: dict[str, Any]) -> float:
@@ -97,6 +99,7 @@ def figures(result: RunResult, generation: Sequence[Step], shard: Shard, bandwid
     if not generation:
         raise ValueError("the run has no two iterations in a row without context; give it longer outputs")
     read = sum(bytes_read(shard, step.kv_tokens) for step in generation)
+    busy = [step.busy_ms for step in generation if step.busy_ms is not None]
     whole_s, device_s = (sum(times) / 1000 for times in (
         [step.period_ms for step in generation], [step.device_ms for step in generation]
     ))  # fmt: skip
@@ -113,6 +116,7 @@ def figures(result: RunResult, generation: Sequence[Step], shard: Shard, bandwid
             "period_ms": round(median(step.period_ms for step in generation), DIGITS),
             "host_ms": round(median(step.host_ms for step in generation), DIGITS),
             "device_ms": round(median(step.device_ms for step in generation), DIGITS),
+            "device_busy_ms": round(median(busy), DIGITS) if busy else None,
         },
     }
 
