@@ -17,15 +17,16 @@ MakeCostModel = Callable[[HardwareProfile], CostModel]
 """The cost model of the measured model on a hardware profile."""
 
 FITTED_SHARES = ("matmul", "memory", "context_attention", "generation_attention")
-FITTED_CONSTANTS = (*FITTED_SHARES, "kernel_s")
+FITTED_CONSTANTS = (*FITTED_SHARES, "kernel_s", "context_s")
 # A constant that no measurement says anything about stays what it was: this times the logarithm of its change counts
 # like the relative error of a point.
 HOLD = 0.05
 # An error far beyond this share counts with its size, not its square: it is more likely a disturbance than the model's.
 LARGE_ERROR = 0.15
 LEAST_S = 1e-9
-# Where the search for what a request adds begins at least; a logarithm cannot begin at 0.
+# Where the search for what a request, or context, adds begins at least; a logarithm cannot begin at 0.
 FIRST_REQUEST_S = 1e-6
+FIRST_CONTEXT_S = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,10 @@ def fit(points: Sequence[Point], hardware: HardwareProfile, make_cost_model: Mak
     so no constant becomes negative; and it is the cost model itself that is fitted, so nothing of it is said twice.
     """
     host_iteration_s, host_request_s = _loop_times(points)
-    hardware = dataclasses.replace(hardware, host_iteration_s=host_iteration_s, host_request_s=host_request_s)
+    constants = dataclasses.replace(hardware.constants, context_s=max(hardware.constants.context_s, FIRST_CONTEXT_S))
+    hardware = dataclasses.replace(
+        hardware, host_iteration_s=host_iteration_s, host_request_s=host_request_s, constants=constants
+    )
     measured_s = np.array([point.seconds for point in points])
 
     def residuals(unknowns: Floats) -> Floats:

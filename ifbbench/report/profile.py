@@ -41,8 +41,12 @@ class ProfileFigures:
 
 def profile_figures(run: RunData) -> ProfileFigures | None:
     """The figures of a run with --profile; None of others, and where nothing was run."""
-    limits, iterations = run.run.get("device_limits"), run.iterations
-    if limits is None or iterations.empty:
+    limits = run.run.get("device_limits")
+    if limits is None:
+        return None
+    # Read only now: of other runs they are many, and not needed.
+    iterations = run.iterations
+    if iterations.empty:
         return None
     names = ON_CPU if str(run.config.get("device")).startswith("cpu") else ON_GPU
     ends_s = iterations["start_s"] + iterations["latency_ms"] / 1000

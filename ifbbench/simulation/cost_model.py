@@ -80,6 +80,7 @@ class CostModel:
         self._network_bytes_per_s = share.network * hardware.link_bandwidth
         per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if tp_size > 1 else 0)
         self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * pp_size
+        self._context_ns = share.context_s * NANOSECONDS
         self._launch_ns = share.launch_s * self._kernels * NANOSECONDS
 
         self._kv_bytes_per_token = model.num_layers * shard.kv_bytes_per_token_and_layer
@@ -100,7 +101,7 @@ class CostModel:
         busy = self._without_attention_ns(work.context_tokens + work.generation_tokens, work.outputs)
         busy += work.generation_kv_tokens * self._ns_per_kv_token
         if work.context_tokens:
-            busy += self._context_attention_ns(work)
+            busy += self._context_attention_ns(work) + self._context_ns
         elif self._cuda_graphs:
             return round(busy)
         return round(max(busy, self._launch_ns))
@@ -132,6 +133,7 @@ class CostModel:
             self._embedding(tokens), qkv, self._context_attention(work), self._generation_attention(work),
             attention_output, gate_up, down, self._element_wise(tokens), self._all_reduces(tokens),
             self._pipeline(tokens), self._output_layer(outputs), self._sampling(outputs), self._kernel_starts(),
+            self._context_start(work),
         )  # fmt: skip
         with_launches = work.context_tokens > 0 or not self._cuda_graphs
         waited = self._launch_ns / NANOSECONDS - sum(operation.seconds for operation in done)
@@ -227,6 +229,11 @@ class CostModel:
     def _kernel_starts(self) -> OperationCost:
         """From the end of one kernel to the next one's full speed."""
         return OperationCost("kernel starts", 0, 0, self._kernels * self.hardware.constants.kernel_s, "latency")
+
+    def _context_start(self, work: StepWork) -> OperationCost:
+        """What is made ready for context alone."""
+        seconds = self.hardware.constants.context_s if work.context_tokens else 0.0
+        return OperationCost("context start", 0, 0, seconds, "latency")
 
     # Attention, which depends on where in their sequences the tokens are.
 

@@ -13,7 +13,7 @@ from ifbbench.errors import InputError
 
 PROFILES = Path(__file__).parent / "profiles"
 ARCHITECTURES = Path(__file__).parent / "architectures"
-MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s")
+MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s", "context_s")
 SUFFIX = ".toml"
 
 
@@ -29,6 +29,7 @@ class Constants:
     all_reduce_s: seconds that the smallest all-reduce takes for each doubling of its GPUs.
     kernel_s: seconds on the device from one kernel's end to the next one's full speed.
     launch_s: seconds of the host to launch one kernel, where no CUDA graph does it.
+    context_s: seconds that an iteration with context takes beside its operations: what is made ready for it alone.
     """
 
     matmul: float
@@ -40,6 +41,7 @@ class Constants:
     all_reduce_s: float
     kernel_s: float
     launch_s: float
+    context_s: float
 
 
 @dataclass(frozen=True, slots=True)
