@@ -10,6 +10,8 @@ from ifbbench.report.units import count, percent, significant
 
 GIGA = 1e9
 MICROSECONDS = 1e6
+# Predictions that are further off, in the median, are not worth much.
+TOO_LARGE = 0.15
 KINDS = ("context", "generation", "mixed")
 SHARE_NAMES = {
     "matmul": "Matrix products", "context_attention": "Attention of prompts", "memory": "Weights and activations",
@@ -26,6 +28,11 @@ def print_calibration(found: Calibration, console: Console) -> None:
         console.print()
         console.print(table)
     console.print()
+    if FitError.of(found.points, found.predicted_s).median > TOO_LARGE:
+        console.print(
+            "These errors are large. Perhaps something else keeps this machine busy: measure again when it is quiet.\n",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
 
 
 def _constants_table(found: Calibration) -> Table:
@@ -39,6 +46,7 @@ def _constants_table(found: Calibration) -> Table:
         table.add_row(SHARE_NAMES[name], f"{significant(share * peak / GIGA)} {unit}", percent(share))
     times = {
         "Start of a kernel": constants.kernel_s,
+        "Start of context": constants.context_s,
         "Host, each iteration": profile.host_iteration_s,
         "Host, each request": profile.host_request_s,
     }

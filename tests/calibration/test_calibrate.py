@@ -1,18 +1,24 @@
 """`ifbbench calibrate`: its files, its errors, and runs that its profile simulates."""
 
 import dataclasses
+import io
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
-from ifbbench.calibration.calibrate import calibrate
+from ifbbench.calibration.calibrate import Calibration, calibrate
+from ifbbench.calibration.points import Point
+from ifbbench.calibration.tables import print_calibration
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.hardware_writer import write_profile
+from ifbbench.simulation.step_work import StepWork
 
 SMALL: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 1024}
 
@@ -43,6 +49,18 @@ def test_a_calibrated_profile_simulates_the_schedule_of_a_real_run(tmp_path):
     assert real["schedule_digest"] == simulated["schedule_digest"]
     assert real["requests"]["completed"] == 12
     assert simulated["duration_s"] > 0
+
+
+@pytest.mark.parametrize(("predicted_s", "warns"), [(0.0105, False), (0.013, True)])
+def test_predictions_that_are_far_off_come_with_a_warning(tmp_path, predicted_s, warns):
+    point = Point(StepWork.of_lengths([(0, 16, True)]), seconds=0.01, loop_s=0.001, samples=3)
+    hardware = dataclasses.replace(load_hardware("cpu"), peak_flops={"float32": 1e11})
+    printed = io.StringIO()
+    found = Calibration(tmp_path / "here.toml", hardware, [point], np.array([predicted_s]))
+    print_calibration(found, Console(file=printed, width=120))
+    output = printed.getvalue()
+    assert "Start of context" in output
+    assert ("measure again" in output) is warns
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
