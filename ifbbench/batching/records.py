@@ -123,11 +123,6 @@ class Stretch(NamedTuple):
     def last_iteration(self) -> int:
         return self.first.iteration + self.length - 1
 
-    @property
-    def filled_tokens(self) -> Integers:
-        """[iterations], as in a CacheState."""
-        return self.first.cache.filled_tokens + self.first.num_generation * np.arange(self.length)
-
     def cache(self, index: int) -> CacheState:
         """The KV cache while the iteration at `index` of the stretch ran."""
         cache, more = self.first.cache, int(self.more_blocks[index])

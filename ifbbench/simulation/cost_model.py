@@ -117,10 +117,6 @@ class CostModel:
         rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)
         return rounded
 
-    def stage_ns(self, work: StepWork) -> int:
-        """Nanoseconds until the first pipeline stage can take another batch: the longest stage's part of it all."""
-        return -(-self.device_ns(work) * self.shard.layers // self.shard.model.num_layers)
-
     def host_ns(self, num_requests: int) -> int:
         """Nanoseconds in which the host schedules an iteration of so many requests and prepares its inputs."""
         return round((self.hardware.host_iteration_s + num_requests * self.hardware.host_request_s) * NANOSECONDS)
