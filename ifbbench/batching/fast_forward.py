@@ -19,8 +19,6 @@ from ifbbench.clock import NANOSECONDS, VirtualClock
 Integers = NDArray[np.int64]
 # Longer stretches cost no less for each iteration, and nothing of them is on the screen while they are made.
 MOST_STEPS = 1024
-# Fewer iterations are done faster one by one.
-WORTHWHILE = 3
 
 
 class Advance(NamedTuple):
@@ -80,7 +78,6 @@ class FastForward:
         self._kv_cache = kv_cache
         self._next_change = next_change
         self.epoch_s = clock.epoch_s
-        self._latest_s = 0.0
         self._change_s: float | None = None
         # The last decision, while it is sure to be the next one too.
         self._standing: Plan | None = None
@@ -94,14 +91,12 @@ class FastForward:
         self._standing = None
 
     def next_plan(self, now_s: float) -> Plan | None:
-        """What is sure to be decided next, and again after that; None if that is not known, or there seems to be no
-        time for several iterations before something changes. To be asked before `advance`."""
+        """What is sure to be decided next, and again after that; None if that is not known. To be asked before
+        `advance`."""
         active = self._active
         if active.table.num_special or (self._standing is None and not self._runs_all()):
             return None
         self._change_s = self._next_change(now_s)
-        if self._change_s is not None and self._change_s - now_s < WORTHWHILE * self._latest_s:
-            return None
         return self._standing or Plan([], active.generation_rows)
 
     def _runs_all(self) -> bool:
@@ -114,7 +109,7 @@ class FastForward:
         )
 
     def advance(self) -> Advance | None:
-        """Advance as far as is known; None, with nothing changed, if that is too little to be worth it."""
+        """Advance as far as is known; None, with nothing changed, if that is not even one iteration."""
         table, rows = self._active.table, self._active.generation_rows
         ahead = self._kv_cache.steps_ahead(rows)
         if ahead is None or self._some_make_tokens_again(ahead):
@@ -122,14 +117,13 @@ class FastForward:
         confirmed = table.confirmed[rows]
         until_end = int(np.minimum.reduce(table.stop_after[rows] - confirmed))
         steps = min(until_end, ahead.most, MOST_STEPS)
-        if steps < WORTHWHILE:
+        if steps < 1:
             return None
         blocks = ahead.blocks(steps)
         steps = int(blocks.cumsum().searchsorted(self._kv_cache.free_blocks, side="right"))
         if not steps:
             return None
         start_ns, submit_ns, end_ns = self._times(ahead, steps)
-        self._latest_s = int(end_ns[-1] - start_ns[-1]) / NANOSECONDS
         steps = len(start_ns)
         table.generated[rows] += steps
         table.confirmed[rows] = confirmed + steps

@@ -53,7 +53,7 @@ class IterationStatistics:
 
     def format_timestamp(self, timestamp: float) -> str:
         """Month-day-year hour:minute:second of seconds since the Unix epoch, in UTC. Formatted once a second."""
-        if int(timestamp) != self._second:
+        if not self._second <= timestamp < self._second + 1:
             self._second = int(timestamp)
             self._timestamp = strftime(TIMESTAMP_FORMAT, gmtime(self._second))
         return self._timestamp

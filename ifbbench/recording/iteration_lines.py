@@ -125,15 +125,20 @@ class IterationLines:
             )
         padding = f',"padding_tokens":{record.padding}' if record.padding else ""
         return (
-            _pass_times(record) + self._step_times(record), record.queued, self._bound_by, left_out, paused,
-            record.recomputed, record.budget_used, padding,
+            self._more_times(record), record.queued, self._bound_by, left_out, paused, record.recomputed,
+            record.budget_used, padding,
         )  # fmt: skip
 
-    def _step_times(self, record: IterationRecord) -> str:
-        """In a profiled run: `host_ms` in parts, and what follows it."""
-        if self._profile is None:
+    def _more_times(self, record: IterationRecord) -> str:
+        """Of passes, where the phases had one each; and in a profiled run."""
+        if record.context_end_s is None and self._profile is None:
             return ""
-        step = self._profile.take(record.iteration)
+        return _pass_times(record) + ("" if self._profile is None else self._step_times(record, self._profile))
+
+    @staticmethod
+    def _step_times(record: IterationRecord, profile: StepProfile) -> str:
+        """`host_ms` in parts, and what follows it."""
+        step = profile.take(record.iteration)
         schedule_s = record.submit_s - record.start_s - step.prepare_s - step.launch_s
         seconds = {"schedule": schedule_s, "prepare": step.prepare_s, "launch": step.launch_s,
                    "collect": step.collect_s, "device_busy": step.device_s}  # fmt: skip
