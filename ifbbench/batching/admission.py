@@ -11,6 +11,8 @@ from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.request import Request
 
 NextChange = Callable[[float], float | None]
+"""From the time now to when more requests will have arrived, both in seconds on the run's clock; None if only a
+response lets one come, or none does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,25 +79,24 @@ class FastForward:
         self._next_change = next_change
         self.epoch_s = clock.epoch_s
         self._change_s: float | None = None
-        # The last decision, while it is sure to be the next one too.
-        self._standing: Plan | None = None
+        # The latest decision, and how often requests had come or gone then.
+        self._latest: tuple[Plan, int] | None = None
 
     def remember_decision(self, plan: Plan) -> None:
-        """This was decided last. With reuse, a block that generation fills may let somebody in who waits."""
-        self._standing = plan if plan.is_steady and not self._kv_cache.reuse.enabled else None
-
-    def forget_decision(self) -> None:
-        """Requests came or went: something else may be decided next."""
-        self._standing = None
+        """This was decided last. It stands until requests come or go; but with reuse, a block that generation fills may
+        let somebody in who waits."""
+        stands = plan.is_steady and not self._kv_cache.reuse.enabled
+        self._latest = (plan, self._active.num_changes) if stands else None
 
     def next_plan(self, now_s: float) -> Plan | None:
         """What is sure to be decided next, and again after that; None if that is not known. To be asked before
         `advance`."""
         active = self._active
-        if active.table.num_special or (self._standing is None and not self._runs_all()):
+        standing = self._latest[0] if self._latest and self._latest[1] == active.num_changes else None
+        if active.table.num_special or (standing is None and not self._runs_all()):
             return None
         self._change_s = self._next_change(now_s)
-        return self._standing or Plan([], active.generation_rows)
+        return standing or Plan([], active.generation_rows)
 
     def _runs_all(self) -> bool:
         """Whether there are generation requests only, and all fit into a batch."""

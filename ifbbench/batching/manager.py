@@ -138,8 +138,6 @@ class BatchManager:
 
     def _advance_together(self, fast_forward: FastForward, start_s: float) -> bool:
         """Advance iterations that do the same; False, with nothing done, where that is not known of any."""
-        if self._activated:
-            fast_forward.forget_decision()
         plan = fast_forward.next_plan(start_s)
         if plan is None:
             return False
@@ -274,8 +272,6 @@ class BatchManager:
 
     def _leave(self, request: Request) -> None:
         """Free all that the request holds. What is under way for it means nothing any more."""
-        if self._fast_forward is not None:
-            self._fast_forward.forget_decision()
         for flight in self._in_flight:
             flight.dropped.add(request.slot)
         if self._lockstep:
