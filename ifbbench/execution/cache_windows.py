@@ -97,14 +97,14 @@ class CacheWindows:
 
     def __init__(
         self, config: ModelConfig, layout: CacheLayout, num_slots: int, device: torch.device, dtype: torch.dtype,
-        kv_cache_dtype: torch.dtype | None = None, *, attends_steps: bool = False,
+        kv_cache_dtype: torch.dtype | None = None, *, attends_in_place: bool = False,
     ) -> None:
-        """attends_steps: whether the model's operations read keys and values of single queries in place."""
+        """attends_in_place: whether the model's operations read keys and values where they lie."""
         check_layout(layout, config)
         self._device = device
         self._num_layers = config.num_layers
         self._is_contiguous = layout.is_contiguous
-        self._attends_steps = attends_steps
+        self._attends_in_place = attends_in_place
         make = self._contiguous if layout.is_contiguous else self._paged
         self.windows = tuple(make(config, window, num_slots, dtype, kv_cache_dtype) for window in layout.windows)
 
@@ -173,12 +173,15 @@ class CacheWindows:
         inputs: dict[int, LayerInputs] = {}
         for index, window in enumerate(self.windows):
             tables = table_rows(window.tables_of(batch, index))
+            in_place = self._attends_in_place and window.cache.is_readable_in_place
+            # Padding has no keys in the cache, so in place there is nothing for it to see.
             plan = plan_window(
-                packed.spans, tables, window.rule, self._device, is_contiguous=self._is_contiguous,
-                steps_in_place=self._attends_steps and window.cache.is_readable_in_place,
+                packed.real_spans if in_place else packed.spans, tables, window.rule, self._device,
+                num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,
             )  # fmt: skip
             rows = self._tensor(cache_rows(packed, tables, window))
-            inputs.update(dict.fromkeys(window.layers, LayerInputs(window.cache, rows, plan.after, plan.before)))
+            layer = LayerInputs(window.cache, rows, plan.after, plan.before, plan.in_place)
+            inputs.update(dict.fromkeys(window.layers, layer))
         return tuple(inputs[layer] for layer in range(self._num_layers))
 
     def _shared_prompts(self, batch: Batch, packed: PackedBatch) -> tuple[RowCopy, ...]:

@@ -6,7 +6,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.fp8_linear import FP8_MULTIPLE, Fp8Linear
-from ifbbench.model.linear import Linear, MakeProduct
+from ifbbench.model.linear import MakeProduct, make_linear
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What keys and values may be stored as; fp8 is e4m3, without scales.
@@ -22,7 +22,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 
 def product_maker(config: RunConfig) -> MakeProduct:
     """What makes products of the layers' weights."""
-    return Fp8Linear if config.weight_dtype == "fp8" else Linear
+    return Fp8Linear if config.weight_dtype == "fp8" else make_linear
 
 
 def weight_bytes(config: RunConfig, model: ModelConfig) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ifbbench.clock import WallClock
-from ifbbench.model.linear import Linear
+from ifbbench.model.linear import make_linear
 
 # Small beside what the engine's KV cache leaves free, and large beside caches.
 MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
@@ -31,7 +31,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Of a large square matrix product, done as the model does its own."""
     size = MATRIX_SIZE[device.type]
     rows, weight = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(2))
-    product = Linear(weight)
+    product = make_linear(weight)
     with torch.inference_mode():
         return 2.0 * size**3 / _best_s(device, lambda: product(rows))
 

@@ -19,9 +19,9 @@ class KernelCacheWindows(CacheWindows):
 
     def __init__(
         self, config: ModelConfig, layout: CacheLayout, num_slots: int, device: torch.device, dtype: torch.dtype,
-        kv_cache_dtype: torch.dtype | None = None, *, attends_steps: bool = False,
+        kv_cache_dtype: torch.dtype | None = None, *, attends_in_place: bool = False,
     ) -> None:
-        super().__init__(config, layout, num_slots, device, dtype, kv_cache_dtype, attends_steps=attends_steps)
+        super().__init__(config, layout, num_slots, device, dtype, kv_cache_dtype, attends_in_place=attends_in_place)
         self._shapes = KernelShapes.of(config, device, dtype)
 
     def layer_inputs(self, batch: Batch, packed: PackedBatch) -> tuple[LayerInputs, ...]:

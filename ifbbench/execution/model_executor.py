@@ -57,7 +57,7 @@ class ModelExecutor:
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
             self._cache = windows_class(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
-                                        attends_steps=model.operations.attends_steps)  # fmt: skip
+                                        attends_in_place=model.operations.attends_in_place)  # fmt: skip
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or positions)

@@ -1,6 +1,6 @@
 """A batch as flat arrays: what the model needs to run it in one pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,13 @@ class PackedBatch:
     spans: QuerySpans
     ends: Int64Array
     is_padded: bool
+
+    @property
+    def real_spans(self) -> QuerySpans:
+        """The spans without their padding."""
+        if not self.is_padded:
+            return self.spans
+        return replace(self.spans, lengths=self.ends - self.spans.starts)
 
 
 def pack(batch: Batch, max_beams: int) -> PackedBatch:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.attention_plan import AttentionGroup
+from ifbbench.model.attention_plan import AttentionGroup, SpansInPlace
 from ifbbench.model.kv_cache import KvStorage
 from ifbbench.model.operations import Operations
 
@@ -21,13 +21,15 @@ class LayerInputs:
 
     cache: where the layer's keys and values are kept. cache_rows: int64 [tokens], where those of the batch go.
     groups_before: the attention calls that read the cache as it was before the batch. groups: those that come when the
-    batch's own keys and values are in it. paged: what kernels need instead of all these groups, if it is they that run.
+    batch's own keys and values are in it, beside what is read in place. paged: what kernels need instead of all these,
+    if it is they that run.
     """
 
     cache: KvStorage
     cache_rows: Tensor
     groups: tuple[AttentionGroup, ...]
     groups_before: tuple[AttentionGroup, ...] = ()
+    in_place: SpansInPlace | None = None
     paged: "PagedBatch | None" = None
 
 
@@ -43,14 +45,13 @@ def attend(
     output = queries.new_empty((num_tokens + 1, *queries.shape[1:]))
     for group in inputs.groups_before:
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
-    if operations.attends_steps and inputs.cache.is_readable_in_place:
-        operations.write(keys, values, *inputs.cache.blocks(layer), inputs.cache_rows)
-    else:
+    if inputs.in_place is None:
         inputs.cache.write(layer, inputs.cache_rows, keys, values)
+    else:
+        blocks = inputs.cache.blocks(layer)
+        operations.write(keys, values, *blocks, inputs.cache_rows)
+        operations.attend(queries, *blocks, inputs.in_place, output)
     for group in inputs.groups:
-        if group.lengths is not None:
-            operations.attend_steps(queries, *inputs.cache.blocks(layer), group, output)
-            continue
         _attend_group(layer, queries, keys, values, inputs.cache, group, output)
     return output[:num_tokens].flatten(1)
 

@@ -64,8 +64,6 @@ class AttentionGroup:
     [spans, keys], those in the cache, and behind them `own_rows` [spans · keys], packed rows of those in the batch
     itself; None where there are none.
     mask: [spans, 1, queries, keys], true where a query sees a key; None if causality is all there is to mask.
-    lengths: [spans], how many keys the only query of each span sees, where operations read them in place (see
-    `operations.Operations.attend_steps`); None elsewhere. Blocks behind them are not looked at.
     """
 
     num_spans: int
@@ -76,7 +74,6 @@ class AttentionGroup:
     num_block_keys: int = 0
     cache_rows: Tensor | None = None
     own_rows: Tensor | None = None
-    lengths: Tensor | None = None
 
     @property
     def has_one_query(self) -> bool:
@@ -84,9 +81,31 @@ class AttentionGroup:
         return self.mask is not None and len(self.query_rows) == self.num_spans
 
 
+@dataclass(frozen=True, slots=True)
+class SpansInPlace:
+    """Spans whose keys, in the cache already, are read where they lie (see `operations.Operations.attend`). All int64.
+
+    rows, counts, lengths: [spans], packed row of the first query, number of queries, and how many keys the last of them
+    sees. block_ids: [spans, blocks]; those behind a span's keys are not looked at.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    lengths: Tensor
+    block_ids: Tensor
+
+    @classmethod
+    def of(cls, spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int) -> "SpansInPlace":
+        """block_tables: [sequences, blocks], read before this returns."""
+        width = -(-int(spans.ends.max(initial=0)) // tokens_per_block)
+        block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
+        arrays = spans.first_rows, spans.lengths, spans.ends, block_ids
+        return cls(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
+
+
 def plan_attention(
     spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device,
-    *, is_contiguous: bool = False, num_rows: int | None = None, steps_in_place: bool = False,
+    *, is_contiguous: bool = False, num_rows: int | None = None,
 ) -> tuple[AttentionGroup, ...]:
     """Groups that together cover every span once. block_tables: [sequences, blocks], block ids;
     read before this returns, so they may change afterwards.
@@ -94,20 +113,14 @@ def plan_attention(
     Whole prompts, later chunks and generation tokens each have groups of their own: the first need neither cache nor
     mask, and the last have one query. is_contiguous: each sequence has one block; no more of it is asked for than the
     longest sequence of a group has, and blocks that follow each other are asked for as a slice. num_rows: rows of the
-    packed batch, if these spans are not all there is. steps_in_place: all single queries are one group with `lengths`.
+    packed batch, if these spans are not all there is.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1
     if num_rows is None:
         num_rows = int(spans.lengths.sum())
     groups = [_prompt_group(part, num_rows, device) for part in _like_lengths(spans.select(whole))]
-    steps = spans.select(single)
-    parts = [tiles(spans.select(~whole & ~single))]
-    if steps_in_place and len(steps.lengths):
-        groups.append(_steps_group(steps, block_tables, tokens_per_block, device))
-    else:
-        parts.append(steps)
-    for part in parts:
+    for part in (tiles(spans.select(~whole & ~single)), spans.select(single)):
         groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device, is_contiguous)
                    for group in _like_lengths(part)]
     return tuple(groups)
@@ -170,16 +183,6 @@ def _prompt_group(spans: QuerySpans, num_rows: int, device: torch.device) -> Att
     rows = on_device(query_rows.ravel(), device)
     return AttentionGroup(len(spans.lengths), rows, on_device(output_rows.ravel(), device), block_ids=None, mask=None,
                           own_rows=rows)
-
-
-def _steps_group(
-    spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device
-) -> AttentionGroup:
-    width = -(-int(spans.ends.max()) // tokens_per_block)
-    rows = on_device(spans.first_rows, device)
-    block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
-    return AttentionGroup(len(spans.lengths), rows, rows, on_device(block_ids, device), mask=None,
-                          lengths=on_device(spans.ends, device))  # fmt: skip
 
 
 def _cached_group(

@@ -1,4 +1,4 @@
-"""Compiles the kernels in cpu_kernels.c with the C compiler of the machine, once, and keeps the result."""
+"""Compiles the kernels in csrc/ with the C compiler of the machine, once, and keeps the result."""
 
 import ctypes
 import hashlib
@@ -11,7 +11,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu_kernels.c")
+import torch
+
+SOURCES = Path(__file__).with_name("csrc")
+# Each kernel comes for each of these types of values: the end of its name, and what the compiler is told.
+KINDS = {torch.float32: ("float", ()), torch.bfloat16: ("bf16", ("-DBF16",))}
 # Infinities and NaNs keep their meaning; otherwise sums may be reordered, so that they can be vectorised.
 COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
 # Apart, and without -ffast-math: a library linked with it makes the whole process round subnormal numbers to zero.
@@ -25,7 +29,10 @@ ARGUMENTS = {
     "swiglu": [_POINTER] * 2 + [_INT] * 2,
     "rotate": [_POINTER] * 4 + [_INT] * 4,
     "write": [_POINTER] * 5 + [_INT] * 3,
-    "attend": [_POINTER] * 7 + [_INT] * 7,
+    "attend": [_POINTER] * 8 + [_INT] * 7,
+    "packed_words": [_INT] * 2,
+    "pack": [_POINTER] * 2 + [_INT] * 2,
+    "multiply": [_POINTER] * 4 + [_INT] * 3,
 }
 
 
@@ -35,33 +42,40 @@ def load_cpu_kernels() -> ctypes.CDLL | None:
     operations then do the same, more slowly."""
     compiler = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
-        _log.info("no C compiler: the CPU runs without kernels of its own, and attention is slower")
+        _log.info("no C compiler: the CPU runs without kernels of its own, more slowly")
         return None
     try:
         library = _cache_directory() / f"cpu_kernels-{_fingerprint(compiler)}.so"
         if not library.exists():
-            _compile(compiler, library)
+            _compile(compiler.split(), library)
         kernels = ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home directory
         _log.info("the CPU runs without kernels of its own, for %s failed: %s", compiler, error)
         return None
     for name, arguments in ARGUMENTS.items():
-        for kind in ("float", "bf16"):
-            getattr(kernels, f"{name}_{kind}").argtypes = arguments
+        for kind, _ in KINDS.values():
+            function = getattr(kernels, f"{name}_{kind}")
+            function.argtypes = arguments
+            function.restype = _INT if name == "packed_words" else ctypes.c_int
     return kernels
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: list[str], library: Path) -> None:
     """Beside the library first, then moved: another process may be at it too."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        compiled, linked = Path(directory) / "kernels.o", Path(directory) / library.name
-        for command in (
-            [*compiler.split(), *COMPILE, "-o", str(compiled), str(SOURCE)],
-            [*compiler.split(), *LINK, "-o", str(linked), str(compiled), "-lm"],
-        ):
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
+        compiled = []
+        for source in sorted(SOURCES.glob("*.c")):
+            for kind, told in KINDS.values():
+                compiled.append(str(Path(directory) / f"{source.stem}_{kind}.o"))
+                _run([*compiler, *COMPILE, *told, "-o", compiled[-1], str(source)])
+        linked = Path(directory) / library.name
+        _run([*compiler, *LINK, "-o", str(linked), *compiled, "-lm"])
         linked.replace(library)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 def _cache_directory() -> Path:
@@ -70,8 +84,9 @@ def _cache_directory() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of all that the result depends on: the source, the compiler, how it is called, and the processor."""
-    facts = [SOURCE.read_text(encoding="utf-8"), compiler, *COMPILE, *LINK, platform.machine(), _processor_features()]
+    """Of all that the result depends on: the sources, the compiler, how it is called, and the processor."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
+    facts = [*sources, compiler, *COMPILE, *LINK, platform.machine(), _processor_features()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 

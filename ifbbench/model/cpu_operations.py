@@ -1,17 +1,14 @@
-"""The steps of a decoder on a CPU, by kernels of this project (see cpu_kernels.c)."""
+"""The steps of a decoder on a CPU, by kernels of this project (see csrc)."""
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
 
-from ifbbench.model.attention_plan import AttentionGroup
-from ifbbench.model.cpu_kernels import load_cpu_kernels
+from ifbbench.model.attention_plan import SpansInPlace
+from ifbbench.model.cpu_kernels import KINDS, load_cpu_kernels
 from ifbbench.model.operations import Angles, Operations
 from ifbbench.model.rotary import RotaryEmbedding
-
-KINDS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
 def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
@@ -23,10 +20,10 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
 class CpuOperations(Operations):
     """For one data type. Tensors come with their rows next to each other, as the model makes them."""
 
-    attends_steps = True
+    attends_in_place = True
 
     def __init__(self, kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
-        kind = KINDS[dtype]
+        kind, _ = KINDS[dtype]
         self._norm = getattr(kernels, f"rms_norm_{kind}")
         self._swiglu = getattr(kernels, f"swiglu_{kind}")
         self._rotate = getattr(kernels, f"rotate_{kind}")
@@ -72,18 +69,14 @@ class CpuOperations(Operations):
             cache_rows.data_ptr(), tokens, keys.stride(0), kv_heads * size,
         )  # fmt: skip
 
-    def attend_steps(
-        self, queries: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, output: Tensor
-    ) -> None:
-        """Attention of a group with `lengths`, over the cache in place."""
-        assert isinstance(group.block_ids, Tensor)
-        assert group.lengths is not None
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, spans: SpansInPlace, output: Tensor) -> None:
+        """Causal attention of `spans`. MemoryError if there is none to work in."""
+        num_spans, width = spans.block_ids.shape
         _, tokens_per_block, kv_heads, size = keys.shape
         failed = self._attend(
-            queries.data_ptr(), output.data_ptr(), keys.data_ptr(), values.data_ptr(), group.query_rows.data_ptr(),
-            group.block_ids.data_ptr(), group.lengths.data_ptr(), group.num_spans, group.block_ids.shape[1],
+            queries.data_ptr(), output.data_ptr(), keys.data_ptr(), values.data_ptr(), spans.rows.data_ptr(),
+            spans.counts.data_ptr(), spans.lengths.data_ptr(), spans.block_ids.data_ptr(), num_spans, width,
             queries.stride(0), kv_heads, queries.shape[1] // kv_heads, size, tokens_per_block,
         )  # fmt: skip
         if failed:
-            scores_bytes = 4 * math.ceil(queries.shape[1] / kv_heads) * int(group.lengths.max())
-            raise MemoryError(f"no memory for {scores_bytes} bytes of attention scores a thread")
+            raise MemoryError(f"no memory for attention over {int(spans.lengths.max()):,} keys")

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.attention_plan import AttentionGroup
+from ifbbench.model.attention_plan import SpansInPlace
 from ifbbench.model.rotary import RotaryEmbedding, rotate
 
 # What `rotate` needs of a batch's positions; each kind of operations makes its own.
@@ -13,8 +13,8 @@ Angles = tuple[Tensor, ...]
 class Operations:
     """What a backend may replace. Rows are packed tokens."""
 
-    # Whether `write` and `attend_steps` are there: they use keys and values where they lie in the cache.
-    attends_steps = False
+    # Whether `write` and `attend` are there: they use keys and values where they lie in the cache.
+    attends_in_place = False
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm (Zhang and Sennrich, arXiv:1910.07467) of `rows` [..., size]."""
@@ -41,10 +41,8 @@ class Operations:
         [blocks, tokens per block, KV heads, head size]. Rows in a batch differ, but for those that nobody reads."""
         raise NotImplementedError
 
-    def attend_steps(
-        self, queries: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, output: Tensor
-    ) -> None:
-        """Attention of a group with `lengths` into its rows of `output` [rows, heads, head size].
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, spans: SpansInPlace, output: Tensor) -> None:
+        """Causal attention of `spans` into their rows of `output` [rows, heads, head size].
 
         queries: [tokens, heads, head size]. keys, values: [blocks, tokens per block, KV heads, head size], the cache.
         """

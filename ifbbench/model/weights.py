@@ -12,7 +12,7 @@ from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.families import GPT2
 from ifbbench.model.gguf_file import GgufFile
-from ifbbench.model.linear import Linear, MakeProduct, Product
+from ifbbench.model.linear import MakeProduct, Product, make_linear
 from ifbbench.model.model_files import GPT2_PREFIX, ModelFiles, SafetensorsFiles
 from ifbbench.model.model_path import GGUF_SUFFIX
 
@@ -58,7 +58,7 @@ class ModelWeights:
 
 
 def random_weights(
-    config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, make_product: MakeProduct = Linear
+    config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, make_product: MakeProduct = make_linear
 ) -> ModelWeights:
     """Weights drawn from `seed`, the same on every device. make_product: of the layers' weights.
 
@@ -83,7 +83,8 @@ def random_weights(
 
 
 def load_weights(
-    config: ModelConfig, path: str | Path, device: torch.device, dtype: torch.dtype, make_product: MakeProduct = Linear
+    config: ModelConfig, path: str | Path, device: torch.device, dtype: torch.dtype,
+    make_product: MakeProduct = make_linear,
 ) -> ModelWeights:
     """The weights at `path`: a GGUF file, or a directory with one model.safetensors, or shards listed in
     model.safetensors.index.json. make_product: of the layers' weights.
@@ -117,7 +118,7 @@ def _llama(config: ModelConfig, source: TensorSource, make_product: MakeProduct)
     )
     final_norm = source("model.norm.weight", (hidden,))
     head = embedding if config.tie_word_embeddings else source("lm_head.weight", (config.vocab_size, hidden))
-    return ModelWeights(embedding, layers, final_norm, Linear(head))
+    return ModelWeights(embedding, layers, final_norm, make_linear(head))
 
 
 def _layer(config: ModelConfig, source: TensorSource, make_product: MakeProduct, prefix: str) -> LayerWeights:
@@ -175,5 +176,5 @@ def _gpt2(config: ModelConfig, source: TensorSource, make_product: MakeProduct) 
         layers=tuple(layer(f"h.{index}") for index in range(config.num_layers)),
         final_norm=vector("ln_f.weight"),
         final_norm_bias=vector("ln_f.bias"),
-        lm_head=Linear(head),
+        lm_head=make_linear(head),
     )

@@ -10,6 +10,7 @@ from ifbbench.model.attention_plan import (
     AttentionGroup,
     Int64Array,
     QuerySpans,
+    SpansInPlace,
     like_lengths,
     on_device,
     padded_queries,
@@ -22,10 +23,12 @@ from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """before: groups that read the cache as it was before the batch. after: those that come once its keys are in it."""
+    """before: groups that read the cache as it was before the batch. after: those that come once its keys are in it,
+    beside what is read in place."""
 
     before: tuple[AttentionGroup, ...]
     after: tuple[AttentionGroup, ...]
+    in_place: SpansInPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +69,29 @@ class _VisibleKeys:
 
 def plan_window(
     spans: QuerySpans, block_tables: NDArray[np.int32], window: AttentionWindow, device: torch.device,
-    *, is_contiguous: bool = False, steps_in_place: bool = False,
+    *, num_rows: int, is_contiguous: bool = False, in_place: bool = False,
 ) -> WindowPlan:
-    """Groups that together cover every span once. block_tables: [sequences, blocks], read before this returns.
+    """What together covers every span once. block_tables: [sequences, blocks], read before this returns. num_rows: of
+    the packed batch. in_place: whether sequences that are seen whole are read in place.
 
     Sequences that are seen whole are planned as without a window. Of others, only the visible keys are gathered: a
     generation token's when it is in the cache; a chunk's own from the batch and the earlier ones from the cache before
     the batch is written, for it may be written over what its first queries still see.
     """
     size, straight = window.tokens_per_block, window.is_straight(spans.ends)
+    seen_whole = spans if straight.all() else spans.select(straight)
+    paged, after = None, tuple[AttentionGroup, ...]()
+    if in_place:
+        paged = SpansInPlace.of(seen_whole, block_tables, size)
+    else:
+        after = plan_attention(seen_whole, block_tables, size, device, is_contiguous=is_contiguous, num_rows=num_rows)
     if straight.all():
-        return WindowPlan((), plan_attention(
-            spans, block_tables, size, device, is_contiguous=is_contiguous, steps_in_place=steps_in_place
-        ))  # fmt: skip
-    num_rows = int(spans.lengths.sum())
-    after = plan_attention(
-        spans.select(straight), block_tables, size, device, is_contiguous=is_contiguous, num_rows=num_rows,
-        steps_in_place=steps_in_place,
-    )
+        return WindowPlan((), after, paged)
     rest = spans.select(~straight)
     steps, chunks = rest.select(rest.lengths == 1), rest.select(rest.lengths > 1)
     cached_before = chunks.starts[tile_owners(chunks)]
     build = _RowGroups(block_tables, window, num_rows, device)
-    return WindowPlan(build.groups(tiles(chunks), cached_before), (*after, *build.groups(steps, steps.ends)))
+    return WindowPlan(build.groups(tiles(chunks), cached_before), (*after, *build.groups(steps, steps.ends)), paged)
 
 
 @dataclass(frozen=True, slots=True)

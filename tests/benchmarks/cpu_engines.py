@@ -54,12 +54,12 @@ def matrix_speed(dtype: str, threads: int) -> float:
     """FLOP/s of products of 512 rows with packed weights of 2048 × 2048, too many for the caches."""
     import torch
 
-    from ifbbench.model.linear import Linear
+    from ifbbench.model.linear import make_linear
 
     torch.set_num_threads(threads)
     values = getattr(torch, dtype)
     with torch.inference_mode():
-        weights = [Linear(torch.randn(2048, 2048).to(values)) for _ in range(16)]
+        weights = [make_linear(torch.randn(2048, 2048).to(values)) for _ in range(16)]
         rows = torch.randn(512, 2048).to(values)
         times = []
         for _ in range(5):

@@ -11,7 +11,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution.data_types import check_data_types, compute_dtype, product_maker, weight_bytes
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.fp8_linear import Fp8Linear
-from ifbbench.model.linear import Linear
+from ifbbench.model.linear import make_linear
 from ifbbench.model.weights import random_weights
 
 TINY = ModelConfig.tiny()
@@ -57,7 +57,7 @@ def test_a_cpu_has_fp8_in_its_cache_only(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_the_weights_are_made_of() -> None:
     fp8, bf16 = RunConfig(dtype="fp8"), RunConfig(dtype="bf16")
     assert (compute_dtype(fp8), compute_dtype(bf16)) == (torch.bfloat16, torch.bfloat16)
-    assert (product_maker(fp8), product_maker(bf16)) == (Fp8Linear, Linear)
+    assert (product_maker(fp8), product_maker(bf16)) == (Fp8Linear, make_linear)
     weights = random_weights(TINY, 0, torch.device("cpu"), torch.bfloat16, Fp8Linear)
     layer = weights.layers[0]
     products = (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ifbbench.model import cpu_kernels
-from ifbbench.model.attention_plan import QuerySpans, plan_attention
+from ifbbench.model.attention_plan import QuerySpans, SpansInPlace
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.cpu_kernels import load_cpu_kernels
 from ifbbench.model.cpu_operations import CpuOperations, operations_for
@@ -116,9 +116,9 @@ def test_steps_read_the_cache_in_place(
             own_values.transpose(0, 1).double(), enable_gqa=True,
         )[:, 0]  # fmt: skip
     spans = QuerySpans(np.arange(1, 6), np.ones(5, np.int64), lengths - 1, np.arange(5))
-    (plan,) = plan_attention(spans, tables, tokens_per_block, CPU, steps_in_place=True)
+    plan = SpansInPlace.of(spans, tables, tokens_per_block)
     output = torch.full((7, kv_heads * group, head_dim), 5.0, dtype=dtype)
-    operations(dtype).attend_steps(queries, keys, values, plan, output)
+    operations(dtype).attend(queries, keys, values, plan, output)
     assert_near(output[1:6], expected[1:], tolerance)
     assert (output[[0, 6]] == 5.0).all()
 
@@ -134,7 +134,7 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_kinds_without_kernels() -> None:
-    assert not operations_for(CPU, torch.float16).attends_steps
+    assert not operations_for(CPU, torch.float16).attends_in_place
 
 
 def test_the_process_keeps_its_subnormal_numbers():
