@@ -1,25 +1,34 @@
 """Output tokens a second on a CPU: this engine and every other that is installed, in turns, over the same checkpoints.
 
 `python -m tests.benchmarks.cpu_engines` prints one JSON object. 64 requests (prompts of 16 to 256 tokens, outputs of 16
-to 128), all at once, 16 at once, 512 tokens an iteration; float32 and bfloat16; two threads. `--python vllm=PATH` names
-an interpreter where an engine is installed, if that is another one. Other work on the machine spoils wall times, for
-OpenMP's threads wait for each other in a loop; `--threads 1` and the CPU seconds tell engines apart even then.
+to 128), all at once, 16 at once, 512 tokens an iteration; float32 and bfloat16; two threads. Beside each engine's speed
+are its share of what memory and matrix products allow here (`cpu_limit`), and for how many requests its tokens are
+those of ifbbench: in float32 for all but near ties, in bfloat16, and with the flash attention of llama.cpp, for fewer.
+
+`--python vllm=PATH` names an interpreter where an engine is installed, if that is another one; llama.cpp needs the
+package `gguf` here, and `llama-cpp-python` there. OpenMP's runtime alone can be worth as much as engines differ: set
+LD_PRELOAD, and all use the same one. Other work on the machine spoils wall times, for OpenMP's threads wait for each
+other in a loop; `--threads 1` and the CPU seconds tell engines apart even then.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ifbbench.model.config import load_model_config
+from ifbbench.execution.device_speed import DeviceSpeed
 from ifbbench.recording import environment
-from tests.benchmarks.cpu_engine_runs import ENGINES, workload
+from tests.benchmarks.cpu_engine_runs import ENGINES
+from tests.benchmarks.cpu_limit import Limit, limit, matrix_flops_per_s, read_bytes_per_s
+from tests.benchmarks.cpu_task import DTYPES, Task, Tokens, gguf_path
 
 MODELS: dict[str, dict[str, int]] = {
     "small": {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -27,97 +36,118 @@ MODELS: dict[str, dict[str, int]] = {
     "middle": {"vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
                "num_key_value_heads": 4, "intermediate_size": 2048, "max_position_embeddings": 512},
 }  # fmt: skip
-DTYPES = ("float32", "bfloat16")
+OWN = "ifbbench"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What `cpu_engine_runs` prints of one run. Seconds; the tokens of each request."""
+
+    wall_s: float
+    cpu_s: float
+    version: str
+    outputs: Tokens
 
 
 def make_checkpoint(directory: Path, shape: dict[str, int]) -> None:
-    """A random Llama, as transformers writes it."""
+    """A random Llama as transformers writes it, and, where the package `gguf` is, as GGUF files in both data types."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=None, bos_token_id=None)).save_pretrained(directory)
+    model = LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=None, bos_token_id=None))
+    model.save_pretrained(directory)
+    if importlib.util.find_spec("gguf") is None:
+        return
+    from tests.model.gguf_writing import write_gguf_without_texts
+
+    for dtype, kind in {"float32": "F32", "bfloat16": "BF16"}.items():
+        write_gguf_without_texts(gguf_path(directory, dtype), model, kind)
 
 
-def run(python: str, engine: str, directory: Path, dtype: str, threads: int, runs: int) -> list[dict[str, Any]]:
-    """Runs in a process of its own; none if the engine is not installed there or fails."""
-    command = [python, "-m", "tests.benchmarks.cpu_engine_runs", engine, str(directory), dtype, str(threads), str(runs)]
-    variables = os.environ | {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+def run(python: str, engine: str, task: Task) -> list[Measured]:
+    """One run in a process of its own; none if the engine is not installed there or fails."""
+    arguments = [engine, str(task.directory), task.dtype, str(task.threads), "1"]
+    variables = os.environ | {"OMP_NUM_THREADS": str(task.threads), "TRANSFORMERS_VERBOSITY": "error"}
+    command = [python, "-m", "tests.benchmarks.cpu_engine_runs", *arguments]
     found = subprocess.run(command, env=variables, capture_output=True, text=True)
     lines = [line.removeprefix("RUN ") for line in found.stdout.splitlines() if line.startswith("RUN ")]
     if not lines:
         print(f"{engine}: left out ({(found.stderr.splitlines() or ['no output'])[-1]})", file=sys.stderr)
-    return [json.loads(line) for line in lines]
+    return [Measured(**json.loads(line)) for line in lines]
 
 
-def matrix_speed(dtype: str, threads: int) -> float:
-    """FLOP/s of products of 512 rows with packed weights of 2048 × 2048, too many for the caches."""
-    import torch
-
-    from ifbbench.model.linear import make_linear
-
-    torch.set_num_threads(threads)
-    values = getattr(torch, dtype)
-    with torch.inference_mode():
-        weights = [make_linear(torch.randn(2048, 2048).to(values)) for _ in range(16)]
-        rows = torch.randn(512, 2048).to(values)
-        times = []
-        for _ in range(5):
-            start_s = time.process_time()
-            for weight in weights:
-                weight(rows)
-            times.append(time.process_time() - start_s)
-    return threads * len(weights) * 2 * 512 * 2048 * 2048 / min(times)
+def in_turns(task: Task, engines: list[str], pythons: dict[str, str], turns: int) -> dict[str, list[Measured]]:
+    """The runs of each engine that could run."""
+    found: dict[str, list[Measured]] = {engine: [] for engine in engines}
+    for turn in range(turns):
+        for engine, runs in found.items():
+            if turn == 0 or runs:
+                runs += run(pythons.get(engine, sys.executable), engine, task)
+    return {engine: runs for engine, runs in found.items() if runs}
 
 
-def limit(directory: Path, flops_per_s: float) -> float:
-    """Output tokens/s if all matrix products, and nothing else, took their time at full speed."""
-    config = load_model_config(directory)
-    prompts, lengths = workload(config.vocab_size)
-    head = config.vocab_size * config.hidden_size
-    per_token = config.num_parameters - 2 * head
-    passed = sum(map(len, prompts)) + sum(lengths) - len(lengths)
-    return sum(lengths) * flops_per_s / (2 * per_token * passed + 2 * head * sum(lengths))
+def figures(found: dict[str, list[Measured]], task: Task, most: Limit) -> dict[str, Any]:
+    """What is reported of a model in a data type."""
+    own = found[OWN][-1].outputs if OWN in found else None
+    report: dict[str, Any] = {"limit": {name: round(value) for name, value in asdict(most).items()}}
+    for engine, runs in found.items():
+        speed = sum(task.lengths) / median(one.wall_s for one in runs)
+        report[engine] = {
+            "output_tokens_per_s": round(speed, 1),
+            "share_of_limit": round(speed / most.tokens_per_s, 3),
+            "cpu_s": round(median(one.cpu_s for one in runs), 3),
+            "requests_as_ifbbench": None if own is None else _num_equal(runs[-1].outputs, own),
+            "version": runs[-1].version,
+        }
+    return report
+
+
+def _num_equal(some: Tokens, others: Tokens) -> int:
+    return sum(one == other for one, other in zip(some, others, strict=True))
 
 
 def main() -> None:
     """Measure in turns, and print the medians."""
-    parser = argparse.ArgumentParser()
+    given = _arguments()
+    read = read_bytes_per_s(given.threads)
+    speeds = {dtype: DeviceSpeed(matrix_flops_per_s(dtype, given.threads), read) for dtype in given.dtypes}
+    found = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in given.models:
+            directory = Path(temporary) / name
+            make_checkpoint(directory, MODELS[name])
+            for dtype, speed in speeds.items():
+                task = Task.of_checkpoint(directory, dtype, given.threads)
+                runs = in_turns(task, given.engines, dict(given.python), given.turns)
+                found[f"{name}, {dtype}"] = figures(runs, task, limit(task, speed))
+    report = {
+        "benchmark": "engines on a CPU", "threads": given.threads, "preloaded": os.environ.get("LD_PRELOAD"),
+        "read_gigabytes_per_s": round(read / 1e9, 1),
+        "matrix_gigaflops_per_s": {dtype: round(speed.flops_per_s / 1e9, 1) for dtype, speed in speeds.items()},
+        "figures": found, "hardware": environment.hardware(), "versions": environment.versions(),
+    }  # fmt: skip
+    print(json.dumps(report, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Engines on a CPU, side by side.")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
-    given = parser.parse_args()
-    pythons = dict(item.split("=", 1) for item in given.python)
-    report: dict[str, Any] = {"benchmark": "engines on a CPU", "threads": given.threads, "figures": {}}
-    with tempfile.TemporaryDirectory() as temporary:
-        for name in given.models:
-            directory = Path(temporary) / name
-            make_checkpoint(directory, MODELS[name])
-            for dtype in given.dtypes:
-                figures = _in_turns(given, pythons, directory, dtype)
-                reachable = limit(directory, matrix_speed(dtype, given.threads))
-                report["figures"][f"{name}, {dtype}"] = {"matrix_limit_tokens_per_s": round(reachable), **figures}
-    print(json.dumps(report | {"hardware": environment.hardware(), "versions": environment.versions()}, indent=1))
+    parser.add_argument("--python", action="append", default=[], type=_engine_and_python, metavar="ENGINE=PATH")
+    return parser.parse_args()
 
 
-def _in_turns(given: argparse.Namespace, pythons: dict[str, str], directory: Path, dtype: str) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in given.engines}
-    for turn in range(given.turns):
-        for engine, runs in found.items():
-            if turn == 0 or runs:
-                runs += run(pythons.get(engine, sys.executable), engine, directory, dtype, given.threads, 1)
-    num_outputs = sum(workload(load_model_config(directory).vocab_size)[1])
-    return {
-        engine: {
-            "output_tokens_per_s": round(num_outputs / median(item["wall_s"] for item in runs), 1),
-            "cpu_s": round(median(item["cpu_s"] for item in runs), 3),
-            "tokens": runs[-1]["tokens"],
-        }
-        for engine, runs in found.items() if runs
-    }  # fmt: skip
+def _engine_and_python(given: str) -> tuple[str, str]:
+    engine, _, path = given.partition("=")
+    if engine not in ENGINES:
+        raise argparse.ArgumentTypeError(f"{given!r} names no engine; expected one of {', '.join(ENGINES)}, and =PATH")
+    if shutil.which(path) is None:
+        raise argparse.ArgumentTypeError(f"there is no interpreter {path!r} for {engine}")
+    return engine, path
 
 
 if __name__ == "__main__":

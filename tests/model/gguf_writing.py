@@ -1,5 +1,6 @@
 """Small GGUF files, written with the package `gguf`."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,22 @@ from ifbbench.model.gguf_file import _stored_name
 
 def write_gguf(path: Path, reference: Any, architecture: str, **changes: object) -> None:
     """The Llama-like model `reference` of transformers as a GGUF file. changes: metadata to replace."""
+    _write(path, reference, architecture, changes, "F32", _add_tokenizer)
+
+
+def write_gguf_without_texts(path: Path, reference: Any, kind: str) -> None:
+    """The Llama `reference` of transformers as a GGUF file that knows token ids alone. kind: of its matrices, as GGUF
+    names it; norms are float32."""
+    changes = {"vocab_size": reference.config.vocab_size}
+    _write(path, reference, "llama", changes, kind, lambda writer: writer.add_tokenizer_model("no_vocab"))
+
+
+def _write(
+    path: Path, reference: Any, architecture: str, changes: Mapping[str, object], kind: str,
+    add_tokenizer: Callable[[Any], None],
+) -> None:  # fmt: skip
     gguf = pytest.importorskip("gguf")
-    config = reference.config
+    config, kinds = reference.config, gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, architecture)
     metadata: dict[str, object] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
@@ -22,14 +37,16 @@ def write_gguf(path: Path, reference: Any, architecture: str, **changes: object)
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": 10_000.0,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
     }  # fmt: skip
-    for key, value in (metadata | changes).items():
+    for key, value in {**metadata, **changes}.items():
         add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{key}", value)
-    _add_tokenizer(writer, gguf)
+    add_tokenizer(writer)
     for name, tensor in reference.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             values = _permuted(name, tensor, config) if architecture == "llama" else tensor
-            writer.add_tensor(_stored_name(name), np.ascontiguousarray(values.numpy()))
+            stored_as = kinds[kind] if values.ndim == 2 else kinds.F32
+            stored = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), stored_as)
+            writer.add_tensor(_stored_name(name), stored, raw_dtype=stored_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -44,7 +61,7 @@ def _permuted(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _add_tokenizer(writer: Any, gguf: Any) -> None:
+def _add_tokenizer(writer: Any) -> None:
     """All letters, one merge and an end token."""
     letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
     tokens = ["<|end|>", *letters, "\u0120", "he", "\u0120he"]
