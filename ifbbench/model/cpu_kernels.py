@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -64,13 +65,14 @@ def _compile(compiler: list[str], library: Path) -> None:
     """Beside the library first, then moved: another process may be at it too."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        compiled = []
-        for source in sorted(SOURCES.glob("*.c")):
-            for kind, told in KINDS.values():
-                compiled.append(str(Path(directory) / f"{source.stem}_{kind}.o"))
-                _run([*compiler, *COMPILE, *told, "-o", compiled[-1], str(source)])
+        commands = {
+            str(Path(directory) / f"{source.stem}_{kind}.o"): [*compiler, *COMPILE, *told, str(source), "-o"]
+            for source in sorted(SOURCES.glob("*.c")) for kind, told in KINDS.values()
+        }  # fmt: skip
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(_run, [[*command, compiled] for compiled, command in commands.items()]))
         linked = Path(directory) / library.name
-        _run([*compiler, *LINK, "-o", str(linked), *compiled, "-lm"])
+        _run([*compiler, *LINK, "-o", str(linked), *commands, "-lm"])
         linked.replace(library)
 
 

@@ -1,4 +1,4 @@
-"""Memory that a processor reads at full speed."""
+"""Large tensors in memory that a processor reads at full speed."""
 
 import mmap
 
@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 
-def on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on a CPU, on huge pages where Linux gives them when asked.
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros on `device`: on a CPU in huge pages, where Linux gives them to those who ask.
 
-    A page of 2 MiB instead of 4 KiB spares the processor most look-ups of addresses. MemoryError if there is none.
+    Pages of 2 MiB instead of 4 KiB spare the processor most look-ups of addresses. Memory is taken when it is first
+    written. MemoryError if there is none.
     """
     count = torch.Size(shape).numel()
-    if count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype)
+    if device.type != "cpu" or count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, device=device, dtype=dtype)
     try:
         memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

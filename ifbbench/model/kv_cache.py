@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.host_pool import HostPool
+from ifbbench.model.huge_pages import zeros
 from ifbbench.model.kv_values import StoredValues
 
 
@@ -77,7 +78,7 @@ class PagedKvCache:
 
         def storages() -> dict[int, Tensor]:
             # Zeros, not empty: padding reads rows that were never written, and masking does not undo a NaN.
-            return {layer: torch.zeros(shape, device=device, dtype=self._stored.storage_dtype)
+            return {layer: zeros(shape, device, self._stored.storage_dtype)
                     for layer in (range(config.num_layers) if layers is None else layers)}
 
         self._keys, self._values = storages(), storages()

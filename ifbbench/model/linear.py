@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ifbbench.model.cpu_kernels import KINDS, load_cpu_kernels
-from ifbbench.model.huge_pages import on_huge_pages
+from ifbbench.model.huge_pages import zeros
 
 # The batch size that oneDNN is told to expect when it packs a weight: a generation batch on a CPU.
 EXPECTED_ROWS = 16
@@ -64,7 +64,8 @@ class CpuLinear:
     def __init__(self, kernels: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
         kind, _ = KINDS[weight.dtype]
         self._shape, self._dtype, self._bias = tuple(weight.shape), weight.dtype, bias
-        self._packed = on_huge_pages((getattr(kernels, f"packed_words_{kind}")(*self._shape),), torch.int32)
+        words = getattr(kernels, f"packed_words_{kind}")(*self._shape)
+        self._packed = zeros((words,), weight.device, torch.int32)
         getattr(kernels, f"pack_{kind}")(weight.contiguous().data_ptr(), self._packed.data_ptr(), *self._shape)
         self._multiply = getattr(kernels, f"multiply_{kind}")
         self._pointers = self._packed.data_ptr(), None if bias is None else bias.data_ptr()

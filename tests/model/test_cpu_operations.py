@@ -1,5 +1,6 @@
 """The kernels for CPUs do what PyTorch's operations do."""
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -92,35 +93,62 @@ def test_keys_and_values_are_written_to_their_rows(dtype: torch.dtype, tolerance
 @each_dtype
 @pytest.mark.parametrize("tokens_per_block", [1, 8, 32])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim"), [(1, 1, 4), (4, 2, 32), (2, 3, 64), (2, 1, 80), (1, 8, 128)]
+    ("kv_heads", "group", "head_dim"), [(1, 1, 4), (4, 2, 32), (2, 3, 64), (2, 1, 80), (1, 9, 128), (3, 5, 20)]
 )
-def test_steps_read_the_cache_in_place(
-    dtype: torch.dtype, tolerance: float, tokens_per_block: int, kv_heads: int, group: int, head_dim: int
+def test_attention_of_a_mixed_batch_in_place(
+    kernels: ctypes.CDLL, dtype: torch.dtype, tolerance: float, tokens_per_block: int, kv_heads: int, group: int,
+    head_dim: int,
 ) -> None:
-    """Against PyTorch's attention in float64; blocks in random order, NaN wherever no key is."""
-    lengths = np.array([1, 33, 200, 32, 7], dtype=np.int64)
+    """Against PyTorch's attention in float64: single queries, whole prompts and later chunks; blocks in random order,
+    NaN wherever no key is."""
+    counts, ends = np.array([1, 33, 1, 7, 1, 65, 2]), np.array([1, 33, 200, 32, 7, 150, 130])
+    rows = 1 + np.cumsum(counts) - counts
     width, generator = 256 // tokens_per_block, np.random.default_rng(0)
-    tables = generator.permutation(5 * width).astype(np.int32).reshape(5, width)
-    shape = (5 * width, tokens_per_block, kv_heads, head_dim)
+    tables = generator.permutation(len(ends) * width).astype(np.int32).reshape(-1, width)
+    shape = (len(ends) * width, tokens_per_block, kv_heads, head_dim)
     keys, values = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-    fused = random(6, kv_heads * group + 2, head_dim, dtype=dtype)
-    queries, expected = fused[:, : kv_heads * group], torch.full((6, kv_heads * group, head_dim), torch.nan)
-    for row, length in enumerate(lengths.tolist()):
-        own_keys = random(length, kv_heads, head_dim, dtype=dtype)
-        own_values = random(length, kv_heads, head_dim, dtype=dtype) * 3
-        for position in range(length):
-            block, place = tables[row, position // tokens_per_block], position % tokens_per_block
-            keys[block, place], values[block, place] = own_keys[position], own_values[position]
-        expected[row + 1] = torch.nn.functional.scaled_dot_product_attention(
-            queries[row + 1][:, None].double(), own_keys.transpose(0, 1).double(),
-            own_values.transpose(0, 1).double(), enable_gqa=True,
-        )[:, 0]  # fmt: skip
-    spans = QuerySpans(np.arange(1, 6), np.ones(5, np.int64), lengths - 1, np.arange(5))
-    plan = SpansInPlace.of(spans, tables, tokens_per_block)
-    output = torch.full((7, kv_heads * group, head_dim), 5.0, dtype=dtype)
-    operations(dtype).attend(queries, keys, values, plan, output)
-    assert_near(output[1:6], expected[1:], tolerance)
-    assert (output[[0, 6]] == 5.0).all()
+    num_rows, heads = 1 + int(counts.sum()), kv_heads * group
+    fused = random(num_rows, heads + 2, head_dim, dtype=dtype)
+    queries, expected = fused[:, :heads], torch.full((num_rows, heads, head_dim), 5.0, dtype=torch.float64)
+    for row, count, end, table in zip(rows.tolist(), counts.tolist(), ends.tolist(), tables, strict=True):
+        own_keys, own_values = (random(end, kv_heads, head_dim, dtype=dtype) * scale for scale in (1, 3))
+        places = torch.arange(end)
+        blocks = torch.from_numpy(table.astype(np.int64))[places // tokens_per_block]
+        keys[blocks, places % tokens_per_block], values[blocks, places % tokens_per_block] = own_keys, own_values
+        expected[row : row + count] = torch.nn.functional.scaled_dot_product_attention(
+            queries[row : row + count].transpose(0, 1).double(), own_keys.transpose(0, 1).double(),
+            own_values.transpose(0, 1).double(), attn_mask=places <= torch.arange(end - count, end)[:, None],
+            enable_gqa=True,
+        ).transpose(0, 1)  # fmt: skip
+    spans = SpansInPlace.of(QuerySpans(rows, counts, ends - counts, np.arange(len(ends))), tables, tokens_per_block)
+    output = torch.full((num_rows, heads, head_dim), 5.0, dtype=dtype)
+    CpuOperations(kernels, dtype).attend(queries, keys, values, spans, output)
+    assert (output[0] == 5.0).all()
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        assert_near(output[row : row + count], expected[row : row + count], tolerance)
+
+
+@each_dtype
+def test_attention_of_scores_far_apart(dtype: torch.dtype, tolerance: float) -> None:
+    """The softmax must not overflow, nor lose what comes after a score that is far above or below it."""
+    queries, values = torch.full((40, 1, 16), 30.0, dtype=dtype), random(5, 8, 1, 16, dtype=dtype)
+    keys = torch.zeros(5, 8, 1, 16, dtype=dtype)
+    keys.view(40, 16)[:, 0] = torch.linspace(-40, 40, 40)[torch.randperm(40)]
+    spans = SpansInPlace.of(QuerySpans(*map(np.array, ([0, 39], [39, 1], [0, 39], [0, 0]))),
+                            np.arange(5, dtype=np.int32)[None], 8)  # fmt: skip
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1).double(), keys.view(1, 40, 16).double(), values.view(1, 40, 16).double(), is_causal=True
+    ).transpose(0, 1)
+    output = torch.empty_like(queries)
+    operations(dtype).attend(queries, keys, values, spans, output)
+    assert_near(output, expected, tolerance)
+
+
+def test_no_spans() -> None:
+    none = SpansInPlace.of(QuerySpans(*[np.zeros(0, np.int64)] * 4), np.zeros((2, 3), np.int32), 8)
+    cache, output = torch.zeros(3, 8, 1, 4), torch.ones(1, 2, 4)
+    operations(torch.float32).attend(torch.zeros(0, 2, 4), cache, cache, none, output)
+    assert (output == 1.0).all()
 
 
 def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

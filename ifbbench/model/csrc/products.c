@@ -35,8 +35,8 @@ INLINE vector add_step(vector sum, uint32_t inputs, words weights) {
 #endif
 }
 
-/* product[rows, COLUMNS] = tile[steps, rows] times panel[steps, COLUMNS]. Fetches `lines` cache lines from `next` on with
- * each FETCH_STEPS steps. */
+/* product[rows, COLUMNS] = tile[steps, rows] times panel[steps, COLUMNS]. Fetches `lines` cache lines from `next` on
+ * with each FETCH_STEPS steps. */
 static void multiply_tile(int64_t rows, const uint32_t *tile, const uint32_t *panel, int64_t steps, const char *next,
                           int64_t lines, float *product) {
 #define MULTIPLY(n)                                                                                                \
@@ -50,6 +50,7 @@ static void multiply_tile(int64_t rows, const uint32_t *tile, const uint32_t *pa
     memcpy(product, sum, sizeof sum);                                                                              \
   }
   WITH_CONSTANT(rows, MULTIPLY)
+#undef MULTIPLY
 }
 
 static void pack_tile(const value_t *from, uint32_t *to, int64_t rows, int64_t inputs) {
@@ -67,8 +68,16 @@ static int64_t panels_of(int64_t outputs) { return (outputs + COLUMNS - 1) / COL
 static int64_t columns_of(int64_t panel, int64_t outputs) {
   return outputs - panel * COLUMNS < COLUMNS ? outputs - panel * COLUMNS : COLUMNS;
 }
-/* Rows are divided among tiles as evenly as can be. */
-static int64_t first_row(int64_t tile, int64_t rows, int64_t tiles) { return tile * rows / tiles; }
+
+/* The first `columns` of product[rows, COLUMNS], plus `bias` unless it is null, to rows of `stride` values. */
+INLINE void store_rows(const float *product, int64_t rows, const value_t *bias, value_t *to, int64_t columns,
+                       int64_t stride) {
+  for (int64_t r = 0; r < rows; r++, product += COLUMNS, to += stride)
+    if (bias)
+      for (int64_t c = 0; c < columns; c++) to[c] = to_value(product[c] + to_float(bias[c]));
+    else
+      for (int64_t c = 0; c < columns; c++) to[c] = to_value(product[c]);
+}
 
 /* How many 32-bit words a packed weight [outputs, inputs] takes. */
 int64_t NAME(packed_words)(int64_t outputs, int64_t inputs) { return panels_of(outputs) * COLUMNS * steps_of(inputs); }
@@ -95,7 +104,7 @@ void NAME(pack)(const value_t *weight, uint32_t *packed, int64_t outputs, int64_
 int NAME(multiply)(const value_t *x, const uint32_t *packed, const value_t *bias, value_t *out, int64_t rows,
                    int64_t outputs, int64_t inputs) {
   int64_t steps = steps_of(inputs), panels = panels_of(outputs);
-  int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, groups = (tiles + MOST_TILES - 1) / MOST_TILES;
+  int64_t tiles = tiles_of(rows), groups = (tiles + MOST_TILES - 1) / MOST_TILES;
   uint32_t *tiled = malloc(4 * rows * steps + 1);
   if (!tiled) return 1;
 #pragma omp parallel
@@ -114,16 +123,10 @@ int NAME(multiply)(const value_t *x, const uint32_t *packed, const value_t *bias
         int64_t lines = (FETCH_STEPS * COLUMNS * 4 / CACHE_LINE + last - first - 1) / (last - first);
         for (int64_t t = first; t < last; t++, next += steps / FETCH_STEPS * lines * CACHE_LINE) {
           int64_t row = first_row(t, rows, tiles), count = first_row(t + 1, rows, tiles) - row;
-          float sums[MOST_ROWS * COLUMNS];
-          multiply_tile(count, tiled + row * steps, panel, steps, next, lines, sums);
-          for (int64_t r = 0; r < count; r++) {
-            value_t *to = out + (row + r) * outputs + p * COLUMNS;
-            const float *sum = sums + r * COLUMNS;
-            if (bias)
-              for (int64_t c = 0; c < columns_of(p, outputs); c++) to[c] = to_value(sum[c] + to_float(bias[p * COLUMNS + c]));
-            else
-              for (int64_t c = 0; c < columns_of(p, outputs); c++) to[c] = to_value(sum[c]);
-          }
+          float product[MOST_ROWS * COLUMNS];
+          multiply_tile(count, tiled + row * steps, panel, steps, next, lines, product);
+          store_rows(product, count, bias ? bias + p * COLUMNS : NULL, out + row * outputs + p * COLUMNS,
+                     columns_of(p, outputs), outputs);
         }
       }
   }

@@ -7,7 +7,11 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline float float_of_bits(uint32_t bits) {
+#define INLINE static inline __attribute__((always_inline))
+/* Below this many values a second thread costs more than it saves. */
+#define PARALLEL_VALUES 32768
+
+INLINE float float_of_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);
   return value;
@@ -16,8 +20,8 @@ static inline float float_of_bits(uint32_t bits) {
 #ifdef BF16
 #define NAME(function) function##_bf16
 typedef uint16_t value_t;
-static inline float to_float(value_t value) { return float_of_bits((uint32_t)value << 16); }
-static inline value_t to_value(float value) { /* rounds to nearest, ties to even */
+INLINE float to_float(value_t value) { return float_of_bits((uint32_t)value << 16); }
+INLINE value_t to_value(float value) { /* rounds to nearest, ties to even */
   uint32_t bits;
   memcpy(&bits, &value, 4);
   return (value_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
@@ -25,12 +29,8 @@ static inline value_t to_value(float value) { /* rounds to nearest, ties to even
 #else
 #define NAME(function) function##_float
 typedef float value_t;
-static inline float to_float(value_t value) { return value; }
-static inline value_t to_value(float value) { return value; }
+INLINE float to_float(value_t value) { return value; }
+INLINE value_t to_value(float value) { return value; }
 #endif
-
-#define INLINE static inline __attribute__((always_inline))
-/* Below this many values a second thread costs more than it saves. */
-#define PARALLEL_VALUES 32768
 
 #endif

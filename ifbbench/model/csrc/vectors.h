@@ -47,9 +47,41 @@ INLINE vector load_some_values(const value_t *from, int64_t count) {
   return load_values(values);
 }
 
+/* The lanes of `first`, and behind them those of `second`, in the order of `which`, a constant. */
+INLINE vector shuffled(vector first, vector second, integers which) {
+#ifdef __clang__
+  vector result;
+  for (int i = 0; i < LANES; i++) result[i] = which[i] < LANES ? first[which[i]] : second[which[i] - LANES];
+  return result;
+#else
+  return __builtin_shuffle(first, second, which);
+#endif
+}
+
 /* sum + input * weights; each word is a float. */
 INLINE vector add_float_step(vector sum, uint32_t input, words weights) {
   return sum + float_of_bits(input) * (vector)weights;
+}
+
+/* The sums of LANES vectors, as one vector: in each round, halves of two vectors change places, so that one addition
+ * serves both. */
+INLINE vector sums_of(vector *of) {
+#define ROUND(half)                                                                      \
+  if (half < LANES) {                                                                    \
+    integers low, high;                                                                  \
+    for (int i = 0; i < LANES; i++) {                                                    \
+      low[i] = i & half ? LANES + i - half : i;                                          \
+      high[i] = low[i] + half;                                                           \
+    }                                                                                    \
+    for (int i = 0; i < half; i++)                                                       \
+      of[i] = shuffled(of[i], of[i + half], low) + shuffled(of[i], of[i + half], high);  \
+  }
+  ROUND(8)
+  ROUND(4)
+  ROUND(2)
+  ROUND(1)
+#undef ROUND
+  return of[0];
 }
 
 typedef vector add_step_t(vector sum, uint32_t input, words weights);
@@ -71,6 +103,10 @@ INLINE void add_product(int rows, add_step_t add_step, vector sum[][2], const ui
     }
   }
 }
+
+/* Rows are divided among tiles as evenly as can be. */
+INLINE int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+INLINE int64_t first_row(int64_t tile, int64_t rows, int64_t tiles) { return tile * rows / tiles; }
 
 /* Calls `CALL(n)` with `count`, 1 to MOST_ROWS, as the constant n. */
 #define WITH_CONSTANT(count, CALL)                        \

@@ -29,8 +29,8 @@ void NAME(swiglu)(const value_t *x, value_t *out, int64_t rows, int64_t size) {
 
 /* Turns the first `heads` of each token's `stride / size` heads in place: (a, b) -> (a cos - b sin, b cos + a sin),
  * a and b the halves of a head; angles of its position: cos, sin [positions, size / 2]. */
-void NAME(rotate)(value_t *x, const int64_t *positions, const float *cos, const float *sin, int64_t tokens, int64_t heads,
-                int64_t stride, int64_t size) {
+void NAME(rotate)(value_t *x, const int64_t *positions, const float *cos, const float *sin, int64_t tokens,
+                  int64_t heads, int64_t stride, int64_t size) {
   int64_t half = size / 2;
 #pragma omp parallel for if (tokens * heads * size > PARALLEL_VALUES)
   for (int64_t t = 0; t < tokens; t++) {
@@ -47,8 +47,8 @@ void NAME(rotate)(value_t *x, const int64_t *positions, const float *cos, const 
 }
 
 /* keys_cache[rows[t]] = keys[t], and values likewise. A token's keys are `size` values in a row of `stride`. */
-void NAME(write)(const value_t *keys, const value_t *values, value_t *keys_cache, value_t *values_cache, const int64_t *rows, int64_t tokens,
-               int64_t stride, int64_t size) {
+void NAME(write)(const value_t *keys, const value_t *values, value_t *keys_cache, value_t *values_cache,
+                 const int64_t *rows, int64_t tokens, int64_t stride, int64_t size) {
   for (int64_t t = 0; t < tokens; t++) {
     memcpy(keys_cache + rows[t] * size, keys + t * stride, size * sizeof(value_t));
     memcpy(values_cache + rows[t] * size, values + t * stride, size * sizeof(value_t));

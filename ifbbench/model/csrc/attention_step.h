@@ -1,0 +1,158 @@
+/* Attention of a unit with one query. The time goes into reading keys and values, which are used as they lie, LANES at
+ * a time: while the heads of some are at work, the next are fetched. */
+
+#ifndef IFBBENCH_ATTENTION_STEP_H
+#define IFBBENCH_ATTENTION_STEP_H
+
+#include "attention_unit.h"
+#include "exponential.h"
+
+/* Query heads that are done at once. */
+#define STEP_ROWS 4
+/* Vectors of a value whose sums are in registers, for each of these heads. */
+#define STEP_VECTORS (LANES == 16 ? 4 : 2)
+#define CACHE_LINE 64
+
+/* queries, sums: [rows, wide], a row being a query head of the unit. scores: [rows, longest], then weights. */
+typedef struct {
+  float *queries, *sums, *scores;
+  int64_t rows, wide, longest;
+} step_t;
+
+static int64_t step_scratch_floats(int64_t heads, int64_t group, int64_t size, int64_t length) {
+  return heads * group * (2 * rounded_up(size, LANES) + rounded_up(length, LANES));
+}
+
+static step_t step_in(const batch_t *b, const unit_t *u, float *scratch) {
+  step_t s = {.rows = u->heads * b->group, .wide = rounded_up(b->size, LANES), .longest = rounded_up(u->length, LANES)};
+  s.queries = scratch;
+  s.sums = s.queries + s.rows * s.wide;
+  s.scores = s.sums + s.rows * s.wide;
+  return s;
+}
+
+/* Where the next LANES keys, or values, of the unit's first head are; behind the last, that one again. */
+INLINE void locate(cursor_t *cursor, const value_t *at[LANES]) {
+  for (int k = 0; k < LANES; k++) at[k] = cursor->at, advance(cursor);
+}
+
+INLINE void fetch(const value_t *from, int64_t size) {
+  for (int64_t i = 0; i < size; i += CACHE_LINE / (int64_t)sizeof(value_t)) __builtin_prefetch(from + i);
+}
+
+/* LANES values of `size` from `i` on, as floats. */
+INLINE vector load_part(const value_t *from, int64_t i, int64_t size) {
+  return size - i < LANES ? load_some_values(from + i, size - i) : load_values(from + i);
+}
+
+/* scores[rows, s->longest], LANES of each: queries[rows, s->wide] times the keys `at`, `offset` values from there. */
+INLINE void score_keys(const step_t *s, int rows, int64_t size, const float *queries, const value_t *at[LANES],
+                       const value_t *next[LANES], int64_t offset, float *scores) {
+  vector products[STEP_ROWS][LANES];
+  for (int k = 0; k < LANES; k++) {
+    vector product[STEP_ROWS] = {0};
+    fetch(next[k] + offset, size);
+    for (int64_t i = 0; i < size; i += LANES) {
+      vector part = load_part(at[k] + offset, i, size);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) product[r] += part * load_vector(queries + r * s->wide + i);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) products[r][k] = product[r];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++) store_vector(scores + r * s->longest, sums_of(products[r]));
+}
+
+/* sums[rows, s->wide] += weights[rows, s->longest], the first `count` of each, times the values `at`, `offset` values
+ * from there; `vectors` of each value at a time. */
+INLINE void sum_values(const step_t *s, int rows, int64_t size, int vectors, const float *weights, int64_t count,
+                       const value_t *at[LANES], const value_t *next[LANES], int64_t offset, float *sums) {
+  for (int k = 0; k < LANES; k++) fetch(next[k] + offset, size);
+  for (int64_t first = 0; first < size; first += vectors * LANES) {
+    vector sum[STEP_ROWS][STEP_VECTORS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sum[r][v] = load_vector(sums + r * s->wide + first + v * LANES);
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) {
+        vector part = load_part(at[k] + offset, first + v * LANES, size);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) sum[r][v] += weights[r * s->longest + k] * part;
+      }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) store_vector(sums + r * s->wide + first + v * LANES, sum[r][v]);
+  }
+}
+
+/* e^(scores - their largest), over the sum of these. */
+static void softmax(float *scores, int64_t count) {
+  float largest = scores[0], total = 0;
+  for (int64_t n = 1; n < count; n++) largest = scores[n] > largest ? scores[n] : largest;
+  for (int64_t n = 0; n < count; n++) scores[n] = exponential(scores[n] - largest), total += scores[n];
+  for (int64_t n = 0; n < count; n++) scores[n] /= total;
+}
+
+/* For the `rows` query heads from `first_row` on of each KV head: scores of all keys, weights, sums of all values.
+ * `rows` and, for common sizes, `size` are constants where this is inlined. */
+INLINE void attend_heads(const batch_t *b, const unit_t *u, step_t *s, int rows, int64_t size, int vectors,
+                         int64_t first_row) {
+  const value_t *places[2][LANES];
+  for (int is_value = 0; is_value < 2; is_value++) {
+    cursor_t cursor = first_of(b, u, is_value ? b->values : b->keys);
+    locate(&cursor, places[0]);
+    for (int64_t first = 0, turn = 0; first < u->length; first += LANES, turn ^= 1) {
+      const value_t **at = places[turn], **next = places[turn ^ 1];
+      locate(&cursor, next);
+      for (int64_t head = 0; head < u->heads; head++) {
+        int64_t row = head * b->group + first_row;
+        float *scores = s->scores + row * s->longest + first;
+        if (!is_value)
+          score_keys(s, rows, size, s->queries + row * s->wide, at, next, head * size, scores);
+        else
+          sum_values(s, rows, size, vectors, scores, at_most(LANES, u->length - first), at, next, head * size,
+                     s->sums + row * s->wide);
+      }
+    }
+    for (int64_t head = 0; head < u->heads && !is_value; head++)
+      for (int r = 0; r < rows; r++) softmax(s->scores + (head * b->group + first_row + r) * s->longest, u->length);
+  }
+}
+
+/* The common sizes as constants, for loops without a remainder. */
+#define ATTEND_HEADS(rows)                                                         \
+  switch (b->size) {                                                               \
+    case 32: attend_heads(b, u, &s, rows, 32, 2, first); break;                    \
+    case 64: attend_heads(b, u, &s, rows, 64, STEP_VECTORS, first); break;         \
+    case 128: attend_heads(b, u, &s, rows, 128, STEP_VECTORS, first); break;       \
+    default: attend_heads(b, u, &s, rows, b->size, 1, first);                      \
+  }
+
+/* scratch: `step_scratch_floats`. */
+static void attend_step(const batch_t *b, const unit_t *u, float *scratch) {
+  step_t s = step_in(b, u, scratch);
+  float scale = 1 / sqrtf(b->size);
+  memset(s.queries, 0, 2 * s.rows * s.wide * sizeof(float));
+  for (int64_t r = 0; r < s.rows; r++) {
+    const value_t *query = queries_of(b, u) + r * b->size;
+    for (int64_t i = 0; i < b->size; i++) s.queries[r * s.wide + i] = to_float(query[i]) * scale;
+  }
+  for (int64_t first = 0; first < b->group; first += STEP_ROWS) {
+    switch (b->group - first) {
+      case 1: ATTEND_HEADS(1); break;
+      case 2: ATTEND_HEADS(2); break;
+      case 3: ATTEND_HEADS(3); break;
+      default: ATTEND_HEADS(4);
+    }
+  }
+  for (int64_t r = 0; r < s.rows; r++) {
+    value_t *to = results_of(b, u) + r * b->size;
+    for (int64_t i = 0; i < b->size; i++) to[i] = to_value(s.sums[r * s.wide + i]);
+  }
+}
+
+#endif
