@@ -146,6 +146,8 @@ class RunConfig:
     dtype: str | None = _setting(None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. "
                                        "fp8 needs a GPU of compute capability 8.9 or higher, or a "
                                        "simulated one, int4 a simulated one.", "execution", choices=DTYPES)
+    cpu_threads: int | None = _setting(None, "Threads that compute on a CPU. Default: one a core, but no more than a "
+                                             "container grants.", "execution", minimum=1)
     tp_size: int = _setting(1, "GPUs that share each layer (tensor parallelism); simulated devices only.", "execution",
                             minimum=1, unit="GPUs")
     pp_size: int = _setting(1, "GPUs that have a share of the layers each (pipeline parallelism); simulated devices "

@@ -75,10 +75,13 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
     from ifbbench.execution import build
+    from ifbbench.execution.cpu_threads import use_threads
     from ifbbench.execution.device_speed import DeviceSpeed
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
+    if device.type == "cpu":
+        resolved = resolved.with_values(cpu_threads=use_threads(resolved.cpu_threads))
     loaded = build.load_model(resolved)
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)

@@ -115,6 +115,8 @@ class ModelExecutor:
         del self._cache, self._penalty, self._graphs
 
     def _run_now(self, prepared: PreparedBatch, doing: str) -> StepOutputs:
+        # OpenMP's number of threads is each thread's own; asked for it, PyTorch passes its own on to the one that asks.
+        torch.get_num_threads()
         with self._needing_memory(doing):
             return self._launch(prepared)()
 
