@@ -15,6 +15,7 @@ from ifbbench.model.gguf_file import GgufFile
 from ifbbench.model.linear import MakeProduct, Product, make_linear
 from ifbbench.model.model_files import GPT2_PREFIX, ModelFiles, SafetensorsFiles
 from ifbbench.model.model_path import GGUF_SUFFIX
+from ifbbench.model.random_values import normal_values
 
 NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
@@ -66,7 +67,6 @@ def random_weights(
     hidden state as much as the token's own embedding does. With the usual 0.02 they would hardly count, and greedy
     output would fall into a loop of a few tokens.
     """
-    generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith(".bias"):
@@ -76,7 +76,7 @@ def random_weights(
         else:
             inputs = shape[0] if name.startswith(GPT2_PREFIX) else shape[-1]
             scale = 1.0 if name.endswith(EMBEDDINGS) else 1.0 / math.sqrt(inputs)
-            tensor = torch.randn(shape, generator=generator) * scale
+            tensor = normal_values(shape, seed, name).mul_(scale)
         return tensor.to(device=device, dtype=dtype)
 
     return _assemble(config, draw, make_product)
