@@ -88,11 +88,11 @@ def _cache_directory() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Of all that the result depends on: the sources, the compiler, how it is called, and the processor."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
-    facts = [*sources, compiler, *COMPILE, *LINK, platform.machine(), _processor_features()]
+    facts = [*sources, compiler, *COMPILE, *LINK, platform.machine(), processor_features()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
-def _processor_features() -> str:
+def processor_features() -> str:
     """What the processor can do, in Linux's words; nothing elsewhere."""
     description = Path("/proc/cpuinfo")
     lines = description.read_text(encoding="utf-8").splitlines() if description.exists() else []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.cpu_kernels import KINDS, load_cpu_kernels
+from ifbbench.model.cpu_kernels import KINDS, load_cpu_kernels, processor_features
 from ifbbench.model.huge_pages import zeros
 
 # The batch size that oneDNN is told to expect when it packs a weight: a generation batch on a CPU.
@@ -21,19 +21,21 @@ MakeProduct = Callable[[Tensor, Tensor | None], Product]
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Product:
     """y = x · weightᵀ + bias, with x of [rows, inputs] and weight of [outputs, inputs].
 
-    On a CPU the weight is packed once: by this project's own kernel, or for oneDNN where that was not compiled.
+    On a CPU the weight is packed once: by this project's own kernel; for oneDNN where that was not compiled, or where
+    the processor has matrix units, which the kernel does not use.
     """
-    if weight.device.type == "cpu":
-        kernels = load_cpu_kernels()
-        if kernels is not None and weight.dtype in KINDS:
-            return CpuLinear(kernels, weight, bias)
-        if _onednn_packs(weight.dtype):
-            return OneDnnLinear(weight, bias)
-    return Linear(weight, bias)
+    if weight.device.type != "cpu":
+        return Linear(weight, bias)
+    kernels, onednn_packs = load_cpu_kernels(), _onednn_packs(weight.dtype)
+    if onednn_packs and _has_matrix_units(weight.dtype):
+        return OneDnnLinear(weight, bias)
+    if kernels is not None and weight.dtype in KINDS:
+        return CpuLinear(kernels, weight, bias)
+    return OneDnnLinear(weight, bias) if onednn_packs else Linear(weight, bias)
 
 
 class Linear:
-    """`linear` with the weight as it comes."""
+    """`make_linear` with the weight as it comes."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
@@ -44,7 +46,7 @@ class Linear:
 
 
 class OneDnnLinear:
-    """`linear` by oneDNN: from four rows on, it takes a third to two thirds of the time of a plain weight."""
+    """`make_linear` by oneDNN: from four rows on, it takes a third to two thirds of the time of a plain weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
@@ -58,8 +60,8 @@ class OneDnnLinear:
 
 
 class CpuLinear:
-    """`linear` by the kernel in csrc/products.c: with 16 rows 1.4 to 1.7 times as fast as oneDNN, with hundreds equal,
-    and three times as fast for bfloat16 on processors that have no instruction for it."""
+    """`make_linear` by the kernel in csrc/products.c: with 16 rows 1.5 times as fast as oneDNN, with hundreds equal, and
+    for bfloat16 on processors that have no instruction for it, two to three times as fast."""
 
     def __init__(self, kernels: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
         kind, _ = KINDS[weight.dtype]
@@ -77,6 +79,12 @@ class CpuLinear:
         if self._multiply(rows.data_ptr(), *self._pointers, result.data_ptr(), rows.shape[0], *self._shape):
             raise MemoryError(f"no memory to pack {rows.numel():,} values for a matrix product")
         return result
+
+
+@cache
+def _has_matrix_units(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies matrices of `dtype` in units of their own (AMX)."""
+    return dtype == torch.bfloat16 and "amx_bf16" in processor_features().split()
 
 
 @cache

@@ -63,13 +63,27 @@ def test_rows_do_not_depend_on_each_other(kernels: ctypes.CDLL) -> None:
     assert torch.equal(alone[others], beside[others])
 
 
-def test_each_machine_gets_the_fastest_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    if load_cpu_kernels() is not None:
-        assert isinstance(make_linear(torch.ones(2, 3)), CpuLinear)
-    monkeypatch.setattr(linear, "load_cpu_kernels", lambda: None)
-    packs = linear._onednn_packs(torch.float32)
-    assert isinstance(make_linear(torch.ones(2, 3)), OneDnnLinear if packs else Linear)
-    assert isinstance(make_linear(torch.ones(2, 3, dtype=torch.float64)), Linear)
+@pytest.mark.parametrize(
+    ("compiled", "packs", "has_matrix_units", "expected"),
+    [(True, True, False, CpuLinear), (True, False, True, CpuLinear), (True, True, True, OneDnnLinear),
+     (False, True, False, OneDnnLinear), (False, False, False, Linear)],
+)  # fmt: skip
+def test_each_machine_gets_the_fastest_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, packs: bool, has_matrix_units: bool, expected: type
+) -> None:
+    kernels = load_cpu_kernels()
+    if compiled and kernels is None:
+        pytest.skip("no C compiler on this machine")
+    if packs and not linear._onednn_packs(torch.float32):
+        pytest.skip("no packed products in this build of PyTorch")
+    monkeypatch.setattr(linear, "load_cpu_kernels", lambda: kernels if compiled else None)
+    monkeypatch.setattr(linear, "_onednn_packs", lambda dtype: packs)
+    monkeypatch.setattr(linear, "_has_matrix_units", lambda dtype: has_matrix_units)
+    assert type(make_linear(torch.ones(2, 3))) is expected
+
+
+def test_a_data_type_without_kernels() -> None:
+    assert type(make_linear(torch.ones(2, 3, dtype=torch.float64))) is Linear
 
 
 def test_no_memory_for_packed_rows() -> None:
