@@ -60,8 +60,8 @@ class OneDnnLinear:
 
 
 class CpuLinear:
-    """`make_linear` by the kernel in csrc/products.c: with 16 rows 1.5 times as fast as oneDNN, with hundreds equal, and
-    for bfloat16 on processors that have no instruction for it, two to three times as fast."""
+    """`make_linear` by the kernel in csrc/products.c: with 16 rows 1.5 times as fast as oneDNN, with hundreds equal,
+    and for bfloat16 on processors that have no instruction for it, two to three times as fast."""
 
     def __init__(self, kernels: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
         kind, _ = KINDS[weight.dtype]
