@@ -97,30 +97,42 @@ static void softmax(float *scores, int64_t count) {
   for (int64_t n = 0; n < count; n++) scores[n] /= total;
 }
 
-/* For the `rows` query heads from `first_row` on of each KV head: scores of all keys, weights, sums of all values.
- * `rows` and, for common sizes, `size` are constants where this is inlined. */
-INLINE void attend_heads(const batch_t *b, const unit_t *u, step_t *s, int rows, int64_t size, int vectors,
-                         int64_t first_row) {
+/* The next three are for the `rows` query heads from `row` on of each KV head; `rows` and, for common sizes, `size` are
+ * constants where they are inlined. */
+
+/* All scores. */
+INLINE void score_all(const batch_t *b, const unit_t *u, const step_t *s, int rows, int64_t size, int64_t row) {
   const value_t *places[2][LANES];
-  for (int is_value = 0; is_value < 2; is_value++) {
-    cursor_t cursor = first_of(b, u, is_value ? b->values : b->keys);
-    locate(&cursor, places[0]);
-    for (int64_t first = 0, turn = 0; first < u->length; first += LANES, turn ^= 1) {
-      const value_t **at = places[turn], **next = places[turn ^ 1];
-      locate(&cursor, next);
-      for (int64_t head = 0; head < u->heads; head++) {
-        int64_t row = head * b->group + first_row;
-        float *scores = s->scores + row * s->longest + first;
-        if (!is_value)
-          score_keys(s, rows, size, s->queries + row * s->wide, at, next, head * size, scores);
-        else
-          sum_values(s, rows, size, vectors, scores, at_most(LANES, u->length - first), at, next, head * size,
-                     s->sums + row * s->wide);
-      }
-    }
-    for (int64_t head = 0; head < u->heads && !is_value; head++)
-      for (int r = 0; r < rows; r++) softmax(s->scores + (head * b->group + first_row + r) * s->longest, u->length);
+  cursor_t key = first_of(b, u, b->keys);
+  locate(&key, places[0]);
+  for (int64_t first = 0, turn = 0; first < u->length; first += LANES, turn ^= 1) {
+    locate(&key, places[turn ^ 1]);
+    for (int64_t head = 0, r = row; head < u->heads; head++, r += b->group)
+      score_keys(s, rows, size, s->queries + r * s->wide, places[turn], places[turn ^ 1], head * size,
+                 s->scores + r * s->longest + first);
   }
+}
+
+/* All sums of values. */
+INLINE void sum_all(const batch_t *b, const unit_t *u, const step_t *s, int rows, int64_t size, int vectors,
+                    int64_t row) {
+  const value_t *places[2][LANES];
+  cursor_t value = first_of(b, u, b->values);
+  locate(&value, places[0]);
+  for (int64_t first = 0, turn = 0; first < u->length; first += LANES, turn ^= 1) {
+    locate(&value, places[turn ^ 1]);
+    for (int64_t head = 0, r = row; head < u->heads; head++, r += b->group)
+      sum_values(s, rows, size, vectors, s->scores + r * s->longest + first, at_most(LANES, u->length - first),
+                 places[turn], places[turn ^ 1], head * size, s->sums + r * s->wide);
+  }
+}
+
+INLINE void attend_heads(const batch_t *b, const unit_t *u, const step_t *s, int rows, int64_t size, int vectors,
+                         int64_t row) {
+  score_all(b, u, s, rows, size, row);
+  for (int64_t head = 0; head < u->heads; head++)
+    for (int r = 0; r < rows; r++) softmax(s->scores + (head * b->group + row + r) * s->longest, u->length);
+  sum_all(b, u, s, rows, size, vectors, row);
 }
 
 /* The common sizes as constants, for loops without a remainder. */
