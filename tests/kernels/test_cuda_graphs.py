@@ -171,4 +171,4 @@ def test_ladder() -> None:
 
 def test_padded() -> None:
     assert padded(np.array([5, 6]), 4, -1).tolist() == [5, 6, -1, -1]
-    assert padded(np.array([[1, 2]]), 2, 0).tolist() == [1, 2, 0, 0]
+    assert padded(np.array([[1], [2]]), 2, 0).tolist() == [1, 0, 2, 0]
