@@ -168,7 +168,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.slow
 def test_every_part_on_this_gpu(tmp_path: Path) -> None:
     setup = gpu.Setup(tmp_path, quick=True)
-    found = gpu.measured(gpu.PARTS, lambda part: gpu.in_a_process(part, setup, 300), lambda found: None)
+    found = gpu.measured(gpu.PARTS, lambda part: gpu.in_a_process(part, setup, gpu.TIME_LIMIT_S), lambda found: None)
     allowed = {"transformers"} | ({"engine_with_fp8_weights", "engine_in_fp8"} if old_gpu() else set())
     assert {part for part in gpu.PARTS if "error" in found[part]} <= allowed
 
