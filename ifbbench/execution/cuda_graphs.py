@@ -32,6 +32,8 @@ FIRST_SIZES = (1, 2, 4, 8)
 LARGEST_SIZE = 256
 # Runs some work once and gives something that does the same again, on the same memory.
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+# PyTorch gives its constructor no types.
+_new_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
 
 
 def ladder(most_sequences: int) -> list[int]:
@@ -49,12 +51,17 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _new_stream()
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A graph of `work`, whose result lies at the same place after each replay."""
-        work()  # compiles kernels and makes handles, which cannot be recorded
+        # Once beforehand: it compiles kernels and makes handles, which cannot be recorded. On the same stream, for
+        # libraries have working memory for each. The recording begins with a wait for all of it.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = work()
 
         def replay() -> Tensor:
