@@ -14,7 +14,7 @@ from ifbbench.batching.batch import Executor, WarmingExecutor
 from ifbbench.batching.batching_config import BatchingConfig
 from ifbbench.batching.manager import BatchManager, ExecutorFailed
 from ifbbench.batching.request import Request
-from ifbbench.batching.sampling_params import OutputOptions
+from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
@@ -139,13 +139,20 @@ def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
         return short, short
     in_cache = limits.num_blocks * limits.tokens_per_block // 2 - WARM_UP_NEW_TOKENS
     in_batch = min(limits.max_num_tokens - 1, limits.max_input_len, limits.max_seq_len - WARM_UP_NEW_TOKENS)
-    return short, max(short, min(GPU_WARM_UP_PROMPT_LEN, in_batch, in_cache))
+    # Longer than a window, for what a chunk does when it leaves its window behind has a kernel of its own.
+    windows = [window.geometry.attention_window for window in limits.windows
+               if window.geometry.attention_window < limits.max_seq_len]  # fmt: skip
+    longest = max([GPU_WARM_UP_PROMPT_LEN, *(size + 1 for size in windows)])
+    return short, max(short, min(longest, in_batch, in_cache))
 
 
 def _warm_up_request(number: int, prompt_len: int, config: RunConfig) -> Request:
     """It asks for what the run's requests will ask for."""
     return Request(
         number, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(prompt_len, np.int32),
+        sampling=SamplingParams(
+            config.temperature, config.top_k, config.top_p, config.seed, config.repetition_penalty
+        ),
         options=OutputOptions(return_log_probs=config.return_log_probs),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import torch
 
 from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.model.kv_cache import PagedKvCache
+from ifbbench.model.to_device import to_device
 
 
 def run_copies(copies: Sequence[BlockCopy], caches: Sequence[PagedKvCache], device: torch.device) -> None:
@@ -20,7 +21,7 @@ def run_copies(copies: Sequence[BlockCopy], caches: Sequence[PagedKvCache], devi
         sources = [copy.source for copy in together]
         destinations = [copy.destination for copy in together]
         if kind is CopyKind.DEVICE:
-            cache.copy_blocks(_tensor(sources, device), _tensor(destinations, device))
+            cache.copy_blocks(*(to_device(np.array(blocks, np.int64), device) for blocks in (sources, destinations)))
         elif kind is CopyKind.OFFLOAD:
             cache.offload(sources, destinations)
         else:
@@ -45,7 +46,3 @@ def independent_runs(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
         written.add(copy.destination)
     if run:
         yield run
-
-
-def _tensor(blocks: list[int], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(blocks, dtype=np.int64)).to(device, non_blocking=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.batching.batch import Batch
+from ifbbench.batching.request_table import IntArray
 from ifbbench.execution.cache_windows import CacheWindow, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.execution.prepared import ModelPass
@@ -23,7 +24,7 @@ from ifbbench.kernels.context_attention import TILE_FIELDS
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.llama import ForwardInputs
-from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, kernel_window, parts_of
+from ifbbench.model.paged_batch import NOWHERE, PagedBatch, blocks_used, host_numbers, kernel_window, parts_of
 
 # Each size is at most half as large again as the one before from here on, so a third of a batch is padding at most.
 FIRST_SIZES = (1, 2, 4, 8)
@@ -31,6 +32,8 @@ FIRST_SIZES = (1, 2, 4, 8)
 LARGEST_SIZE = 256
 # Runs some work once and gives something that does the same again, on the same memory.
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+# PyTorch gives its constructor no types.
+_new_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
 
 
 def ladder(most_sequences: int) -> list[int]:
@@ -48,12 +51,17 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _new_stream()
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A graph of `work`, whose result lies at the same place after each replay."""
-        work()  # compiles kernels and makes handles, which cannot be recorded
+        # Once beforehand: it compiles kernels and makes handles, which cannot be recorded. On the same stream, for
+        # libraries have working memory for each. The recording begins with a wait for all of it.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = work()
 
         def replay() -> Tensor:
@@ -106,11 +114,10 @@ class GenerationGraphs:
         if not self._shapes:
             self._shapes = [WindowShape(window, table.shape[1], min(window.rule.size, self._max_seq_len))
                             for window, table in zip(self._windows, tables, strict=True)]  # fmt: skip
-        columns: list[tuple[NDArray[np.integer], int]] = [(packed.positions, 0)]
-        for window, table in zip(self._windows, tables, strict=True):
-            columns += [(packed.ends, 0), (cache_rows(packed, table, window), NOWHERE),
-                        (table[packed.spans.table_rows], 0)]  # fmt: skip
-        numbers = host_numbers([padded(values, size, filling) for values, filling in columns], self._model.device)
+        numbers = [
+            host_numbers(_window_numbers(packed, table, window, size), self._model.device)
+            for window, table in zip(self._windows, tables, strict=True)
+        ]
         return partial(self._graph(size).run, numbers)
 
     def record_all(self, hear: Callable[[int, int], None]) -> None:
@@ -132,44 +139,56 @@ class GenerationGraphs:
 
 
 def padded(values: NDArray[np.integer], size: int, filling: int) -> NDArray[np.integer]:
-    """`values` [rows, …] with rows of `filling` behind them, `size` in all; flat."""
-    rows = np.full((size, *values.shape[1:]), filling, np.int32)
-    rows[: len(values)] = values
+    """`values` [..., rows] with `filling` behind them, [..., size]; flat."""
+    rows = np.full((*values.shape[:-1], size), filling, np.int32)
+    rows[..., : values.shape[-1]] = values
     return rows.ravel()
 
 
+def _window_numbers(
+    packed: PackedBatch, tables: IntArray, window: CacheWindow, size: int
+) -> list[NDArray[np.integer]]:
+    """What `_Graph` says of a window, for `size` sequences. Of the block tables, so much as this batch has blocks."""
+    used = tables[:, : blocks_used(packed.ends, window.rule)][packed.spans.table_rows]
+    return [padded(packed.positions, size, 0), padded(packed.ends, size, 0),
+            padded(cache_rows(packed, tables, window), size, NOWHERE), padded(used.T, size, 0)]  # fmt: skip
+
+
 class _Graph:
-    """One pass over `size` sequences. Its numbers, all int32 in one piece of memory, are positions [size] and for each
-    window lengths [size], cache rows [size] and block tables [size, blocks]."""
+    """One pass over `size` sequences. Its numbers, int32, in one piece of memory for each window: positions [size],
+    lengths [size], cache rows [size] and block tables [blocks, size]. The first blocks of all sequences lie together,
+    so a batch brings no more than it has."""
 
     def __init__(self, model: KernelLlama, shapes: Sequence[WindowShape], size: int, record: Recorder) -> None:
         self._model = model
         # Until the first batch comes, all of it is padding.
-        nothing = [padded(np.empty(0, np.int32), size, 0)]
-        for shape in shapes:
-            nothing += [nothing[0], padded(np.empty(0, np.int32), size, NOWHERE),
-                        padded(np.empty((0, shape.table_width), np.int32), size, 0)]  # fmt: skip
-        self._numbers = host_numbers(nothing, model.device).to(model.device, non_blocking=True)
+        none = np.empty(0, np.int32)
+        self._numbers = [
+            host_numbers([padded(none, size, 0), padded(none, size, 0), padded(none, size, NOWHERE),
+                          padded(np.empty((shape.table_width, 0), np.int32), size, 0)], model.device)
+            .to(model.device, non_blocking=True)
+            for shape in shapes
+        ]  # fmt: skip
         self._tokens = torch.zeros(size, dtype=torch.int64, device=model.device)
-        self._inputs = self._static_inputs(shapes, size, [len(numbers) for numbers in nothing])
+        self._inputs = self._static_inputs(shapes, size)
         self._replay = record(lambda: model.forward(self._inputs))
 
-    def run(self, numbers: Tensor, tokens: Tensor) -> Tensor:
-        """Logits of the batch, [tokens, vocabulary]. numbers: in host memory."""
-        self._numbers.copy_(numbers, non_blocking=True)
+    def run(self, numbers: Sequence[Tensor], tokens: Tensor) -> Tensor:
+        """Logits of the batch, [tokens, vocabulary]. numbers: of each window, in host memory, as far as they go."""
+        for here, new in zip(self._numbers, numbers, strict=True):
+            here[: len(new)].copy_(new, non_blocking=True)
         self._tokens[: len(tokens)].copy_(tokens)
         return self._replay()[: len(tokens)]
 
-    def _static_inputs(self, shapes: Sequence[WindowShape], size: int, lengths: list[int]) -> ForwardInputs:
+    def _static_inputs(self, shapes: Sequence[WindowShape], size: int) -> ForwardInputs:
         device = self._model.device
-        positions, *parts = parts_of(self._numbers, lengths)
         everyone = torch.arange(size, device=device)
         inputs: dict[int, LayerInputs] = {}
-        for number, shape in enumerate(shapes):
-            ends, rows, tables = parts[3 * number : 3 * number + 3]
+        for numbers, shape in zip(self._numbers, shapes, strict=True):
+            positions, ends, rows, tables = parts_of(numbers, [size, size, size, shape.table_width * size])
             paged = PagedBatch(
                 kernel_window(shape.window.rule), 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
-                tables.view(size, shape.table_width), everyone.int(), ends, rows, None,
+                tables.view(shape.table_width, size).t(), everyone.int(), ends, rows, None,
                 self._model.shapes.num_splits(np.full(size, shape.longest)),
             )  # fmt: skip
             shared = LayerInputs(shape.window.cache, rows, (), paged=paged)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,13 +17,14 @@ from ifbbench.errors import InputError
 from ifbbench.execution.beams import beam_inputs, best_candidates
 from ifbbench.execution.cache_windows import CacheWindows, one_window_layout
 from ifbbench.execution.device_memory import LOWER_FOR_BATCH, needing_memory
-from ifbbench.execution.numbers import ContextRows, WantedNumbers
+from ifbbench.execution.numbers import ContextRows, LogProbsOf, WantedNumbers, log_probs_of
 from ifbbench.execution.packing import PackedBatch, pack
 from ifbbench.execution.penalty import RepetitionPenalty
 from ifbbench.execution.prepared import BeamStep, ModelPass, PreparedBatch, SlotOwner
 from ifbbench.execution.sampling import Sampler
 from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
 from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.to_device import to_device
 
 if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
     from ifbbench.execution.cuda_graphs import GenerationGraphs, Recorder
@@ -53,17 +55,17 @@ class ModelExecutor:
         self._model = model
         layout = layout or one_window_layout(model.config, num_blocks, tokens_per_block, max_seq_len)
         self.tokens_per_block = layout.windows[0].geometry.tokens_per_block
-        windows_class, sampler_class = _classes_for(model)
+        parts = _parts_for(model)
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
-            self._cache = windows_class(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
+            self._cache = parts.windows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
                                         attends_in_place=model.operations.attends_in_place)  # fmt: skip
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or positions)
-        self._sampler = sampler_class(num_slots)
+        self._sampler = parts.sampler(num_slots)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
-        self._wanted = WantedNumbers(num_slots)
+        self._wanted = WantedNumbers(num_slots, parts.log_probs_of)
         # Each gives the outputs of a batch.
         self._under_way: deque[Callable[[], StepOutputs]] = deque()
 
@@ -180,7 +182,7 @@ class ModelExecutor:
         beam_width = 1 if batch.beams is None else batch.beams.width
         generation_logits = self._wanted.generation_logits(logits, packed, beam_width)
         if (beams := batch.beams) is not None:
-            scores = torch.from_numpy(beams.inputs.scores.copy()).to(self._model.device)
+            scores = to_device(beams.inputs.scores.copy(), self._model.device)
             candidates = best_candidates(logits, scores, packed.num_last_chunks, beams.num_candidates)
             return DeviceOutputs(None, candidates, None, context_logits, generation_logits)
         tokens = self._choose(logits, packed)
@@ -196,15 +198,24 @@ class ModelExecutor:
         return tokens
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+        return to_device(array, self._model.device)
 
 
-def _classes_for(model: LlamaModel) -> tuple[type[CacheWindows], type[Sampler]]:
-    """What plans batches and chooses tokens for `model`."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What plans batches, chooses tokens and computes their log-probabilities for a model."""
+
+    windows: type[CacheWindows] = CacheWindows
+    sampler: type[Sampler] = Sampler
+    log_probs_of: LogProbsOf = log_probs_of
+
+
+def _parts_for(model: LlamaModel) -> _Parts:
     if not model.uses_kernels:
-        return CacheWindows, Sampler
+        return _Parts()
     # These import Triton, which a run without a GPU does not need.
     from ifbbench.execution.kernel_sampling import KernelSampler
     from ifbbench.execution.kernel_windows import KernelCacheWindows
+    from ifbbench.kernels.log_probs import log_probs_of
 
-    return KernelCacheWindows, KernelSampler
+    return _Parts(KernelCacheWindows, KernelSampler, log_probs_of)

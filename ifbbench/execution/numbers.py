@@ -1,5 +1,6 @@
 """The numbers beside its tokens that a request may ask for: log-probabilities and logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,10 @@ from torch import Tensor
 from ifbbench.batching.batch import Batch
 from ifbbench.batching.sampling_params import OutputOptions
 from ifbbench.execution.packing import Int64Array, PackedBatch
+from ifbbench.model.to_device import to_device
+
+# From logits [rows, vocabulary] and tokens, int64 [rows], to the tokens' log-probabilities, float32 [rows].
+LogProbsOf = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,16 @@ class ContextRows:
                 for chunk, length, end in zip(self.chunks, self.lengths, ends, strict=True)}
 
 
-class WantedNumbers:
-    """What the request in each slot wants beside its tokens."""
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of each row's token, as PyTorch computes it on any device."""
+    return logits.float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
 
-    def __init__(self, num_slots: int) -> None:
+
+class WantedNumbers:
+    """What the request in each slot wants beside its tokens. log_probs_of: how log-probabilities are computed."""
+
+    def __init__(self, num_slots: int, log_probs_of: LogProbsOf = log_probs_of) -> None:
+        self._log_probs_of = log_probs_of
         self._log_probs = np.zeros(num_slots, dtype=np.bool_)
         self._generation_logits = np.zeros(num_slots, dtype=np.bool_)
         self._asking: set[int] = set()  # most often empty, and then there is nothing to look up
@@ -69,9 +80,10 @@ class WantedNumbers:
         rows = np.flatnonzero(self._log_probs[packed.output_slots])
         if len(rows) == 0:
             return None
-        index = torch.from_numpy(rows).to(logits.device, non_blocking=True)
-        all_tokens = logits.index_select(0, index).float().log_softmax(dim=-1)
-        chosen = all_tokens.gather(1, tokens.index_select(0, index).unsqueeze(1)).squeeze(1)
+        if len(rows) == len(tokens):
+            return self._log_probs_of(logits, tokens)
+        index = to_device(rows, logits.device)
+        chosen = self._log_probs_of(logits.index_select(0, index), tokens.index_select(0, index))
         return torch.zeros(len(tokens), device=logits.device).index_copy_(0, index, chosen)
 
     def generation_logits(self, logits: Tensor, packed: PackedBatch, beam_width: int) -> dict[int, Tensor]:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.batching.request_table import IntArray
+from ifbbench.model.to_device import to_device
 
 Int64Array = NDArray[np.int64]
 
@@ -31,8 +32,8 @@ class RepetitionPenalty:
             return
         if self._seen is None:
             self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        ids = torch.from_numpy(prompt.astype(np.int64))
-        self._seen[slot].zero_().index_fill_(0, ids.to(self._device, non_blocking=True), True)
+        ids = to_device(prompt.astype(np.int64), self._device)
+        self._seen[slot].zero_().index_fill_(0, ids, True)
 
     def apply(self, logits: Tensor, slots: Int64Array) -> Tensor:
         """`logits` [rows, vocabulary] of the requests in `slots` [rows], penalised: in float32 if any row is.
@@ -45,11 +46,11 @@ class RepetitionPenalty:
         rows = self._penalised(slots)
         if len(rows) == 0:
             return logits
-        index = self._on_device(rows)
-        penalties = torch.from_numpy(self._penalties[slots[rows]]).to(self._device).unsqueeze(1)
+        index = to_device(rows, self._device)
+        penalties = to_device(self._penalties[slots[rows]], self._device).unsqueeze(1)
         plain = logits.index_select(0, index).float()
         lowered = torch.where(plain < 0, plain * penalties, plain / penalties)
-        seen = self._seen.index_select(0, self._on_device(slots[rows]))
+        seen = self._seen.index_select(0, to_device(slots[rows], self._device))
         return logits.float().index_copy(0, index, torch.where(seen, lowered, plain))
 
     def note(self, tokens: Tensor, slots: Int64Array) -> None:
@@ -58,11 +59,9 @@ class RepetitionPenalty:
             return
         rows = self._penalised(slots)
         if len(rows):
-            places = self._on_device(slots[rows] * self._shape[1]) + tokens.index_select(0, self._on_device(rows))
-            self._seen.view(-1).index_fill_(0, places, True)
+            chosen = tokens.index_select(0, to_device(rows, self._device))
+            firsts = to_device(slots[rows] * self._shape[1], self._device)
+            self._seen.view(-1).index_fill_(0, firsts + chosen, True)
 
     def _penalised(self, slots: Int64Array) -> NDArray[np.intp]:
         return np.flatnonzero(self._penalties[slots] != 1.0)
-
-    def _on_device(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)

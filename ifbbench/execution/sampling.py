@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.batching.sampling_params import SamplingParams
+from ifbbench.model.to_device import to_device
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -49,14 +50,14 @@ class Sampler:
         step = max(1, MAX_VALUES_AT_ONCE // logits.shape[1])
         for first in range(0, len(sampled), step):
             rows = sampled[first : first + step]
-            index = torch.from_numpy(rows).to(logits.device)
+            index = to_device(rows, logits.device)
             tokens = self._sample(logits.index_select(0, index), slots[rows], positions[rows])
             greedy.index_copy_(0, index, tokens)
         return greedy
 
     def _sample(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
         def column(values: FloatArray | Int64Array) -> Tensor:
-            return torch.from_numpy(values).to(logits.device).unsqueeze(1)
+            return to_device(values, logits.device).unsqueeze(1)
 
         # The largest logit becomes 0 before division, and the temperature stays above 0 in float32, so that none,
         # however small, makes a NaN.

@@ -35,6 +35,8 @@ class Window:
 EVERYTHING = Window()
 # What the kernels call a window's numbers.
 WINDOW_ARGUMENTS = ("window_size", "sink", "bubble", "capacity")
+# And the strides of block tables [sequences, blocks].
+TABLE_ARGUMENTS = ("table_stride", "entry_stride")
 
 
 @triton.jit
@@ -45,15 +47,16 @@ def key_positions(numbers: tl.tensor, shift: tl.tensor, sink: tl.tensor) -> tl.t
 
 @triton.jit
 def cache_offsets(
-    positions: tl.tensor, is_real: tl.tensor, table: tl.tensor, block_stride: tl.tensor, place_stride: tl.tensor,
-    sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor, TOKENS_PER_BLOCK: tl.constexpr, IS_CYCLIC: tl.constexpr,
+    positions: tl.tensor, is_real: tl.tensor, table: tl.tensor, entry_stride: tl.tensor, block_stride: tl.tensor,
+    place_stride: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor, TOKENS_PER_BLOCK: tl.constexpr,
+    IS_CYCLIC: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Where the keys of `positions` begin in the cache, in elements (int64: a cache may have more than 2³¹)."""
     places = positions + tl.where(positions >= sink, bubble, 0)
     if IS_CYCLIC:
         first = sink + bubble
         places = tl.where(places < capacity, places, first + (places - first) % (capacity - first))
-    blocks = tl.load(table + places // TOKENS_PER_BLOCK, mask=is_real, other=0).to(tl.int64)
+    blocks = tl.load(table + places // TOKENS_PER_BLOCK * entry_stride, mask=is_real, other=0).to(tl.int64)
     return blocks * block_stride + (places % TOKENS_PER_BLOCK) * place_stride
 
 

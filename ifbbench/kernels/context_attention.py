@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ifbbench.kernels.attention_parts import (
     EVERYTHING,
+    TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
     Window,
     as_operand,
@@ -62,14 +63,14 @@ def plan_tiles(
 
 
 # Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
-@triton.jit(do_not_specialize=["table_stride", *WINDOW_ARGUMENTS])
+@triton.jit(do_not_specialize=[*TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
 def _context_kernel(
     output: tl.tensor, queries: tl.tensor, keys: tl.tensor, values: tl.tensor, key_cache: tl.tensor,
     value_cache: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor, scale: tl.tensor,
     output_stride: tl.tensor, query_stride: tl.tensor, key_stride: tl.tensor,
     output_head_stride: tl.tensor, query_head_stride: tl.tensor, key_head_stride: tl.tensor,
     block_stride: tl.tensor, place_stride: tl.tensor, cache_head_stride: tl.tensor, table_stride: tl.tensor,
-    window_size: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor,
+    entry_stride: tl.tensor, window_size: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor,
     HAS_WINDOW: tl.constexpr, IS_CYCLIC: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UPCAST: tl.constexpr,
     CACHED_STAGES: tl.constexpr,
@@ -107,8 +108,8 @@ def _context_kernel(
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_cached
         positions = key_positions(numbers, shift, sink)
-        offsets = cache_offsets(positions, is_real, table, block_stride, place_stride, sink, bubble, capacity,
-                                TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
+        offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
+                                capacity, TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
                                                     HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
         visible = is_real[None, :]
@@ -171,7 +172,7 @@ def context_attention(
             output, queries, keys, values, key_cache, value_cache, block_tables, tiles,
             math.log2(math.e) / math.sqrt(head_size),
             output.stride(0), queries.stride(0), keys.stride(0), output.stride(1), queries.stride(1), keys.stride(1),
-            *key_cache.stride()[:3], block_tables.stride(0), *window.numbers,
+            *key_cache.stride()[:3], *block_tables.stride(), *window.numbers,
             HAS_WINDOW=window.size is not None, IS_CYCLIC=window.capacity is not None,
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size,
             WIDTH=padded_size(head_size), ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ifbbench.kernels.attention_parts import (
     EVERYTHING,
+    TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
     Window,
     as_operand,
@@ -28,7 +29,7 @@ from ifbbench.kernels.attention_parts import (
     softmax_step,
 )
 from ifbbench.kernels.launch import launching, padded_size, upcasts
-from ifbbench.kernels.tiles import AttentionTiles
+from ifbbench.kernels.tiles import MOST_SPLITS, AttentionTiles
 
 
 @triton.jit
@@ -38,13 +39,13 @@ def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constex
 
 
 # Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
-@triton.jit(do_not_specialize=["table_stride", "num_splits", *WINDOW_ARGUMENTS])
+@triton.jit(do_not_specialize=["num_splits", *TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
 def _generation_kernel(
     output: tl.tensor, part_logs: tl.tensor, queries: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
     block_tables: tl.tensor, table_rows: tl.tensor, lengths: tl.tensor, scale: tl.tensor,
     output_stride: tl.tensor, output_head_stride: tl.tensor, output_split_stride: tl.tensor, query_stride: tl.tensor,
     query_head_stride: tl.tensor, block_stride: tl.tensor, place_stride: tl.tensor, cache_head_stride: tl.tensor,
-    table_stride: tl.tensor, num_splits: tl.tensor,
+    table_stride: tl.tensor, entry_stride: tl.tensor, num_splits: tl.tensor,
     window_size: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor,
     HAS_WINDOW: tl.constexpr, IS_CYCLIC: tl.constexpr, IS_SPLIT: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -76,8 +77,8 @@ def _generation_kernel(
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_keys
         positions = key_positions(numbers, shift, sink)
-        offsets = cache_offsets(positions, is_real, table, block_stride, place_stride, sink, bubble, capacity,
-                                TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
+        offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
+                                capacity, TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
                                                     HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
         maximum, total, result = softmax_step(query_tile, key_tile, value_tile, is_real[None, :], scale, maximum,
@@ -128,7 +129,7 @@ def generation_attention(
     size], alike in their strides, of the queries' type or a narrower one. In all of these, the values of a head are
     contiguous. block_tables: int32 [rows, blocks]; entries beyond a length are not read. table_rows: int32 [sequences],
     row of the block tables. lengths: int32 [sequences], tokens in the cache, the query's own among them; 0 gives zeros.
-    num_splits: parts of the keys that run side by side (see `tiles.choose_num_splits`).
+    num_splits: parts of the keys that run side by side, MOST_SPLITS at most (see `tiles.choose_num_splits`).
     KernelError if it cannot run.
     """
     num_sequences, num_heads, head_size = queries.shape
@@ -146,7 +147,7 @@ def generation_attention(
         _generation_kernel[(num_kv_heads, num_sequences, num_splits)](
             parts, part_logs, queries, key_cache, value_cache, block_tables, table_rows, lengths,
             math.log2(math.e) / math.sqrt(head_size), *strides, *queries.stride()[:2], *key_cache.stride()[:3],
-            block_tables.stride(0), num_splits, *window.numbers,
+            *block_tables.stride(), num_splits, *window.numbers,
             HAS_WINDOW=window.size is not None, IS_CYCLIC=window.capacity is not None, IS_SPLIT=is_split,
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, WIDTH=width,
             ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache), num_warps=shape.warps,
@@ -156,7 +157,8 @@ def generation_attention(
             _join_kernel[(num_heads, num_sequences)](
                 output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window.size or 0,
                 HAS_WINDOW=window.size is not None, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
-                SPLITS=padded_size(num_splits),
+                # As many as there ever are: each number of parts would else have a kernel of its own to compile.
+                SPLITS=MOST_SPLITS,
             )  # fmt: skip
 
 

@@ -20,14 +20,17 @@ from ifbbench.kernels.launch import launching
 # Bytes of a piece: 16 for each of 128 threads, four times over.
 PIECE = 8192
 WORD = 4
+# Of the buffer that rows go through: with more to copy, it is some pools at a time.
+BUFFER_BYTES = 1 << 28
 
 
-@triton.jit
+# Some pools at a time may begin anywhere in the list of addresses; that is no reason for another kernel.
+@triton.jit(do_not_specialize_on_alignment=["sources", "destinations"])
 def _copy_kernel(
     sources: tl.tensor, destinations: tl.tensor, moves: tl.tensor, row_words: tl.tensor, WORDS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:  # fmt: skip
-    piece, move, pool = tl.program_id(0), moves + tl.program_id(1) * 3, tl.program_id(2)
+    move, piece, pool = moves + tl.program_id(0) * 3, tl.program_id(1), tl.program_id(2)
     source_row, destination_row, num_rows = tl.load(move), tl.load(move + 1), tl.load(move + 2)
     source = tl.load(sources + pool).to(tl.pointer_type(tl.int32)) + source_row * row_words
     destination = tl.load(destinations + pool).to(tl.pointer_type(tl.int32)) + destination_row * row_words
@@ -64,7 +67,8 @@ def copy_rows(sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_ro
     words = min(PIECE // WORD, triton.next_power_of_2(most_rows * bytes_per_row // WORD))
     pieces = triton.cdiv(most_rows * bytes_per_row // WORD, words)
     with launching("copy_rows", moves=moves, pools=sources):
-        _copy_kernel[(pieces, len(moves), len(sources))](
+        # Moves first: there may be more of them than the 65,535 that the other two axes can have.
+        _copy_kernel[(len(moves), pieces, len(sources))](
             sources, destinations, moves, bytes_per_row // WORD, WORDS=words,
             VECTOR=16 if bytes_per_row % 16 == 0 else WORD,
         )  # fmt: skip
@@ -73,13 +77,19 @@ def copy_rows(sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_ro
 def copy_rows_through(
     sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_row: int, most_rows: int
 ) -> None:
-    """Do `moves` as `copy_rows` does, but read all sources before any destination is written."""
-    num_moves, num_pools = len(moves), len(sources)
-    buffer = torch.empty((num_pools, num_moves * most_rows, bytes_per_row), dtype=torch.uint8, device=moves.device)
-    between = buffer.data_ptr() + torch.arange(num_pools, device=moves.device) * buffer.stride(0)
-    places = torch.arange(num_moves, device=moves.device) * most_rows
-    copy_rows(sources, between, torch.stack([moves[:, 0], places, moves[:, 2]], 1), bytes_per_row, most_rows)
-    copy_rows(between, destinations, torch.stack([places, moves[:, 1], moves[:, 2]], 1), bytes_per_row, most_rows)
+    """Do `moves` as `copy_rows` does, but read all sources in a pool before any destination in it is written."""
+    pool_bytes = len(moves) * most_rows * bytes_per_row
+    if pool_bytes == 0:
+        return
+    device, at_once = moves.device, min(len(sources), max(1, BUFFER_BYTES // pool_bytes))
+    buffer = torch.empty((at_once, pool_bytes), dtype=torch.uint8, device=device)
+    between = buffer.data_ptr() + torch.arange(at_once, device=device) * pool_bytes
+    places = torch.arange(len(moves), device=device) * most_rows
+    reads = torch.stack([moves[:, 0], places, moves[:, 2]], 1)
+    writes = torch.stack([places, moves[:, 1], moves[:, 2]], 1)
+    for read, written in zip(torch.split(sources, at_once), torch.split(destinations, at_once), strict=True):
+        copy_rows(read, between[: len(read)], reads, bytes_per_row, most_rows)
+        copy_rows(between[: len(read)], written, writes, bytes_per_row, most_rows)
 
 
 def copy_rows_twin(sources: Sequence[Tensor], destinations: Sequence[Tensor], moves: Tensor) -> None:

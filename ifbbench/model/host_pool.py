@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ifbbench.model.to_device import to_device
+
 
 class HostPool:
     """For each of the device's tensors one in host memory, [host blocks · tokens per block, KV heads, head size].
@@ -30,7 +32,7 @@ class HostPool:
     def store(self, storages: Sequence[Tensor], blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy `blocks` of each of `storages` [device blocks, values of a block] to `host_blocks`, all different."""
         order = np.argsort(host_blocks)
-        sources = torch.from_numpy(np.asarray(blocks, dtype=np.int64)[order]).to(storages[0].device, non_blocking=True)
+        sources = to_device(np.asarray(blocks, dtype=np.int64)[order], storages[0].device)
         runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
         for pool, storage in zip(self.pools, storages, strict=True):
             chosen = storage.index_select(0, sources)
@@ -42,7 +44,7 @@ class HostPool:
         """Copy `host_blocks` to `blocks`, all different, of each of `storages` [device blocks, values of a block]."""
         order = np.argsort(host_blocks, kind="stable")
         device = storages[0].device
-        destinations = torch.from_numpy(np.asarray(blocks, dtype=np.int64)[order]).to(device, non_blocking=True)
+        destinations = to_device(np.asarray(blocks, dtype=np.int64)[order], device)
         runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
         for pool, storage in zip(self.pools, storages, strict=True):
             in_blocks = pool.view(self._num_blocks, -1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ifbbench.kernels.row_copy import addresses, copy_rows, copy_rows_through, row_bytes
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import PagedKvCache
+from ifbbench.model.to_device import to_device
 
 
 class KernelPagedCache(PagedKvCache):
@@ -56,4 +57,4 @@ class KernelPagedCache(PagedKvCache):
         size = self.tokens_per_block
         rows = [np.asarray(blocks, dtype=np.int64) * size for blocks in (sources, destinations)]
         moves = np.stack([*rows, np.full(len(rows[0]), size)], axis=1)
-        return torch.from_numpy(moves).to(self._device, non_blocking=True)
+        return to_device(moves, self._device)

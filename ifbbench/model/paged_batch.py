@@ -95,7 +95,7 @@ def plan_paged_batch(
     if rule.capacity is not None and (chunks.ends > rule.size).any():
         late_rows = rows[:num_context_rows].copy()
         rows[:num_context_rows] = NOWHERE
-    tables = block_tables[spans.table_rows]
+    tables = block_tables[:, : blocks_used(spans.ends, rule)][spans.table_rows]
     tiles = plan_tiles(chunks.first_rows, chunks.lengths, chunks.starts, np.arange(num_chunks), shapes.queries_per_tile)
     step_rows = np.arange(num_chunks, len(spans.lengths))
     arrays: list[NDArray[np.integer]] = [tiles.ravel(), tables.ravel(), step_rows, steps.ends, rows]
@@ -107,6 +107,15 @@ def plan_paged_batch(
         parts[3], parts[4], parts[5] if late_rows is not None else None,
         shapes.num_splits(np.minimum(steps.ends, rule.size)),
     )  # fmt: skip
+
+
+def blocks_used(lengths: Int64Array, rule: AttentionWindow) -> int:
+    """How many blocks the longest of sequences of `lengths` tokens has at most: so much of block tables is of use.
+
+    Tables are as wide as the longest sequence that may ever come, which may be a hundred times as long.
+    """
+    longest = int(lengths.max(initial=0)) + rule.bubble
+    return -(-min(longest, rule.capacity or longest) // rule.tokens_per_block)
 
 
 def kernel_window(rule: AttentionWindow) -> Window:

@@ -5,7 +5,7 @@ checkpoint of random weights of llama-3.1-8b's shape, and 256 requests of 1,024 
 once: output tokens a second, and how near generation comes to what reading weights and keys and values takes at the
 speed of a copy. With and without CUDA graphs, with overlap and what it hides of the host's time, with weights and KV
 cache in eight bits; the same requests in `transformers`' continuous batching; and the error of a simulated profile
-calibrated here.
+calibrated here; and last the tests of the kernels, which elsewhere run in Triton's interpreter.
 
 Each part runs in a process of its own. One that fails leaves its error in its place, and the others run. `--quick`
 takes a small model and few requests; `--output FILE` has what is known after each part; `--parts` names some of them.
@@ -13,6 +13,7 @@ takes a small model and few requests; `--output FILE` has what is known after ea
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,12 @@ QUICK_SHAPE = {
     "num_key_value_heads": 8, "intermediate_size": 2816, "vocab_size": 32_000, "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }  # fmt: skip
-# Of a part, in seconds; all of them together take a few minutes on an H100.
-TIME_LIMIT_S = 300.0
+# Of a part, in seconds.
+TIME_LIMIT_S = 600.0
+REPOSITORY = Path(__file__).parents[2]
+# How an exception's own line in a traceback begins; PyTorch has hints behind it.
+EXCEPTION = re.compile(r"[\w.]+: ")
+LINES_OF_AN_ERROR = 20
 RESULT = "RESULT "
 NO_GPU = "This measures a GPU, and PyTorch finds none here. Run it on a machine with one."
 # A part's figures, or `error`.
@@ -103,8 +108,18 @@ def calibration(setup: Setup) -> Figures:
     return dict(found.profile.calibration or {})
 
 
+def kernel_tests(setup: Setup) -> Figures:
+    """Whether the kernels give what they should, compiled and on this GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "tests/kernels"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    told = done.stdout.splitlines()
+    failed = [line for line in told if line.startswith(("FAILED", "ERROR"))]
+    return {"outcome": told[-1] if told else done.stderr[-500:], "failed": failed}
+
+
 PARTS: Mapping[str, Callable[[Setup], Figures]] = {
-    "kernels": lambda setup: gpu_kernels.measure(),
+    "generation_attention": lambda setup: gpu_kernels.generation_figures(),
+    "context_attention": lambda setup: gpu_kernels.context_figures(),
     "checkpoint": checkpoint,
     "engine": engine,
     "engine_profiled": lambda setup: engine(setup, profile=True),
@@ -114,11 +129,12 @@ PARTS: Mapping[str, Callable[[Setup], Figures]] = {
     "engine_in_fp8": lambda setup: engine(setup, dtype="fp8", kv_cache_dtype="fp8"),
     "transformers": transformers,
     "calibration": calibration,
+    "kernel_tests": kernel_tests,
 }
 
 
 def in_a_process(part: str, setup: Setup, time_limit_s: float) -> Figures:
-    """A part's figures, or its error: the last line that it wrote to stderr."""
+    """A part's figures, or its error, and the last lines that it wrote to stderr."""
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--only", part, "--directory", str(setup.directory)]
     command += ["--quick"] if setup.quick else []
     try:
@@ -129,7 +145,8 @@ def in_a_process(part: str, setup: Setup, time_limit_s: float) -> Figures:
     if found:
         return dict(json.loads(found[-1]))
     told = [line for line in done.stderr.splitlines() if line.strip()]
-    return {"error": told[-1] if told else f"ended with status {done.returncode}"}
+    named = [line for line in told if EXCEPTION.match(line)] or told or [f"ended with status {done.returncode}"]
+    return {"error": named[-1], "stderr": told[-LINES_OF_AN_ERROR:]}
 
 
 def measured(
@@ -179,6 +196,7 @@ def main() -> None:
         sys.exit(NO_GPU)
     with tempfile.TemporaryDirectory() as temporary:
         setup = Setup(asked.directory or Path(temporary), asked.quick)
+        setup.directory.mkdir(parents=True, exist_ok=True)
         if asked.only:
             print(RESULT + json.dumps(PARTS[asked.only](setup)), flush=True)
             return

@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.gpu_kernels` prints one JSON object: the machine and its copy bandwidth; what share of that
 attention of generation tokens reaches, among others in a batch of 64 with 4,096 tokens each; and how fast attention of
-an 8,192-token prompt is beside PyTorch's fused one. All with 32 heads on 8 KV heads of 128, in bfloat16.
+an 8,192-token prompt is beside PyTorch's fused one. All with 32 heads on 8 KV heads of 128, in bfloat16. Some rows of
+each result are compared with attention in float32: `relative_difference` is 0.01 at most if the kernel is right.
 """
 
 import json
@@ -26,17 +27,19 @@ COPIED_BYTES = 2**31
 REPEATS = 30
 TFLOP = 1e12
 GIGABYTE = 1e9
-# Written between repeats: more than any cache holds, so that no repeat finds its keys there, and for longer than the
-# host takes to launch what is timed.
-FLUSHED_BYTES = 2**30
+# Read between repeats: more than any cache holds, so that no repeat finds its keys there, and for longer than the host
+# takes to launch what is timed. Not written, for what is timed would then have to write the cache back.
+READ_BETWEEN_BYTES = 2**30
+# Rows of a result that are compared with a reference.
+COMPARED = 16
 
 
 def seconds(work: Callable[[], object]) -> float:
     """The median time on the GPU, after warming up, with nothing in its caches."""
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=DEVICE)
+    other = torch.zeros(READ_BETWEEN_BYTES // 4, device=DEVICE)
     times = []
     for repeat in range(REPEATS + 3):
-        flushed.zero_()
+        other.sum()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
@@ -58,6 +61,18 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
+def relative_difference(
+    output: Tensor, queries: Tensor, keys: Tensor, values: Tensor, first_position: int
+) -> float:
+    """Of `output`, attention of queries at `first_position` and behind over all keys before them, in relative norm."""
+    from ifbbench.kernels.attention_parts import attend_reference
+
+    positions = torch.arange(len(keys), device=DEVICE)
+    visible = positions <= first_position + torch.arange(len(queries), device=DEVICE)[:, None]
+    expected = attend_reference(queries.float(), keys, values, visible, HEAD_SIZE**-0.5)
+    return round(((output.float() - expected).norm() / expected.norm()).item(), 5)
+
+
 def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
     """Attention of one token for each of `batch` sequences, whose blocks lie in random order."""
     from ifbbench.kernels.generation_attention import generation_attention
@@ -74,10 +89,12 @@ def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
     splits = choose_num_splits(KV_HEADS, length, batch * length, multiprocessors(queries.device))
     took = seconds(lambda: generation_attention(queries, keys, values, tables, rows, lengths, output, shape, splits))
     moved = 2 * keys.numel() * DTYPE.itemsize
+    last_keys, last_values = (cache[tables[-1].long()].flatten(0, 1) for cache in (keys, values))
     return {
         "batch": batch, "tokens_each": length, "splits": splits, "microseconds": round(took * 1e6, 1),
         "gigabytes_per_s": round(moved / took / GIGABYTE),
         "share_of_copy_bandwidth": round(moved / took / bandwidth, 3),
+        "relative_difference": relative_difference(output[-1:], queries[-1:], last_keys, last_values, length - 1),
     }  # fmt: skip
 
 
@@ -92,16 +109,20 @@ def context(chunk: int, cached: int) -> dict[str, object]:
     key_cache, value_cache = (drawn(blocks, TOKENS_PER_BLOCK, KV_HEADS, HEAD_SIZE) for _ in range(2))
     tables = torch.randperm(blocks, device=DEVICE).int().view(1, -1)
     shape = context_tiles(HEAD_SIZE, DTYPE.itemsize, torch.cuda.get_device_capability())
-    first = np.zeros(1, np.int64)
-    planned = plan_tiles(first, first + chunk, first + cached, first, shape.rows // (HEADS // KV_HEADS))
+    zero = np.zeros(1, np.int64)
+    planned = plan_tiles(zero, zero + chunk, zero + cached, zero, shape.rows // (HEADS // KV_HEADS))
     tiles = torch.from_numpy(planned).to(DEVICE)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     took = seconds(lambda: context_attention(queries, keys, values, key_cache, value_cache, tables, tiles, output,
                                              shape))  # fmt: skip
     pairs = chunk * cached + chunk * (chunk + 1) / 2
+    cached_keys, cached_values = (cache[tables[0].long()].flatten(0, 1)[:cached] for cache in (key_cache, value_cache))
+    seen = torch.cat([cached_keys, keys]), torch.cat([cached_values, values])
+    first = max(0, chunk - COMPARED)
     row: dict[str, object] = {
         "chunk": chunk, "cached": cached, "milliseconds": round(took * 1e3, 3),
         "tflop_per_s": round(4 * pairs * HEADS * HEAD_SIZE / took / TFLOP, 1),
+        "relative_difference": relative_difference(output[first:], queries[first:], *seen, cached + first),
     }  # fmt: skip
     if not cached:
         q, k, v = (part.transpose(0, 1).unsqueeze(0).contiguous() for part in (queries, keys, values))
@@ -110,14 +131,18 @@ def context(chunk: int, cached: int) -> dict[str, object]:
     return row
 
 
-def measure() -> dict[str, object]:
-    """All figures of the attention kernels."""
+def generation_figures() -> dict[str, object]:
+    """All figures of attention of generation tokens."""
     bandwidth = copy_bandwidth()
     return {
         "repeats": REPEATS, "copy_gigabytes_per_s": round(bandwidth / GIGABYTE),
-        "generation": [generation(batch, length, bandwidth) for batch, length in GENERATION],
-        "context": [context(PROMPT, 0), context(PROMPT // 4, PROMPT * 3 // 4)],
+        "rows": [generation(batch, length, bandwidth) for batch, length in GENERATION],
     }  # fmt: skip
+
+
+def context_figures() -> dict[str, object]:
+    """All figures of attention of prompts."""
+    return {"repeats": REPEATS, "rows": [context(PROMPT, 0), context(PROMPT // 4, PROMPT * 3 // 4)]}
 
 
 def main() -> None:
@@ -126,7 +151,8 @@ def main() -> None:
         sys.exit("This measures a GPU, and PyTorch finds none here. Run it on a machine with one.")
     result = {
         "benchmark": "attention kernels against what the GPU can do", "gpu": torch.cuda.get_device_name(),
-        "hardware": hardware(), "versions": versions(), **measure(),
+        "hardware": hardware(), "versions": versions(), "generation": generation_figures(),
+        "context": context_figures(),
     }  # fmt: skip
     print(json.dumps(result, indent=2))
 

@@ -131,15 +131,19 @@ def test_a_part_that_fails_leaves_the_others_alone() -> None:
 def test_a_part_s_process_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = gpu.Setup(tmp_path, quick=True)
     if not torch.cuda.is_available():
-        assert gpu.in_a_process("engine", setup, 60) == {"error": gpu.NO_GPU}
+        assert gpu.in_a_process("engine", setup, 60) == {"error": gpu.NO_GPU, "stderr": [gpu.NO_GPU]}
 
     def answer(stdout: str, stderr: str, *args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(args, 3, stdout, stderr)
 
     for stdout, stderr, expected in (
         ('noise\nRESULT {"a": 1}\n', "a warning\n", {"a": 1}),
-        ("", "Traceback\nOutOfMemory: lower this\n\n", {"error": "OutOfMemory: lower this"}),
-        ("", "", {"error": "ended with status 3"}),
+        ("", "Traceback\nOutOfMemory: lower this\n\n",
+         {"error": "OutOfMemory: lower this", "stderr": ["Traceback", "OutOfMemory: lower this"]}),
+        ("", "Traceback\ntorch.AcceleratorError: CUDA error\nA hint\n",
+         {"error": "torch.AcceleratorError: CUDA error",
+          "stderr": ["Traceback", "torch.AcceleratorError: CUDA error", "A hint"]}),
+        ("", "", {"error": "ended with status 3", "stderr": []}),
     ):
         monkeypatch.setattr(subprocess, "run", partial(answer, stdout, stderr))
         assert gpu.in_a_process("engine", setup, 60) == expected
@@ -164,7 +168,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.slow
 def test_every_part_on_this_gpu(tmp_path: Path) -> None:
     setup = gpu.Setup(tmp_path, quick=True)
-    found = gpu.measured(gpu.PARTS, lambda part: gpu.in_a_process(part, setup, 300), lambda found: None)
+    found = gpu.measured(gpu.PARTS, lambda part: gpu.in_a_process(part, setup, gpu.TIME_LIMIT_S), lambda found: None)
     allowed = {"transformers"} | ({"engine_with_fp8_weights", "engine_in_fp8"} if old_gpu() else set())
     assert {part for part in gpu.PARTS if "error" in found[part]} <= allowed
 

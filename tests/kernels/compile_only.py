@@ -123,7 +123,7 @@ def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: 
     context_attention(queries, keys, values, cache, cache, tables, tiles, torch.empty_like(queries), shape, window)
     for num_splits in (1, 16):
         generation_attention(queries, cache, cache, tables, numbers, numbers, torch.empty_like(queries),
-                             generation_tiles(head_size, 4, cache.itemsize), num_splits, window)  # fmt: skip
+                             generation_tiles(head_size, 4, dtype.itemsize), num_splits, window)  # fmt: skip
     angles = torch.zeros((16, head_size // 2))
     rotate_and_write(heads, angles, angles, numbers, numbers, cache, cache)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.api import engine as engine_module
@@ -14,9 +15,10 @@ from ifbbench.api.generate import generate
 from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.config import RunConfig
-from ifbbench.execution import build
+from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
 from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.model import paged_batch
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.weights import random_weights
@@ -80,6 +82,28 @@ def test_graphs_with_windows(model: KernelLlama, device: torch.device, is_cyclic
     expected = outputs_with(layout_driver(model, layout, 3), None)
     for record in recorders(device):
         assert outputs_with(layout_driver(model, layout, 3), record) == expected
+
+
+def test_a_batch_brings_the_blocks_that_it_has(
+    model: KernelLlama, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that the longest sequence might have: 3 for its 23 tokens, of 8 in the table."""
+    brought: list[int] = []
+
+    def host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
+        brought.append(len(arrays[-1]))
+        return paged_batch.host_numbers(arrays, device)
+
+    monkeypatch.setattr(cuda_graphs, "host_numbers", host_numbers)
+    driver = driver_of(model, 1, 8, 40)
+    driver.executor._graphs = None
+    with torch.inference_mode():
+        driver.executor.use_graphs(1, 64, Repeater())
+    driver.run(requests_of([(20, 4)], MICRO.vocab_size))
+    width = driver.tables.shape[-1]
+    assert width > 3
+    # What is there before the first batch, behind that batch's own.
+    assert brought == [3, width, 3, 3]
 
 
 def test_padding_writes_nothing(model: KernelLlama) -> None:
@@ -171,4 +195,4 @@ def test_ladder() -> None:
 
 def test_padded() -> None:
     assert padded(np.array([5, 6]), 4, -1).tolist() == [5, 6, -1, -1]
-    assert padded(np.array([[1, 2]]), 2, 0).tolist() == [1, 2, 0, 0]
+    assert padded(np.array([[1], [2]]), 2, 0).tolist() == [1, 0, 2, 0]

@@ -1,10 +1,13 @@
 """Copies of rows in all layers at once: whole blocks, parts of blocks, beams, and to and from host memory."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ifbbench.kernels import row_copy
 from ifbbench.kernels.row_copy import addresses, copy_rows, copy_rows_through, copy_rows_twin, row_bytes
 
 ROWS = 40
@@ -52,6 +55,30 @@ def test_places_that_are_read_and_written(device: torch.device) -> None:
 def test_many_random_swaps(device: torch.device) -> None:
     order = np.random.default_rng(2).permutation(ROWS)
     check(copy_rows_through, pools_of(device), [(int(source), row, 1) for row, source in enumerate(order)])
+
+
+@pytest.mark.parametrize("pools_at_once", [1, 2])
+def test_a_small_buffer_takes_some_pools_at_a_time(
+    pools_at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_copy, "BUFFER_BYTES", pools_at_once * 2 * 8 * row_bytes(pools_of(device)[0]))
+    check(copy_rows_through, pools_of(device), [(0, 8, 8), (8, 0, 8)])
+
+
+def test_more_moves_than_the_shorter_axes_of_a_grid_have(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, int, int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(row_copy, "_copy_kernel", Kernel())
+    places = torch.zeros(2, dtype=torch.int64, device=device)
+    copy_rows(places, places, torch.zeros((100_000, 3), dtype=torch.int64, device=device), 4096, 32)
+    assert grids == [(100_000, 16, 2)]
 
 
 def test_twin_reads_before_it_writes(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Products in eight-bit floats, and a model of such products, against float64."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,35 @@ def test_a_token_s_product_does_not_depend_on_the_others() -> None:
     louder = values.clone()
     louder[1:] *= 1000
     assert torch.equal(linear(values)[0], linear(louder)[0])
+
+
+def test_where_no_kernel_takes_the_scales_they_come_after_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, where cuBLAS refuses few rows with many inputs; it is asked once for each number of rows."""
+    multiply, refused = torch._scaled_mm, list[int]()
+
+    def scaled_mm(rows: Tensor, weight: Tensor, *, scale_a: Tensor, scale_b: Tensor, **how: Any) -> Tensor:
+        if scale_b.numel() > 1 and len(rows) < 5:
+            refused.append(len(rows))
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic(")
+        return multiply(rows, weight, scale_a=scale_a, scale_b=scale_b, **how)
+
+    linear, values = Fp8Linear(drawn(32, 48, seed=1), drawn(32, seed=3)), drawn(6, 48, seed=2)
+    expected = linear(values)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for count in (6, 2, 4, 2, 4):
+        found = linear(values[:count])
+        assert found.dtype == torch.bfloat16
+        assert relative_norm(found, expected[:count]) < 0.005
+    assert refused == [2, 4]
+
+
+def test_other_errors_of_a_product_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled_mm(*_: Tensor, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        Fp8Linear(drawn(32, 48))(drawn(2, 48))
 
 
 def test_no_tokens() -> None:

@@ -1,0 +1,135 @@
+"""A GPU that is not there: tensors have shapes, types and a device, but no numbers, and kernels do nothing.
+
+So it shows what would fail on a GPU before any number is wrong: a tensor left on the host, a product of shapes that do
+not fit, a number that the host would have to wait for, a copy that waits, a grid that no GPU takes.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ifbbench.batching.batch import BeamCandidates, StepOutputs
+from ifbbench.execution import (
+    block_copies,
+    cache_windows,
+    cuda_graphs,
+    model_executor,
+    numbers,
+    penalty,
+    sampling,
+    under_way,
+)
+from ifbbench.kernels import row_copy
+from ifbbench.model import kernel_cache, paged_batch
+
+CUDA = torch.device("cuda", 0)
+MOST_ON_SHORT_AXES = 65_535
+H100 = SimpleNamespace(multi_processor_count=132)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on, and within a `FakeTensorMode`, code for CUDA runs. Returns the names of kernels, as they start."""
+    started: list[str] = []
+
+    def start(kernel: Any, *arguments: object, grid: tuple[int, ...], warmup: bool, **options: object) -> None:
+        assert all(size > 0 for size in grid), grid
+        assert all(size <= MOST_ON_SHORT_AXES for size in grid[1:]), grid
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        assert all(tensor.device == CUDA for tensor in tensors), kernel
+        started.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(type(row_copy._copy_kernel), "run", start)
+    monkeypatch.setattr(torch, "Event", _Event)
+    for name, value in (("get_device_capability", (9, 0)), ("get_device_properties", H100),
+                        ("graph_pool_handle", (0, 0))):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(cuda_graphs, "CudaGraphRecorder", lambda: _record)
+    monkeypatch.setattr(under_way.OutputsUnderWay, "wait", _zeros)
+    _replace_what_looks_at_numbers(monkeypatch)
+    return started
+
+
+class _Event:
+    def __init__(self, device: torch.device) -> None:
+        assert device == CUDA
+
+    def record(self) -> None:
+        pass
+
+
+def _record(work: Any) -> Any:
+    work()
+    return work
+
+
+def _replace_what_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_cache):
+        monkeypatch.setattr(module, "to_device", _to_device)
+    monkeypatch.setattr(cache_windows.CacheWindows, "_tensor", lambda windows, array: _to_device(array, CUDA))
+    for module in (cuda_graphs, paged_batch):
+        monkeypatch.setattr(module, "host_numbers", _host_numbers)
+    monkeypatch.setattr(kernel_cache, "addresses", lambda pools, device: torch.empty(len(pools), dtype=torch.int64,
+                                                                                    device=device))  # fmt: skip
+    monkeypatch.setattr(kernel_cache, "row_bytes", lambda pool: pool.stride(0) * pool.element_size())
+    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: 1 << 40)
+    # A PyTorch without CUDA would ask for a CUDA device here, which it does not for all else.
+    index, copy = Tensor.__getitem__, Tensor.copy_
+    monkeypatch.setattr(Tensor, "__getitem__", lambda tensor, key: _part(tensor, key) if _is_cuda(tensor)
+                        else index(tensor, key))  # fmt: skip
+    monkeypatch.setattr(Tensor, "copy_", lambda tensor, source, non_blocking=False: _copied(
+        tensor, source, non_blocking) if _is_cuda(tensor) else copy(tensor, source, non_blocking))  # fmt: skip
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.empty(array.shape, dtype=getattr(torch, str(array.dtype)), device=device)
+
+
+def _host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
+    return torch.empty(sum(paged_batch.aligned(len(array)) for array in arrays), dtype=torch.int32)
+
+
+def _part(tensor: Tensor, key: object) -> Tensor:
+    """`tensor[key]` without a look at the device: slices, whole numbers, and an index for one dimension."""
+    dimension = 0
+    for part in key if isinstance(key, tuple) else (key,):
+        if isinstance(part, slice):
+            first, last, _ = part.indices(tensor.shape[dimension])
+            tensor, dimension = tensor.narrow(dimension, first, max(0, last - first)), dimension + 1
+        elif isinstance(part, int):
+            tensor = tensor.select(dimension, part)
+        else:
+            assert isinstance(part, Tensor)
+            assert part.device == tensor.device, "an index in host memory"
+            tensor, dimension = tensor.index_select(dimension, part), dimension + 1
+    return tensor
+
+
+def _copied(tensor: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    assert _is_cuda(source) or non_blocking, "a copy that waits"
+    assert torch.broadcast_shapes(tensor.shape, source.shape) == tensor.shape
+    return tensor
+
+
+def _zeros(outputs: under_way.OutputsUnderWay) -> StepOutputs:
+    """Zeros in the shapes of `outputs`, which have all come to the host."""
+    def zeros(tensor: Tensor) -> NDArray[Any]:
+        assert not _is_cuda(tensor)
+        return np.zeros(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+
+    tokens, log_probs, candidates = outputs._tokens, outputs._log_probs, outputs._candidates
+    return StepOutputs(
+        tokens=None if tokens is None else zeros(tokens),
+        candidates=candidates and BeamCandidates(*map(zeros, candidates)),
+        log_probs=None if log_probs is None else zeros(log_probs),
+        context_logits={index: zeros(part) for index, part in outputs._context_logits.items()},
+        generation_logits={index: zeros(part) for index, part in outputs._generation_logits.items()},
+    )
