@@ -60,8 +60,10 @@ static void load_keys(const batch_t *b, chunk_t *c, cursor_t *key, cursor_t *val
   if (count < KEYS) memset(c->keys, 0, (b->size + c->wide) * KEYS * sizeof(float));
   for (int64_t k = 0; k < count; k++) {
     for (int64_t i = 0; i < b->size; i++) c->keys[i * KEYS + k] = to_float(key->at[i]);
-    for (int64_t i = 0; i < b->size; i++)
-      c->values[(i / COLUMNS * KEYS + k) * COLUMNS + i % COLUMNS] = to_float(value->at[i]);
+    for (int64_t first = 0; first < b->size; first += COLUMNS) {
+      float *to = c->values + (first / COLUMNS * KEYS + k) * COLUMNS;
+      for (int64_t i = 0; i < at_most(COLUMNS, b->size - first); i++) to[i] = to_float(value->at[first + i]);
+    }
     advance(key), advance(value);
   }
 }
@@ -83,9 +85,9 @@ static void multiply_floats(int64_t rows, const float *tile, int64_t row_stride,
 /* A row's scores of the first `seen` of KEYS become weights. Returns what the row's earlier sums are to be multiplied
  * by: its largest score may have grown. */
 INLINE float weigh(float *scores, int64_t seen, float *largest, float *total) {
-  float most = *largest, sum = 0;
+  float sum = 0;
   for (int64_t k = seen < 0 ? 0 : seen; k < KEYS; k++) scores[k] = -INFINITY;
-  for (int64_t k = 0; k < KEYS; k++) most = scores[k] > most ? scores[k] : most;
+  float most = largest_of(scores, KEYS, *largest);
   for (int64_t k = 0; k < KEYS; k++) scores[k] = exponential(scores[k] - most), sum += scores[k];
   float shrink = exponential(*largest - most);
   *total = *total * shrink + sum;

@@ -89,10 +89,9 @@ INLINE void sum_values(const step_t *s, int rows, int64_t size, int vectors, con
   }
 }
 
-/* e^(scores - their largest), over the sum of these. */
+/* e^(scores - their largest), over the sum of these. Behind them, up to a multiple of LANES, is the last one again. */
 static void softmax(float *scores, int64_t count) {
-  float largest = scores[0], total = 0;
-  for (int64_t n = 1; n < count; n++) largest = scores[n] > largest ? scores[n] : largest;
+  float largest = largest_of(scores, count, scores[0]), total = 0;
   for (int64_t n = 0; n < count; n++) scores[n] = exponential(scores[n] - largest), total += scores[n];
   for (int64_t n = 0; n < count; n++) scores[n] /= total;
 }

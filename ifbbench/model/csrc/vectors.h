@@ -84,6 +84,20 @@ INLINE vector sums_of(vector *of) {
   return of[0];
 }
 
+/* Lane by lane the larger one. (Compilers do not vectorise a search for the largest, for the sake of NaN.) */
+INLINE vector larger(vector first, vector second) {
+  words is_first = (words)(first > second);
+  return (vector)(((words)first & is_first) | ((words)second & ~is_first));
+}
+
+/* The largest of `least` and of the floats from `from` on, so many whole vectors as hold `count`. */
+INLINE float largest_of(const float *from, int64_t count, float least) {
+  vector found = load_vector(from);
+  for (int64_t i = LANES; i < count; i += LANES) found = larger(found, load_vector(from + i));
+  for (int i = 0; i < LANES; i++) least = found[i] > least ? found[i] : least;
+  return least;
+}
+
 typedef vector add_step_t(vector sum, uint32_t input, words weights);
 
 /* sum[rows] += tile[rows, steps] times panel[steps, COLUMNS], word by word as `add_step` says. `rows` and `add_step`
