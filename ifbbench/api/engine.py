@@ -22,7 +22,8 @@ from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
 
 WARM_UP_PROMPT_LEN = 8
-GPU_WARM_UP_PROMPT_LEN = 2048
+LONG_WARM_UP_PROMPT_LEN = 2048
+CPU_WARM_UP_FLOPS = 5e10
 WARM_UP_NEW_TOKENS = 3
 
 
@@ -77,12 +78,15 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
     from ifbbench.execution import build
     from ifbbench.execution.cpu_threads import use_threads
     from ifbbench.execution.device_speed import DeviceSpeed
+    from ifbbench.execution.host_memory import keep_freed_memory
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
         resolved = resolved.with_values(cpu_threads=use_threads(resolved.cpu_threads))
     loaded = build.load_model(resolved)
+    if device.type == "cpu":
+        keep_freed_memory()
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)
     steps = step_profile(resolved, model, layout) if config.profile else None
@@ -105,7 +109,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
     measurement.
 
     They run in a batch manager of their own, so they leave no blocks behind. The second comes an iteration after the
-    first: there are batches of context, of generation and of both. On a GPU its prompt is long, and every graph is
+    first: there are batches of context, of generation and of both. Its prompt is long, and on a GPU every graph is
     recorded. InputError if memory does not have what that takes."""
     if not engine.makes_tokens:
         return
@@ -133,16 +137,18 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
 
 
 def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
-    """Prompt lengths of the two requests. A CPU, where nothing is compiled, would take its time for a long one."""
+    """Prompt lengths of the two requests. The second is long, so that memory for large batches is there, and on a GPU
+    all kernels; on a CPU not longer than what it computes in a moment, for nothing is compiled there."""
     limits, short = engine.limits, min(WARM_UP_PROMPT_LEN, engine.limits.max_input_len)
-    if engine.device == "cpu":
-        return short, short
     in_cache = limits.num_blocks * limits.tokens_per_block // 2 - WARM_UP_NEW_TOKENS
     in_batch = min(limits.max_num_tokens - 1, limits.max_input_len, limits.max_seq_len - WARM_UP_NEW_TOKENS)
+    if engine.device == "cpu":
+        affordable = int(CPU_WARM_UP_FLOPS / (2 * engine.model.num_parameters))
+        return short, max(short, min(affordable, LONG_WARM_UP_PROMPT_LEN, in_batch, in_cache))
     # Longer than a window, for what a chunk does when it leaves its window behind has a kernel of its own.
     windows = [window.geometry.attention_window for window in limits.windows
                if window.geometry.attention_window < limits.max_seq_len]  # fmt: skip
-    longest = max([GPU_WARM_UP_PROMPT_LEN, *(size + 1 for size in windows)])
+    longest = max([LONG_WARM_UP_PROMPT_LEN, *(size + 1 for size in windows)])
     return short, max(short, min(longest, in_batch, in_cache))
 
 

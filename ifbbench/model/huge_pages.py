@@ -9,8 +9,7 @@ from torch import Tensor
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros on `device`: on a CPU in huge pages, where Linux gives them to those who ask.
 
-    Pages of 2 MiB instead of 4 KiB spare the processor most look-ups of addresses. Memory is taken when it is first
-    written. MemoryError if there is none.
+    Pages of 2 MiB instead of 4 KiB spare the processor most look-ups of addresses. MemoryError if there is no memory.
     """
     count = torch.Size(shape).numel()
     if device.type != "cpu" or count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -20,4 +19,5 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     except OSError as error:
         raise MemoryError(f"no memory for {count * dtype.itemsize:,} bytes") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    # Written now, for otherwise each page would be taken in the middle of a run.
+    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()

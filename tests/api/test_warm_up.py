@@ -14,7 +14,7 @@ from ifbbench.config import RunConfig
 
 def warmed_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Batch]:
     """The batches of a warm-up as a GPU has it, with the short prompt of one of 10 tokens."""
-    monkeypatch.setattr(engine_module, "GPU_WARM_UP_PROMPT_LEN", 10)
+    monkeypatch.setattr(engine_module, "LONG_WARM_UP_PROMPT_LEN", 10)
     config = RunConfig(device="cpu", max_tokens_in_paged_kvcache=1280, max_seq_len=128, tokens_per_block=8,
                        **settings)
     engine = build_engine(config)
