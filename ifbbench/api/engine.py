@@ -85,7 +85,7 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
     if device.type == "cpu":
         resolved = resolved.with_values(cpu_threads=use_threads(resolved.cpu_threads))
     loaded = build.load_model(resolved)
-    if device.type == "cpu":
+    if device.type == "cpu":  # only now, so that what loading frees goes back
         keep_freed_memory()
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)

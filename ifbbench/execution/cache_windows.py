@@ -20,6 +20,7 @@ from ifbbench.model.attention_window import AttentionWindow
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.kv_cache import KvStorage, PagedKvCache
+from ifbbench.model.to_device import to_device
 from ifbbench.model.window_plan import plan_window
 
 
@@ -201,7 +202,7 @@ class CacheWindows:
         return RowCopy(window.cache, self._tensor(sources), self._tensor(destinations))
 
     def _tensor(self, array: Int64Array) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
 
 def cache_rows(packed: PackedBatch, tables: IntArray, window: CacheWindow) -> Int64Array:

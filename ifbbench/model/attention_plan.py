@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.model.to_device import to_device
+
 Int64Array = NDArray[np.int64]
 
 # A later chunk of a prompt needs a mask of chunk × cached tokens; it is cut into tiles of this many queries, so that
@@ -100,7 +102,7 @@ class SpansInPlace:
         width = -(-int(spans.ends.max(initial=0)) // tokens_per_block)
         block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
         arrays = spans.first_rows, spans.lengths, spans.ends, block_ids
-        return cls(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
+        return cls(*(on_device(array, torch.device("cpu")) for array in arrays))
 
 
 def plan_attention(
@@ -225,5 +227,5 @@ def padded_queries(spans: QuerySpans, num_rows: int) -> tuple[Int64Array, Int64A
 
 
 def on_device(array: Int64Array, device: torch.device) -> Tensor:
-    """A copy of `array` in the memory of `device`, or a view where that is the host's."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    """A contiguous copy of `array` in the memory of `device`, or a view where that is the host's."""
+    return to_device(np.ascontiguousarray(array), device)

@@ -65,7 +65,7 @@ class CpuLinear:
 
     def __init__(self, kernels: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
         kind, _ = KINDS[weight.dtype]
-        self._shape, self._dtype, self._bias = tuple(weight.shape), weight.dtype, bias
+        self._shape, self._bias = tuple(weight.shape), bias
         words = getattr(kernels, f"packed_words_{kind}")(*self._shape)
         self._packed = zeros((words,), weight.device, torch.int32)
         getattr(kernels, f"pack_{kind}")(weight.contiguous().data_ptr(), self._packed.data_ptr(), *self._shape)

@@ -9,8 +9,6 @@
 /* So many units of a thread even out that some take longer. */
 #define UNITS_PER_THREAD 4
 
-INLINE int64_t at_least(int64_t least, int64_t value) { return value > least ? value : least; }
-
 /* How many KV heads of a single query are one unit: all, for they lie beside each other, unless threads would idle. */
 static int64_t heads_of_a_step(int64_t spans, int64_t kv_heads) {
   int64_t heads = kv_heads;
@@ -31,7 +29,7 @@ int NAME(attend)(const value_t *queries, value_t *out, const value_t *keys, cons
     most_queries = at_least(most_queries, counts[s]);
     pairs += counts[s] * lengths[s];
   }
-  int64_t pieces = (most_queries + CHUNK_QUERIES - 1) / CHUNK_QUERIES;
+  int64_t pieces = parts_of(most_queries, CHUNK_QUERIES);
   int64_t step_heads = heads_of_a_step(spans, kv_heads), floats = step_scratch_floats(step_heads, group, size, longest);
   if (most_queries > 1) floats = at_least(floats, chunk_scratch_floats(size, group));
   int failed = 0;

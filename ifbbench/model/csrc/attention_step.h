@@ -11,7 +11,6 @@
 #define STEP_ROWS 4
 /* Vectors of a value whose sums are in registers, for each of these heads. */
 #define STEP_VECTORS (LANES == 16 ? 4 : 2)
-#define CACHE_LINE 64
 
 /* queries, sums: [rows, wide], a row being a query head of the unit. scores: [rows, longest], then weights. */
 typedef struct {

@@ -60,7 +60,4 @@ INLINE void advance(cursor_t *cursor) {
   enter_block(cursor);
 }
 
-INLINE int64_t at_most(int64_t most, int64_t value) { return value < most ? value : most; }
-INLINE int64_t rounded_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
-
 #endif

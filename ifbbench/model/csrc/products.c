@@ -20,7 +20,6 @@
 #define MOST_TILES 8
 /* After so many steps the next few cache lines are fetched: few enough not to push out what is being multiplied. */
 #define FETCH_STEPS 16
-#define CACHE_LINE 64
 #define INPUTS_PER_STEP ((int64_t)(4 / sizeof(value_t)))
 
 INLINE vector add_step(vector sum, uint32_t inputs, words weights) {
@@ -45,7 +44,7 @@ static void multiply_tile(int64_t rows, const uint32_t *tile, const uint32_t *pa
     for (int64_t first = 0; first < steps; first += FETCH_STEPS) {                                                 \
       for (int64_t line = 0; line < lines; line++, next += CACHE_LINE) __builtin_prefetch(next);                   \
       add_product(n, add_step, sum, tile + first * n, 1, n, panel + first * COLUMNS,                               \
-                  first + FETCH_STEPS < steps ? FETCH_STEPS : steps - first);                                      \
+                  at_most(FETCH_STEPS, steps - first));                                                            \
     }                                                                                                              \
     memcpy(product, sum, sizeof sum);                                                                              \
   }
@@ -63,11 +62,9 @@ static void pack_tile(const value_t *from, uint32_t *to, int64_t rows, int64_t i
   }
 }
 
-static int64_t steps_of(int64_t inputs) { return (inputs + INPUTS_PER_STEP - 1) / INPUTS_PER_STEP; }
-static int64_t panels_of(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS; }
-static int64_t columns_of(int64_t panel, int64_t outputs) {
-  return outputs - panel * COLUMNS < COLUMNS ? outputs - panel * COLUMNS : COLUMNS;
-}
+static int64_t steps_of(int64_t inputs) { return parts_of(inputs, INPUTS_PER_STEP); }
+static int64_t panels_of(int64_t outputs) { return parts_of(outputs, COLUMNS); }
+static int64_t columns_of(int64_t panel, int64_t outputs) { return at_most(COLUMNS, outputs - panel * COLUMNS); }
 
 /* The first `columns` of product[rows, COLUMNS], plus `bias` unless it is null, to rows of `stride` values. */
 INLINE void store_rows(const float *product, int64_t rows, const value_t *bias, value_t *to, int64_t columns,
@@ -104,7 +101,7 @@ void NAME(pack)(const value_t *weight, uint32_t *packed, int64_t outputs, int64_
 int NAME(multiply)(const value_t *x, const uint32_t *packed, const value_t *bias, value_t *out, int64_t rows,
                    int64_t outputs, int64_t inputs) {
   int64_t steps = steps_of(inputs), panels = panels_of(outputs);
-  int64_t tiles = tiles_of(rows), groups = (tiles + MOST_TILES - 1) / MOST_TILES;
+  int64_t tiles = tiles_of(rows), groups = parts_of(tiles, MOST_TILES);
   uint32_t *tiled = malloc(4 * rows * steps + 1);
   if (!tiled) return 1;
 #pragma omp parallel
@@ -120,7 +117,7 @@ int NAME(multiply)(const value_t *x, const uint32_t *packed, const value_t *bias
         const uint32_t *panel = packed + p * COLUMNS * steps;
         const char *next = (const char *)(panel + COLUMNS * steps);
         int64_t first = g * tiles / groups, last = (g + 1) * tiles / groups;
-        int64_t lines = (FETCH_STEPS * COLUMNS * 4 / CACHE_LINE + last - first - 1) / (last - first);
+        int64_t lines = parts_of(FETCH_STEPS * COLUMNS * 4 / CACHE_LINE, last - first);
         for (int64_t t = first; t < last; t++, next += steps / FETCH_STEPS * lines * CACHE_LINE) {
           int64_t row = first_row(t, rows, tiles), count = first_row(t + 1, rows, tiles) - row;
           float product[MOST_ROWS * COLUMNS];

@@ -8,8 +8,15 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define CACHE_LINE 64
 /* Below this many values a second thread costs more than it saves. */
 #define PARALLEL_VALUES 32768
+
+INLINE int64_t at_most(int64_t most, int64_t value) { return value < most ? value : most; }
+INLINE int64_t at_least(int64_t least, int64_t value) { return value > least ? value : least; }
+/* How many parts of `size` hold `count`, and how much those hold. */
+INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+INLINE int64_t rounded_up(int64_t count, int64_t size) { return parts_of(count, size) * size; }
 
 INLINE float float_of_bits(uint32_t bits) {
   float value;

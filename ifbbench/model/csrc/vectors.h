@@ -119,7 +119,7 @@ INLINE void add_product(int rows, add_step_t add_step, vector sum[][2], const ui
 }
 
 /* Rows are divided among tiles as evenly as can be. */
-INLINE int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+INLINE int64_t tiles_of(int64_t rows) { return parts_of(rows, MOST_ROWS); }
 INLINE int64_t first_row(int64_t tile, int64_t rows, int64_t tiles) { return tile * rows / tiles; }
 
 /* Calls `CALL(n)` with `count`, 1 to MOST_ROWS, as the constant n. */
