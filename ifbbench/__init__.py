@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
     from ifbbench.api.inference_request import InferenceRequest
-    from ifbbench.batching.kv_cache.retention import Retention, RetentionRange
-    from ifbbench.batching.sampling_params import SamplingParams
+    from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
+    from ifbbench.engine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,9 +25,9 @@ _HOMES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
     "InferenceRequest": "ifbbench.api.inference_request",
-    "Retention": "ifbbench.batching.kv_cache.retention",
-    "RetentionRange": "ifbbench.batching.kv_cache.retention",
-    "SamplingParams": "ifbbench.batching.sampling_params",
+    "Retention": "ifbbench.engine.kv_cache.retention",
+    "RetentionRange": "ifbbench.engine.kv_cache.retention",
+    "SamplingParams": "ifbbench.engine.sampling_params",
 }
 
 

@@ -14,16 +14,16 @@ from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSign
 from ifbbench.api.engine import build_engine
 from ifbbench.api.inference_request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.batching.batch import Executor
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.kv_cache.interface import KvCache
-from ifbbench.batching.manager import BatchManager as TokenGenerationLoop
-from ifbbench.batching.manager import ExecutorFailed
-from ifbbench.batching.request import Request
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig, from_mapping
+from ifbbench.engine.batch import Executor
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.manager import BatchManager as TokenGenerationLoop
+from ifbbench.engine.manager import ExecutorFailed
+from ifbbench.engine.request import Request
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.model.config import ModelConfig
 

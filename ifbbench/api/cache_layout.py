@@ -4,10 +4,10 @@ import logging
 import re
 from collections.abc import Mapping
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry, ceil_div
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.batching.kv_cache.sizing import WindowBlocks, blocks_of_memory
 from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.engine.kv_cache.geometry import CacheGeometry, ceil_div
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.sizing import WindowBlocks, blocks_of_memory
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 

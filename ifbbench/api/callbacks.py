@@ -9,10 +9,10 @@ from typing import Any
 
 from ifbbench.api.inference_request import InferenceRequest, engine_request
 from ifbbench.api.tensors import Tensors, response_tensors
-from ifbbench.batching.records import IterationRecord, Stretch
-from ifbbench.batching.request import Request
-from ifbbench.batching.response import Response
-from ifbbench.batching.statistics import IterationStatistics
+from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.request import Request
+from ifbbench.engine.response import Response
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError
 
 GetInferenceRequests = Callable[[int], Collection[InferenceRequest]]

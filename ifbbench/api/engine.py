@@ -10,13 +10,13 @@ from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.profile import Profile, step_profile
 from ifbbench.api.progress import Progress
 from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.batching.batch import Executor, WarmingExecutor
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.manager import BatchManager, ExecutorFailed
-from ifbbench.batching.request import Request
-from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Executor, WarmingExecutor
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.request import Request
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig, load_model_config

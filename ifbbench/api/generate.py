@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ifbbench.api.engine import Engine
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.request import Request
-from ifbbench.batching.request_table import IntArray
-from ifbbench.batching.response import Response
-from ifbbench.batching.sampling_params import SamplingParams, StopConditions
 from ifbbench.clock import WallClock
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.response import Response
+from ifbbench.engine.sampling_params import SamplingParams, StopConditions
 from ifbbench.errors import InputError
 
 

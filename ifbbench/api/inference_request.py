@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention
-from ifbbench.batching.request import Request
-from ifbbench.batching.request_table import IntArray
-from ifbbench.batching.reuse_tokens import ReuseIdentity
-from ifbbench.batching.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.reuse_tokens import ReuseIdentity
+from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 
 MAX_REQUEST_ID = 2**64 - 1

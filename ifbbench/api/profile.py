@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from ifbbench.api.cache_layout import windows_of_layers
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.least_work import LeastWork, least_work

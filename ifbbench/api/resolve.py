@@ -3,12 +3,12 @@
 import logging
 
 from ifbbench.api.cache_layout import parse_windows
-from ifbbench.batching.batching_config import V1_POLICY, BatchingConfig
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.capacity import find_policy
-from ifbbench.batching.kv_cache.layout import CacheLayout
-from ifbbench.batching.kv_cache.sequence import ReuseRules
 from ifbbench.config import RunConfig
+from ifbbench.engine.batching_config import V1_POLICY, BatchingConfig
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 
 CPU_MAX_BATCH_SIZE = 16

@@ -6,11 +6,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ifbbench.api.engine import Engine
-from ifbbench.batching.batch import Batch, Executor, StepOutputs
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.calibration.scenarios import Scenario
 from ifbbench.clock import Clock
+from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.make_request import request_maker

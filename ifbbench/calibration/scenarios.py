@@ -5,8 +5,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.kv_cache.geometry import ceil_div
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.kv_cache.geometry import ceil_div
 from ifbbench.workload.trace import Trace, TraceRequest
 
 PROMPT_LENS = (16, 64, 192, 512, 1024, 2048, 4096)

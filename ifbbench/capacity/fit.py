@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.capacity.policy import Limit
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
 from ifbbench.capacity.pool import Pool
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.policies.policy import Limit
 from ifbbench.workload.trace import TraceRequest
 
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.batching.kv_cache.sizing import blocks_of_memory
 from ifbbench.capacity.device import Device
 from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.sizing import blocks_of_memory
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.hardware import load_hardware

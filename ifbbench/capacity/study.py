@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.kv_cache.sizing import max_attention_window
 from ifbbench.capacity.device import NULL, Device, find_device
 from ifbbench.capacity.fit import (
     WAYS,
@@ -21,6 +18,9 @@ from ifbbench.capacity.fit import (
 )
 from ifbbench.capacity.pool import Pool, PoolWindow, make_pool
 from ifbbench.config import RunConfig
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.kv_cache.sizing import max_attention_window
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.workload.trace import TraceRequest

@@ -1,9 +1,9 @@
 """What `ifbbench capacity` says in words."""
 
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.capacity.policy import Limit
 from ifbbench.capacity.fit import Fit
 from ifbbench.capacity.study import Study
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.policies.policy import Limit
 from ifbbench.report.units import count, significant
 
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

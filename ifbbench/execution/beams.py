@@ -5,8 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch, BeamInputs
-from ifbbench.batching.request_table import IntArray
+from ifbbench.engine.batch import Batch, BeamInputs
+from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import table_rows
 from ifbbench.model.attention_window import AttentionWindow
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.config import RunConfig
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.data_types import (
     KV_CACHE_DTYPES,

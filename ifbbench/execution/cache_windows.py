@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.kv_cache.copies import BlockCopy
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.batching.request_table import IntArray
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.kv_cache.copies import BlockCopy
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.request_table import IntArray
 from ifbbench.errors import InputError
 from ifbbench.execution.beams import rows_to_copy
 from ifbbench.execution.block_copies import run_copies

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.request_table import IntArray
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.cache_windows import CacheWindow, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.execution.prepared import ModelPass

@@ -2,8 +2,8 @@
 
 import torch
 
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.kv_cache.layout import CacheLayout
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.execution.cache_windows import CacheWindows, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.model.attention import LayerInputs

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch, StepOutputs
-from ifbbench.batching.kv_cache.layout import CacheLayout
+from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.beams import beam_inputs, best_candidates
 from ifbbench.execution.cache_windows import CacheWindows, one_window_layout
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
 
 
 class ModelExecutor:
-    """Runs batches through `model` over a KV cache of its own, as `ifbbench.batching.batch.Executor` asks.
+    """Runs batches through `model` over a KV cache of its own, as `ifbbench.engine.batch.Executor` asks.
 
     The newest token of each slot stays on the device, so a batch can start before the host has seen the tokens of the
     one before.

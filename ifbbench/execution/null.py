@@ -1,6 +1,6 @@
 """An executor that answers at once, to measure everything but the model."""
 
-from ifbbench.batching.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 
 
 class NullExecutor:

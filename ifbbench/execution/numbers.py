@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.sampling_params import OutputOptions
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.execution.packing import Int64Array, PackedBatch
 from ifbbench.model.to_device import to_device
 

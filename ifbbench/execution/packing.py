@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.batching.batch import Batch, ContextChunk
-from ifbbench.batching.request_table import IntArray
+from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.request_table import IntArray
 from ifbbench.model.attention_plan import QuerySpans
 
 Int64Array = NDArray[np.int64]

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.request_table import IntArray
+from ifbbench.engine.request_table import IntArray
 from ifbbench.model.to_device import to_device
 
 Int64Array = NDArray[np.int64]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ifbbench.batching.batch import BeamInputs, ContextChunk
-from ifbbench.batching.request_table import IntArray
-from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.batch import BeamInputs, ContextChunk
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.cache_windows import CacheMoves
 from ifbbench.execution.numbers import ContextRows
 from ifbbench.execution.packing import PackedBatch

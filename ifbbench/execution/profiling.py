@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from ifbbench.batching.batch import Batch, ContextChunk
-from ifbbench.batching.kv_cache.geometry import ceil_div
-from ifbbench.batching.request import Request
-from ifbbench.batching.request_table import RequestTable
+from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import RequestTable
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.llama import LlamaModel
 

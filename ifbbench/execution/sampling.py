@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.sampling_params import SamplingParams
+from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.model.to_device import to_device
 
 Int64Array = NDArray[np.int64]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ifbbench.batching.batch import Batch
+from ifbbench.engine.batch import Batch
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from ifbbench.batching.batch import Batch, StepOutputs
-from ifbbench.batching.kv_cache.layout import CacheLayout
 from ifbbench.clock import WallClock
+from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.prepared import PreparedBatch
 from ifbbench.execution.step_profile import StepProfile

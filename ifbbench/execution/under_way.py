@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ifbbench.batching.batch import BeamCandidates, FloatArray, StepOutputs
+from ifbbench.engine.batch import BeamCandidates, FloatArray, StepOutputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
 
 Int64Array = NDArray[np.int64]
 Bools = NDArray[np.bool_]

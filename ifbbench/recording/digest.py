@@ -2,7 +2,7 @@
 
 import hashlib
 
-from ifbbench.batching.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord, Stretch
 
 
 def _line(context: list[list[int]], joined: list[int], left: list[int], paused: list[int]) -> bytes:

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ifbbench.batching.records import IterationRecord, Stretch
-from ifbbench.batching.statistics import IterationStatistics
+from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.metrics import bound_by
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ifbbench.batching.request import Request
+from ifbbench.engine.request import Request
 
 
 class Phase(StrEnum):

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ifbbench.batching.capacity.policy import Limit
-from ifbbench.batching.records import CacheState, IterationRecord, Stretch
-from ifbbench.batching.request import Request
+from ifbbench.engine.policies.policy import Limit
+from ifbbench.engine.records import CacheState, IterationRecord, Stretch
+from ifbbench.engine.request import Request
 from ifbbench.recording.distribution import counted_distribution, distribution
 from ifbbench.recording.life import Life
 from ifbbench.recording.request_line import RequestTimes, completed_line, failed_line

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ifbbench.batching.records import IterationRecord, Stretch
-from ifbbench.batching.request import Request
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RECORDING_FORMATS
+from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.request import Request
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.digest import ScheduleDigest
 from ifbbench.recording.iteration_lines import IterationLines

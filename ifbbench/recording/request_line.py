@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ifbbench.batching.request import Request
+from ifbbench.engine.request import Request
 from ifbbench.recording.jsonl_writer import encode
 
 TIMES = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s", "first_scheduled_s", "first_token_s", "end_s")

@@ -3,9 +3,9 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ifbbench.batching.capacity.policy import Limit
-from ifbbench.batching.records import IterationRecord
-from ifbbench.batching.request import Request
+from ifbbench.engine.policies.policy import Limit
+from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.request import Request
 from ifbbench.recording.life import Life, Phase, Span
 
 HEAD_OF_LINE = "head_of_line"

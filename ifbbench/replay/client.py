@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ifbbench.batching.request import Request
-from ifbbench.batching.request_table import IntArray
-from ifbbench.batching.response import Response
 from ifbbench.clock import NANOSECONDS, Clock
 from ifbbench.config import RunConfig
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.response import Response
 from ifbbench.errors import InputError
 from ifbbench.replay.static_emulation import StaticEmulation
 from ifbbench.workload.columns import columns_of

@@ -1,16 +1,10 @@
 """From a row of a trace to the engine's request, as the settings want it."""
 
 from ifbbench.api.engine import Engine
-from ifbbench.batching.request import Request
-from ifbbench.batching.reuse_tokens import NO_IDENTITY, ReuseIdentity
-from ifbbench.batching.sampling_params import (
-    GREEDY,
-    EarlyStopping,
-    OutputOptions,
-    SamplingParams,
-    StopConditions,
-)
 from ifbbench.config import RunConfig
+from ifbbench.engine.request import Request
+from ifbbench.engine.reuse_tokens import NO_IDENTITY, ReuseIdentity
+from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.replay.client import MakeRequest
 from ifbbench.workload.symbols import output_symbol, symbolic_runs
 from ifbbench.workload.tokens import prompt_tokens

@@ -9,12 +9,12 @@ from typing import Any
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.api.profile import Profile
 from ifbbench.api.progress import Progress
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.records import IterationRecord, Observer, Stretch
-from ifbbench.batching.request import Request
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.records import IterationRecord, Observer, Stretch
+from ifbbench.engine.request import Request
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.batching.batch import Batch
+from ifbbench.engine.batch import Batch
 
 
 class StepWork(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from ifbbench.batching.capacity import find_policy
 from ifbbench.config import setting
+from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 
 Point = dict[str, Any]

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ifbbench import BatchManager, InferenceRequest
-from ifbbench.batching.batch import Batch, Executor, StepOutputs
-from ifbbench.batching.request import Request
+from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.request import Request
 from tests.api.client import PATIENCE_S, Client
-from tests.batching.engine import CheckingExecutor, token_of
+from tests.engine.engine import CheckingExecutor, token_of
 
 TOKENS_PER_BLOCK = 4
 SMALL = {

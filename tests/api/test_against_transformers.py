@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ifbbench import BatchManager, InferenceRequest, SamplingParams
 from ifbbench.api.tensors import Tensors
-from ifbbench.batching.sampling_params import EarlyStopping
+from ifbbench.engine.sampling_params import EarlyStopping
 
 VOCABULARY = 61
 END_ID = 2

@@ -6,12 +6,12 @@ import pytest
 
 from ifbbench.api.cache_layout import cache_layout, kv_value_bytes, parse_windows
 from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.kv_cache.contiguous import ContiguousCache
-from ifbbench.batching.kv_cache.layout import CacheLayout
-from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.kv_cache.variable_window import VariableWindowCache
 from ifbbench.config import RunConfig
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.kv_cache.contiguous import ContiguousCache
+from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 

@@ -3,8 +3,8 @@
 import pytest
 
 from ifbbench import BatchManager
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.kv_cache.sequence import ReuseRules
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
 from tests.api.client import Client
@@ -156,7 +156,7 @@ def test_static_batches_turn_off_what_they_cannot_do(caplog):
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "MAX_UTILIZATION", "static-batch",
-                                    "ifbbench.batching.capacity.max_utilization:MaxUtilization"])  # fmt: skip
+                                    "ifbbench.engine.policies.max_utilization:MaxUtilization"])  # fmt: skip
 def test_each_policy_runs(policy):
     client = Client([request_of(1), request_of(2)])
     manager_with(client=client, policy=policy, **SIZES).close()

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from ifbbench.api.callbacks import Callbacks
-from ifbbench.batching.records import IterationRecord
+from ifbbench.engine.records import IterationRecord
 from ifbbench.recording.digest import ScheduleDigest
 from tests.api.client import Client
 from tests.api.managers import TOKENS_PER_BLOCK, manager_of, request_of
-from tests.batching.engine import CheckingExecutor
+from tests.engine.engine import CheckingExecutor
 
 # With chunks, for without them a request that may be paused cannot stream.
 PAUSES: dict[str, Any] = {"policy": "max_utilization", "enable_chunked_context": True}

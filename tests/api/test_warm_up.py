@@ -7,9 +7,9 @@ import pytest
 
 from ifbbench.api import engine as engine_module
 from ifbbench.api.engine import build_engine, warm_up
-from ifbbench.batching.batch import Batch
-from ifbbench.batching.sampling_params import SamplingParams
 from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.sampling_params import SamplingParams
 
 
 def warmed_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Batch]:

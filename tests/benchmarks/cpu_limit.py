@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ifbbench.api.engine import build_engine
-from ifbbench.batching.batch import Batch
+from ifbbench.engine.batch import Batch
 from ifbbench.execution.device_speed import DeviceSpeed
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import load_model_config

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from ifbbench.batching.batch import Executor
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.request import Request
-from ifbbench.batching.response import Response
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Executor
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.request import Request
+from ifbbench.engine.response import Response
 from tests.benchmarks.cpu_task import MAX_BATCH_SIZE, MAX_NUM_TOKENS, MAX_SEQ_LEN, Task, Tokens
 
 DTYPE_NAMES = {"float32": "float32", "bfloat16": "bf16"}

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.batching.kv_cache.token_keys import TokenIds
 from ifbbench.clock import WallClock
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
+from ifbbench.engine.kv_cache.token_keys import TokenIds
 from ifbbench.recording import environment
 
 TOKENS_PER_BLOCK = 32

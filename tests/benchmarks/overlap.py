@@ -8,11 +8,11 @@ import json
 from collections import deque
 from statistics import median
 
-from ifbbench.batching.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.request import Request
 from ifbbench.clock import WallClock
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.request import Request
 from ifbbench.recording import environment
 
 DEVICE_S = 0.005

@@ -9,15 +9,15 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.capacity import POLICY_CLASSES
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.records import Observer, Unobserved
-from ifbbench.batching.request import Request
-from ifbbench.batching.response import Response
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import WallClock
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.policies import POLICY_CLASSES
+from ifbbench.engine.records import Observer, Unobserved
+from ifbbench.engine.request import Request
+from ifbbench.engine.response import Response
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.null import NullExecutor
 from ifbbench.recording.environment import hardware, versions
 from ifbbench.recording.recorder import Recorder

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.batching_type import BatchingType
-from ifbbench.batching.capacity.policy import Limit
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.request import Request
 from ifbbench.capacity.fit import WAYS, Fit, Way, as_admitted, contiguous_fit, fit, refusal
 from ifbbench.capacity.pool import Pool
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.policies.policy import Limit
+from ifbbench.engine.request import Request
 from ifbbench.workload.trace import TraceRequest
-from tests.batching import engine
 from tests.capacity.examples import pool_of, request, window_of
+from tests.engine import engine
 
 GUARANTEED, AT_START, AT_END, STATIC = WAYS
 

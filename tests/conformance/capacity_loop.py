@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ifbbench.batching.active import ActiveRequests
-from ifbbench.batching.capacity import CapacityPolicy
-from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.request import Request
-from ifbbench.batching.request_table import RequestTable
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.policies import CapacityPolicy
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.batching.kv_cache.eviction import EvictionPolicy
+from ifbbench.engine.kv_cache.eviction import EvictionPolicy
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal
 
 MILLISECONDS = 1000

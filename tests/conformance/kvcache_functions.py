@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry, ceil_div
-from ifbbench.batching.kv_cache.retention import Retention, RetentionRange
-from ifbbench.batching.kv_cache.sizing import max_attention_window, max_blocks, window_shares
-from ifbbench.batching.kv_cache.token_keys import block_ranges
+from ifbbench.engine.kv_cache.geometry import CacheGeometry, ceil_div
+from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
+from ifbbench.engine.kv_cache.sizing import max_attention_window, max_blocks, window_shares
+from ifbbench.engine.kv_cache.token_keys import block_ranges
 from tests.conformance.outcome import Case, Skip, expect_equal
 
 SHARE_TOLERANCE = 1e-6

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.batching.kv_cache.blocks import BlockCounters, OutOfBlocks
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.manager import KvCacheManager
-from ifbbench.batching.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
-from ifbbench.batching.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.batching.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.blocks import BlockCounters, OutOfBlocks
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
+from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
+from ifbbench.engine.kv_cache.token_keys import TokenIds
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
 SUPPORTED = {

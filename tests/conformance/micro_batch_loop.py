@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ifbbench.batching.active import ActiveRequests
-from ifbbench.batching.capacity import MaxRequests
-from ifbbench.batching.micro_batch import MicroBatchScheduler
-from ifbbench.batching.request import Request
-from ifbbench.batching.request_table import RequestTable
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.micro_batch import MicroBatchScheduler
+from ifbbench.engine.policies import MaxRequests
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

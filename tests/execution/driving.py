@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch, BeamInputs, ContextChunk, StepOutputs
-from ifbbench.batching.beam_search import BeamSearch
-from ifbbench.batching.kv_cache.copies import BlockCopy
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout
-from ifbbench.batching.output_numbers import OutputNumbers
-from ifbbench.batching.request import Request
-from ifbbench.batching.sampling_params import (
+from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk, StepOutputs
+from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.kv_cache.copies import BlockCopy
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.output_numbers import OutputNumbers
+from ifbbench.engine.request import Request
+from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
     TOKENS_ONLY,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.batching.sampling_params import OutputOptions
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import LlamaModel

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.batch import Batch, BeamInputs, StepOutputs
-from ifbbench.batching.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
+from ifbbench.engine.batch import Batch, BeamInputs, StepOutputs
+from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.beams import STAND_IN_SCORE, best_candidates, rows_to_copy
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.attention_window import AttentionWindow

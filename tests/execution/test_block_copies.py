@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution.block_copies import independent_runs, run_copies
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import LlamaModel

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
 from ifbbench.config import RunConfig
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.build import load_model
 from tests.execution.driving import FakeRequest, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint, reference_logits

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.config import RunConfig
+from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build
 from ifbbench.execution.data_types import KV_CACHE_DTYPES
 from ifbbench.model.contiguous_cache import ContiguousKvCache

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
-from ifbbench.batching.request_table import IntArray
-from ifbbench.batching.sampling_params import SamplingParams
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.null import NullExecutor

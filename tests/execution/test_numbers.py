@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.batch import StepOutputs
-from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.batch import StepOutputs
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from tests.execution.driving import FakeRequest, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint, reference_logits
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ifbbench.batching.sampling_params import SamplingParams
+from ifbbench.engine.sampling_params import SamplingParams
 from tests.execution.driving import FakeRequest, RecordingModel, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint
 

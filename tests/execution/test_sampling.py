@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.sampling_params import SamplingParams
+from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.execution.sampling import Sampler, keep_most_likely, uniform_numbers
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import LlamaModel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ifbbench.batching.batch import Batch
+from ifbbench.engine.batch import Batch
 from ifbbench.execution.step_profile import StepProfile, StepTimes
 from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig

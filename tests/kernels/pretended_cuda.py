@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.batching.batch import BeamCandidates, StepOutputs
+from ifbbench.engine.batch import BeamCandidates, StepOutputs
 from ifbbench.execution import (
     block_copies,
     cache_windows,

@@ -12,9 +12,9 @@ from torch import Tensor
 from ifbbench.api import engine as engine_module
 from ifbbench.api.engine import build_engine, warm_up
 from ifbbench.api.generate import generate
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.config import RunConfig
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
 from ifbbench.execution.model_executor import ModelExecutor

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.batching.sampling_params import SamplingParams
+from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.execution import kernel_sampling
 from ifbbench.execution.kernel_sampling import KernelSampler
 from ifbbench.execution.sampling import uniform_numbers

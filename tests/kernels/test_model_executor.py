@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
-from ifbbench.batching.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.kernels.fp8_rows import FP8
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.fp8_linear import Fp8Linear

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ifbbench.batching.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.batching.kv_cache.layout import CacheLayout
-from ifbbench.batching.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.fp8_linear import Fp8Linear
 from ifbbench.model.kernel_llama import KernelLlama

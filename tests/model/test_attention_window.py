@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ifbbench.batching.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ifbbench.batching.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.manager import BatchManager, ExecutorFailed
-from ifbbench.batching.request import Request
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.request import Request
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient

@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from ifbbench.batching.batch import Batch
 from ifbbench.cli.main import main
+from ifbbench.engine.batch import Batch
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 

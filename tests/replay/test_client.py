@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from ifbbench.batching.request import Request
-from ifbbench.batching.response import Response
-from ifbbench.batching.sampling_params import OutputOptions
 from ifbbench.clock import VirtualClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.request import Request
+from ifbbench.engine.response import Response
+from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.static_emulation import StaticEmulation

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.batching.batching_config import BatchingConfig
-from ifbbench.batching.kv_cache.sequence import ReuseRules
-from ifbbench.batching.manager import BatchManager
-from ifbbench.batching.records import IterationRecord, Stretch
-from ifbbench.batching.request import Request
-from ifbbench.batching.reuse_tokens import ReuseIdentity
-from ifbbench.batching.statistics import IterationStatistics
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.request import Request
+from ifbbench.engine.reuse_tokens import ReuseIdentity
+from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.model.config import load_model_config
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ifbbench.batching.batch import Batch, StepOutputs
 from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.replay.run import run_trace
 

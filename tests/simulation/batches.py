@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ifbbench.batching.batch import Batch, ContextChunk
-from ifbbench.batching.request import Request
+from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.request import Request
 
 
 def batch_of(chunks, kv_lengths, beam_width=1, padded=False) -> Batch:

@@ -1,0 +1,228 @@
+"""Beam search of one request: which continuations live on, which are complete, and when no better ones can come.
+
+The rule is that of `transformers` (`GenerationMixin._beam_search`), so that results can be held against it. Each step
+looks at the best continuations over all running beams. Those that end complete a beam if they are among the best
+`beam_width`; the best that do not end are the beams of the next step. The complete beams are kept by their score,
+log-probability / length ** length_penalty.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams, StopConditions
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+# The score of a beam that stands in where there are too few continuations. It is finite, so that sums with it stay
+# ordered, and far enough down that whatever scores below half of it descends from a dead beam.
+DEAD = np.float32(-1e9)
+DEAD_BELOW = DEAD / 2
+
+# What a score may be divided by: an extreme length penalty must give neither an overflow nor a division by zero.
+SMALLEST_DIVISOR, LARGEST_DIVISOR = 1e-100, 1e100
+
+
+@dataclass(frozen=True, slots=True)
+class FinalBeam:
+    """One beam of the result.
+
+    tokens: [output length], the end token or stop sequence included.
+    log_probs: [output length], log-probability of each token.
+    path: [output length], the beam, among the inputs of its step, from which each token was chosen; 0 for the first.
+    score: cumulative log-probability / output length ** length_penalty.
+    """
+
+    tokens: IntArray
+    log_probs: FloatArray
+    path: IntArray
+    score: float
+
+    @property
+    def cumulative_log_prob(self) -> float:
+        """Log-probability of the whole output."""
+        return float(self.log_probs.sum(dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Beams:
+    """The running beams after a step, best first; all are [beams].
+
+    parents: index of each beam's predecessor among the beams of the step before. scores: cumulative log-probabilities.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    scores: FloatArray
+
+    def select(self, chosen: BoolArray) -> "_Beams":
+        """The beams where `chosen` [beams] is true, in their order."""
+        return _Beams(self.tokens[chosen], self.parents[chosen], self.scores[chosen])
+
+    @property
+    def alive(self) -> BoolArray:
+        """Whether each beam has a true log-probability rather than that of a dead one, minus infinity or NaN."""
+        return self.scores > DEAD_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """The last token of an output: `length` tokens lie on the way that leads to it over `parent`."""
+
+    length: int
+    token: int
+    parent: int
+    cumulative_log_prob: float
+    score: float
+
+
+class BeamSearch:
+    """The beams of one request. `advance` takes one step; `final` gives the result.
+
+    max_len: most output tokens the request may make, the length up to which EarlyStopping.NEVER lets a beam hope.
+    """
+
+    def __init__(self, beam_width: int, sampling: SamplingParams, stop: StopConditions, max_len: int) -> None:
+        self.beam_width = beam_width
+        self.over = False
+        self._sampling = sampling
+        self._stop = stop
+        self._max_len = max_len
+        # Item n: the beams after n tokens, item 0 the prompt. The parents point from each item into the one before.
+        self._steps = [_Beams(np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(1, np.float32))]
+        self._complete: list[_Ending] = []  # at most beam_width, best first
+
+    @staticmethod
+    def num_candidates(beam_width: int, stop: StopConditions) -> int:
+        """How many candidates `advance` needs so that `beam_width` that do not end are surely among them.
+
+        At most one token a beam ends it for each end token and each stop sequence.
+        """
+        return max(2, 1 + len(stop.end_tokens) + len(stop.stop_sequences)) * beam_width
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self._steps) - 1
+
+    @property
+    def tokens(self) -> IntArray:
+        """[beams], the newest token of each running beam; empty before the first step."""
+        return self._steps[-1].tokens
+
+    @property
+    def parents(self) -> IntArray:
+        """[beams], the beam of the step before that each running beam goes on from; empty before the first step."""
+        return self._steps[-1].parents
+
+    @property
+    def scores(self) -> FloatArray:
+        """[beams], cumulative log-probability of each running beam; before the first step the prompt's [1], of 0."""
+        return self._steps[-1].scores
+
+    def advance(self, tokens: IntArray, beams: IntArray, scores: FloatArray, *, is_last: bool) -> bool:
+        """Choose the next beams from the best continuations, and return whether the search is over.
+
+        tokens, beams, scores: [candidates], best first, at least one: the best continuations over all running beams,
+        or of the one prompt (beams all 0) in the first step. Scores are cumulative log-probabilities. Where fewer than
+        `beam_width` can go on, dead beams fill up: they score -1e9, and nothing that comes of them completes or wins.
+        is_last: the output has its full length with these tokens.
+        """
+        candidates = _Beams(tokens.astype(np.int32), beams.astype(np.int32), scores.astype(np.float32))
+        alive = candidates.alive
+        ends = self._ends(candidates) | is_last
+        # The candidates after the best beam_width are there to go on in place of those that end, not to complete.
+        among_best = np.arange(len(tokens)) < self.beam_width
+        self._steps.append(self._fill_up(candidates.select(alive & ~ends), candidates))
+        self._complete = self._best_with(self._endings(candidates.select(alive & ends & among_best)))
+        self.over = not self._can_improve()
+        return self.over
+
+    def final(self) -> list[FinalBeam]:
+        """The best `beam_width` beams, or as many as exist, best score first.
+
+        Of a search cut short the running beams count like complete ones at their present length.
+        """
+        best = self._complete
+        if not self.over and self.num_tokens > 0:
+            running = self._steps[-1]
+            best = self._best_with(self._endings(running.select(running.alive)))
+        return [self._trace_back(ending) for ending in best]
+
+    def _ends(self, candidates: _Beams) -> BoolArray:
+        """[candidates], whether each is ended by an end token or a stop sequence."""
+        ends = np.isin(candidates.tokens, self._stop.end_tokens)
+        for sequence in self._stop.stop_sequences:
+            ends |= self._ends_with(candidates, sequence)
+        return ends
+
+    def _ends_with(self, candidates: _Beams, sequence: tuple[int, ...]) -> BoolArray:
+        """[candidates], whether the newest tokens of each are `sequence`."""
+        if len(sequence) > self.num_tokens + 1:
+            return np.zeros(len(candidates.tokens), np.bool_)
+        matches: BoolArray = candidates.tokens == sequence[-1]
+        beams = candidates.parents
+        for token, step in zip(reversed(sequence[:-1]), reversed(self._steps), strict=False):
+            matches &= step.tokens[beams] == token
+            beams = step.parents[beams]
+        return matches
+
+    def _fill_up(self, unfinished: _Beams, candidates: _Beams) -> _Beams:
+        """The best `beam_width` unfinished candidates, with dead beams after them where they are too few."""
+        missing = max(0, self.beam_width - len(unfinished.tokens))
+        return _Beams(
+            np.append(unfinished.tokens[: self.beam_width], np.repeat(candidates.tokens[:1], missing)),
+            np.append(unfinished.parents[: self.beam_width], np.repeat(candidates.parents[:1], missing)),
+            np.append(unfinished.scores[: self.beam_width], np.repeat(DEAD, missing)),
+        )
+
+    def _endings(self, beams: _Beams) -> list[_Ending]:
+        """The beams of the newest step as endings."""
+        length = self.num_tokens
+        return [
+            _Ending(length, token, parent, log_prob, self._score(log_prob, length))
+            for token, parent, log_prob in zip(
+                beams.tokens.tolist(), beams.parents.tolist(), beams.scores.tolist(), strict=True
+            )
+        ]
+
+    def _score(self, log_prob: float, length: int) -> float:
+        with np.errstate(over="ignore", under="ignore"):
+            divisor = float(np.float64(length) ** self._sampling.length_penalty)
+        return log_prob / min(max(divisor, SMALLEST_DIVISOR), LARGEST_DIVISOR)
+
+    def _best_with(self, endings: list[_Ending]) -> list[_Ending]:
+        """The best `beam_width` of the complete beams and `endings`; of equal scores the one complete earlier."""
+        merged = sorted(self._complete + endings, key=lambda ending: ending.score, reverse=True)
+        return merged[: self.beam_width]
+
+    def _can_improve(self) -> bool:
+        """Whether a running beam may yet become one of the best."""
+        running = self._steps[-1]
+        if not running.alive.any():
+            return False
+        if len(self._complete) < self.beam_width:
+            return True
+        if self._sampling.early_stopping is EarlyStopping.ALWAYS:
+            return False
+        return self._score(float(running.scores[0]), self._hoped_length()) > self._complete[-1].score
+
+    def _hoped_length(self) -> int:
+        """The output length at which the best running beam is held against the complete ones."""
+        if self._sampling.early_stopping is EarlyStopping.NEVER and self._sampling.length_penalty > 0:
+            return self._max_len
+        return self.num_tokens
+
+    def _trace_back(self, ending: _Ending) -> FinalBeam:
+        """The whole output that leads to `ending`, read along the parents from its end."""
+        tokens, path = np.empty(ending.length, np.int32), np.empty(ending.length, np.int32)
+        cumulative = np.zeros(ending.length + 1)
+        tokens[-1], path[-1], cumulative[-1] = ending.token, ending.parent, ending.cumulative_log_prob
+        for position in range(ending.length - 2, -1, -1):
+            beam, step = path[position + 1], self._steps[position + 1]
+            tokens[position], path[position] = step.tokens[beam], step.parents[beam]
+            cumulative[position + 1] = step.scores[beam]
+        return FinalBeam(tokens, np.diff(cumulative).astype(np.float32), path, ending.score)

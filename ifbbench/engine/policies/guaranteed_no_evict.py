@@ -1,0 +1,80 @@
+"""GUARANTEED_NO_EVICT: a request starts only when the blocks to complete it are certain. Nothing is ever paused."""
+
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages
+from ifbbench.engine.policies.reuse_delay import ReuseDelay
+
+NO_LORA = LoraLimits()
+
+
+class GuaranteedNoEvict:
+    """Admit context requests in order while all their blocks to completion are free and not reserved by others.
+
+    The first one whose blocks do not fit ends the walk (head-of-line blocking); one whose LoRA pages do not fit is
+    passed over. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
+
+    Where nothing at all would run, because a request of higher priority waits for blocks that such started requests
+    hold, they go on past it. (TensorRT-LLM's scheduler would stand still for ever.)
+    """
+
+    may_pause = False
+    is_steady = True
+    _delays_for_reuse = True
+
+    def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
+        self.max_num_requests = max_num_requests
+        self.lora = lora
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
+        decision = CapacityDecision(held=active.generation[self.max_num_requests :])
+        if active.context and self._considers_context(active):
+            self._admit(decision, active, kv_cache)
+        elif active.context:
+            decision.left_out = LeftOut(active.context[0], Limit.STATIC_BATCH)
+        if decision.held and (decision.left_out is None or decision.held[0].order < decision.left_out.request.order):
+            decision.left_out = LeftOut(decision.held[0], Limit.BATCH_SIZE)
+        return decision
+
+    def _considers_context(self, active: ActiveRequests) -> bool:
+        return True
+
+    def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCache) -> None:
+        running = active.generation_rows[: self.max_num_requests]
+        available = kv_cache.free_blocks - kv_cache.reserved_blocks(running)
+        pages = LoraPages(self.lora) if active.num_with_lora else None
+        if pages is not None:
+            for request in active.generation[: self.max_num_requests]:
+                pages.claim(request)
+        only_started = False
+        delay = ReuseDelay(active, kv_cache) if self._delays_for_reuse and kv_cache.reuse.enabled else None
+        admitted, room = decision.admitted, self.max_num_requests - len(running)
+        for request in active.context:
+            if only_started and not request.has_started:
+                continue
+            if delay is not None and delay.is_worth_waiting(request):
+                _leave_out(decision, LeftOut(request, Limit.REUSE_DELAY))
+                continue
+            if len(admitted) >= room:
+                _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))
+                return
+            needed = kv_cache.blocks_to_completion(request)
+            if needed > available:
+                _leave_out(decision, LeftOut(request, Limit.KV_BLOCKS))
+                if len(running) or admitted:
+                    return
+                only_started = True
+                continue
+            if pages is not None:
+                if not pages.fits(request):
+                    _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
+                    continue
+                pages.claim(request)
+            available -= needed
+            admitted.append(request)
+
+
+def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:
+    """Remember the first one left out."""
+    if decision.left_out is None:
+        decision.left_out = left_out

@@ -1,0 +1,148 @@
+"""Capacity scheduler policies by name: those of ifbbench, and those of users."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
+from ifbbench.engine.policies.max_requests import MaxRequests
+from ifbbench.engine.policies.max_utilization import MaxUtilization
+from ifbbench.engine.policies.policy import CapacityPolicy
+from ifbbench.engine.policies.static_batch import StaticBatch
+from ifbbench.errors import InputError
+
+ENTRY_POINT_GROUP = "ifbbench.policies"
+
+POLICY_CLASSES: dict[str, type[GuaranteedNoEvict] | type[MaxUtilization]] = {
+    "guaranteed_no_evict": GuaranteedNoEvict,
+    "max_utilization": MaxUtilization,
+    "static_batch": StaticBatch,
+}
+
+# The policy of caches without blocks: chosen with the cache, not by name.
+WITHOUT_BLOCKS: dict[str, type[MaxRequests]] = {"max_requests": MaxRequests}
+
+PolicyFactory = Callable[[int], CapacityPolicy]
+"""Makes a policy from the most requests that may run at a time."""
+
+
+def find_policy(name: str) -> PolicyFactory:
+    """What makes the policy called `name`: a built-in one, `package.module:ClassName` (of an installed module or one in
+    the current directory), or an entry point in the group `ifbbench.policies`.
+
+    Raises InputError if there is none of that name or it is no policy. The factory itself does when a user's class
+    cannot be made."""
+    if name in POLICY_CLASSES:
+        return POLICY_CLASSES[name]
+    if name in WITHOUT_BLOCKS:
+        return WITHOUT_BLOCKS[name]
+    target = _from_module(name) if ":" in name else _from_entry_point(name)
+    _check(name, target)
+    return partial(_make, name, target)
+
+
+def _from_module(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    try:
+        with _current_directory_first():
+            module = importlib.import_module(module_name)
+    except Exception as error:  # A user's module may fail in any way.
+        raise InputError(
+            f"--policy: {name!r} is not valid: module {module_name!r} cannot be imported ({type(error).__name__}: "
+            f"{error}); expected package.module:ClassName of an installed module or one in the current directory. "
+            "Mend it or its name."
+        ) from error
+    if not attribute or not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), n=3)
+        hint = f"Did you mean {', '.join(near)}?" if near else "Check the name."
+        raise InputError(
+            f"--policy: {name!r} is not valid: module {module_name!r} has no {attribute!r}; expected "
+            f"package.module:ClassName. {hint}"
+        )
+    return getattr(module, attribute)
+
+
+def _from_entry_point(name: str) -> Any:
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in installed:
+        raise InputError(_unknown(name, installed))
+    entry = installed[name]
+    try:
+        return entry.load()
+    except Exception as error:  # As above.
+        raise InputError(
+            f"--policy: {name!r} is not valid: entry point {entry.value!r} cannot be loaded ({type(error).__name__}: "
+            f"{error}); expected a class that can be imported. Mend or reinstall the package that it comes with."
+        ) from error
+
+
+def _unknown(name: str, installed: dict[str, EntryPoint]) -> str:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), [*POLICY_CLASSES, *installed], n=3)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    return (
+        f"--policy: {name!r} is not a policy; expected a built-in one ({', '.join(POLICY_CLASSES)}), an installed "
+        f"one of the entry point group {ENTRY_POINT_GROUP} ({', '.join(sorted(installed)) or 'none here'}), or "
+        f"package.module:ClassName.{hint}"
+    )
+
+
+@contextmanager
+def _current_directory_first() -> Iterator[None]:
+    """Import from the current directory as `python -m` does, which the `ifbbench` command does not."""
+    directory = os.getcwd()
+    if directory in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+def _check(name: str, target: Any) -> None:
+    """Refuse before a run starts what can be told to be no policy without making one."""
+    if not callable(target):
+        raise InputError(
+            f"--policy: {name!r} is of type {type(target).__name__}, not a class; expected one with a method "
+            "schedule(active, kv_cache). Name the class."
+        )
+    if isinstance(target, type) and not callable(getattr(target, "schedule", None)):
+        raise InputError(_no_schedule(name, target))
+    try:
+        inspect.signature(target).bind(1)
+    except TypeError as error:
+        raise InputError(
+            f"--policy: {name!r} cannot be made from the most requests that may run ({error}); expected "
+            "__init__(self, max_num_requests). Give other parameters defaults."
+        ) from error
+    except ValueError:  # Classes written in C need not tell their parameters.
+        return
+
+
+def _make(name: str, target: Callable[[int], Any], max_num_requests: int) -> CapacityPolicy:
+    try:
+        policy = target(max_num_requests)
+    except Exception as error:  # A user's class may fail in any way.
+        raise InputError(
+            f"--policy: {name!r} cannot be made for {max_num_requests} requests ({type(error).__name__}: {error}); "
+            "mend its __init__."
+        ) from error
+    if not callable(getattr(policy, "schedule", None)):
+        raise InputError(_no_schedule(name, type(policy)))
+    made: CapacityPolicy = policy
+    return made
+
+
+def _no_schedule(name: str, found: type) -> str:
+    return (
+        f"--policy: {name!r} has no method `schedule` ({found.__name__}); expected schedule(self, active, kv_cache) "
+        "that returns a CapacityDecision. Add it."
+    )

@@ -1,0 +1,123 @@
+"""MAX_UTILIZATION: run all that fits now; when a block is missing, pause the last one started."""
+
+from collections.abc import Iterable
+from heapq import merge
+from operator import attrgetter
+
+import numpy as np
+
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.kv_cache.interface import BlockCount, KvCache
+from ifbbench.engine.policies.guaranteed_no_evict import NO_LORA
+from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages, Pause
+from ifbbench.engine.policies.reuse_delay import ReuseDelay
+from ifbbench.engine.request import Request
+
+_ORDER = attrgetter("order")
+
+
+class MaxUtilization:
+    """Walk the list in order, giving each request the blocks of its next step. For one that does not fit, pause the
+    last started request at or behind it and try again; when there is none, stop.
+
+    A generation request that needs no block now always fits, so the walk leaves it out unless the number of requests or
+    LoRA pages could bind. (TensorRT-LLM's `MaxUtilizationScheduler`, with the same outcome.)
+    """
+
+    may_pause = True
+    # A waiting request that did not fit beside what others took fits no better into what they left.
+    is_steady = True
+
+    def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
+        self.max_num_requests = max_num_requests
+        self.lora = lora
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
+        rows = active.generation_rows
+        needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows] if active.table.any_wide_steps else 0)
+        walks_all = len(active) > self.max_num_requests or (active.num_with_lora and self.lora.pages_per_task)
+        if walks_all:
+            indices: Iterable[int] = range(len(active.generation))
+        else:
+            if not active.context and kv_cache.counted(needs.sum(axis=0)) <= kv_cache.free_blocks:
+                return CapacityDecision(generation_first=False)
+            indices = np.flatnonzero(needs if needs.ndim == 1 else needs.any(axis=1)).tolist()
+        generation = [(active.generation[index], kv_cache.counted(needs[index])) for index in indices]
+        return _Walk(self, active, kv_cache).run(generation)
+
+
+class _Walk:
+    """One iteration's walk over the list."""
+
+    def __init__(self, policy: MaxUtilization, active: ActiveRequests, kv_cache: KvCache) -> None:
+        self.max_num_requests = policy.max_num_requests
+        self.active = active
+        self.kv_cache = kv_cache
+        self.pages = LoraPages(policy.lora)
+        self.counts_pages = bool(policy.lora.pages_per_task)
+        self.plan = kv_cache.plan_release()
+        self.decision = CapacityDecision(generation_first=False)
+        self.context = active.context
+        self.started_generation = len(active.generation)
+        self.generation = active.generation
+        self.started_context = [request for request in active.context if request.has_started]
+        self.claimed: BlockCount = 0
+        self.scheduled = 0
+
+    def run(self, generation: list[tuple[Request, BlockCount]]) -> CapacityDecision:
+        """Walk context requests and the given generation requests (each with the blocks it needs) in order."""
+        pending = ((request, self.kv_cache.first_chunk_need(request)) for request in self.context)
+        end: tuple[float, int] | None = None
+        delay = ReuseDelay(self.active, self.kv_cache)
+        for request, need in merge(pending, generation, key=lambda entry: entry[0].order):
+            if (end is None or request.order < end) and delay.is_worth_waiting(request):
+                self._leave_out(request, Limit.REUSE_DELAY)
+                continue
+            while True:
+                if end is not None and request.order >= end:
+                    self._leave_out(request, Limit.KV_BLOCKS)
+                    return self.decision
+                limit = self._what_lacks(request, need)
+                if limit is None:
+                    break
+                victim = self._last_started()
+                if victim is None or victim.order < request.order:
+                    self._leave_out(request, limit)
+                    return self.decision
+                self._pause(Pause(victim, request, limit))
+                end = victim.order
+            self._schedule(request, need)
+        return self.decision
+
+    def _what_lacks(self, request: Request, need: BlockCount) -> Limit | None:
+        if self.scheduled >= self.max_num_requests:
+            return Limit.BATCH_SIZE
+        if self.claimed + need > self.plan.free_blocks:
+            return Limit.KV_BLOCKS
+        if self.counts_pages and not self.pages.fits(request):
+            return Limit.LORA_PAGES
+        return None
+
+    def _schedule(self, request: Request, need: BlockCount) -> None:
+        self.scheduled += 1
+        self.claimed += need
+        self.pages.claim(request)
+        if request.in_context:
+            self.decision.admitted.append(request)
+
+    def _last_started(self) -> Request | None:
+        tails = [self.started_context[-1:], self.generation[self.started_generation - 1 : self.started_generation]]
+        return max((tail[0] for tail in tails if tail), key=_ORDER, default=None)
+
+    def _pause(self, pause: Pause) -> None:
+        if pause.victim.in_context:
+            self.started_context.pop()
+        else:
+            self.started_generation -= 1
+        self.plan.release(pause.victim.slot)
+        self.decision.paused.append(pause)
+
+    def _leave_out(self, request: Request, limit: Limit) -> None:
+        """Remember the first waiting request left out; one that is itself paused is told by its pause."""
+        if self.decision.left_out is None and all(pause.victim is not request for pause in self.decision.paused):
+            self.decision.left_out = LeftOut(request, limit)

@@ -1,0 +1,162 @@
+"""Sequences longer than their attention window write over their oldest blocks: nobody else's, and never the sink."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
+from ifbbench.engine.kv_cache.token_keys import TokenIds
+
+SIZE = 4
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def cache_of(window: int, beams: int = 1, sink: int = 0, size: int = SIZE, num_blocks: int = 64) -> KvCacheManager:
+    return KvCacheManager(CacheGeometry(size, window, 64, sink, beams), num_blocks, 4, reuse=ReuseRules(True))
+
+
+def add(cache: KvCacheManager, slot: int, tokens: list[int]) -> int:
+    reused = cache.add_sequence(slot, len(tokens), known=KnownTokens(TokenIds(np.array(tokens, np.int32))))
+    cache.store_context(slot)
+    return reused
+
+
+def grow(cache: KvCacheManager, slot: int, count: int) -> None:
+    for _ in range(count):
+        cache.add_tokens(np.array([slot]))
+        cache.check_consistency()
+
+
+def test_a_sequence_never_holds_more_blocks_than_its_window_needs():
+    cache = cache_of(window=8)
+    cache.add_sequence(0, 5)
+    grow(cache, 0, 40)
+    assert cache.blocks.num_used == 2
+    cache.remove_sequence(0)
+    assert cache.blocks.num_used == 0
+
+
+def test_a_known_block_can_be_found_until_it_is_written_over():
+    cache = cache_of(window=8)
+    add(cache, 0, PROMPT)
+    grow(cache, 0, 3)
+    assert add(cache, 1, PROMPT) == 4
+    cache.remove_sequence(1)
+    grow(cache, 0, 1)
+    assert add(cache, 1, PROMPT) == 0
+
+
+def test_who_writes_over_a_block_that_another_holds_gets_one_of_its_own():
+    cache = cache_of(window=8)
+    add(cache, 0, PROMPT)
+    assert add(cache, 1, PROMPT) == 4
+    shared = cache.sequences[0].beams[0][0]
+    grow(cache, 0, 3)
+    assert cache.sequences[0].beams[0][0] == shared
+    grow(cache, 0, 1)
+    assert cache.sequences[0].beams[0][0] != shared
+    assert cache.sequences[1].beams[0][0] == shared
+    assert int(cache.block_tables[0, 0, 0]) != int(cache.block_tables[1, 0, 0])
+    # It still holds what is known of it.
+    assert add(cache, 2, PROMPT) == 4
+
+
+def test_the_last_holder_writes_over_the_block_itself_and_it_is_forgotten():
+    cache = cache_of(window=8)
+    add(cache, 0, PROMPT)
+    add(cache, 1, PROMPT)
+    shared = cache.sequences[0].beams[0][0]
+    grow(cache, 0, 4)
+    grow(cache, 1, 4)
+    assert cache.sequences[1].beams[0][0] == shared
+    assert add(cache, 2, PROMPT) == 0
+
+
+def test_a_sequence_that_has_come_round_leaves_nothing_to_be_found():
+    cache = cache_of(window=8)
+    add(cache, 0, PROMPT)
+    grow(cache, 0, 4)
+    cache.remove_sequence(0, store=9)
+    assert add(cache, 1, PROMPT) == 0
+
+
+def test_a_prompt_that_fills_its_window_neither_finds_nor_leaves_anything():
+    cache = cache_of(window=8)
+    short, long = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8]
+    add(cache, 0, short)
+    assert add(cache, 1, long) == 0
+    cache.remove_sequence(0)
+    cache.remove_sequence(1, store=8)
+    assert add(cache, 2, short) == 4
+
+
+def test_beams_part_where_they_write_over_what_they_shared():
+    # Beams have a spare block: 12 places for a window of 8.
+    cache = cache_of(window=8, beams=2)
+    cache.add_sequence(0, 6, beam_width=2)
+    grow(cache, 0, 6)
+    first, second = cache.sequences[0].beams
+    assert (first[0] == second[0], first[1] == second[1], first[2] == second[2]) == (True, False, False)
+    used = cache.blocks.num_used
+    grow(cache, 0, 1)
+    assert first[0] != second[0]
+    assert cache.blocks.num_used == used + 1
+    grow(cache, 0, 40)
+    assert cache.blocks.num_used == used + 1
+
+
+def test_beams_keep_sharing_the_sink():
+    cache = cache_of(window=16, beams=2, sink=4)
+    cache.add_sequence(0, 13, beam_width=2)
+    grow(cache, 0, 60)
+    first, second = cache.sequences[0].beams
+    assert first[0] == second[0]
+    assert set(first[1:]).isdisjoint(second[1:])
+
+
+def test_sink_tokens_that_do_not_fill_a_block_are_kept_with_the_empty_places_behind_them():
+    cache = cache_of(window=12, beams=2, sink=2)
+    cache.add_sequence(0, 9, beam_width=2)
+    assert cache.registered[0] == 11
+    grow(cache, 0, 60)
+    first, second = cache.sequences[0].beams
+    assert first[0] == second[0]
+    assert set(first[1:]).isdisjoint(second[1:])
+
+
+@settings(max_examples=60)
+@given(
+    size=st.sampled_from([1, 2, 4]), window=st.integers(6, 20), sink=st.integers(0, 3), beams=st.sampled_from([1, 2]),
+    data=st.data(),
+)  # fmt: skip
+def test_the_sink_and_the_tokens_of_the_window_are_there_in_every_beam(size, window, sink, beams, data):
+    cache = cache_of(window, beams, sink, size)
+    geometry = cache.geometry
+    places_in_all, kept = geometry.capacity, sink + geometry.bubble
+    prompt_len = data.draw(st.integers(sink + 1, geometry.capacity - geometry.bubble - 1), "prompt length")
+    cache.add_sequence(0, prompt_len, beams)
+    memory: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def place_of(beam: int, position: int) -> tuple[int, int]:
+        place = position if position < sink else position + geometry.bubble
+        if place >= places_in_all:
+            place = kept + (place - kept) % (places_in_all - kept)
+        return int(cache.block_tables[0, beam, place // size]), place % size
+
+    def content(beam: int, position: int) -> tuple[int, int]:
+        return (position, beam) if position >= prompt_len else (position, 0)
+
+    for position in range(prompt_len):
+        for beam in range(beams):
+            memory[place_of(beam, position)] = content(beam, position)
+    for position in range(prompt_len, 60):
+        cache.add_tokens(np.array([0]))
+        cache.check_consistency()
+        for beam in range(beams):
+            memory[place_of(beam, position)] = content(beam, position)
+        attended = {*range(sink), *range(max(position - (window - sink) + 1, 0), position + 1)}
+        for beam in range(beams):
+            for at in attended:
+                assert memory.get(place_of(beam, at)) == content(beam, at), f"position {at} of beam {beam}"

@@ -1,0 +1,102 @@
+"""When others can find what a sequence has computed."""
+
+import numpy as np
+import pytest
+
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
+from ifbbench.engine.kv_cache.token_keys import TokenIds
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def cache_of(rules: ReuseRules | None = None) -> KvCacheManager:
+    return KvCacheManager(CacheGeometry(4, 64, 64, max_beam_width=2), 32, 4, reuse=rules or ReuseRules(True))
+
+
+def add(cache: KvCacheManager, slot: int, tokens: list[int], beams: int = 1, may_look_up: bool = True) -> int:
+    known = KnownTokens(TokenIds(np.array(tokens, np.int32)))
+    return cache.add_sequence(slot, len(tokens), beams, known, may_look_up=may_look_up)
+
+
+def test_nothing_is_found_before_it_is_computed():
+    cache = cache_of()
+    add(cache, 0, TEXT)
+    assert add(cache, 1, [*TEXT, 9]) == 0
+
+
+def test_of_a_computed_prompt_all_whole_blocks_but_one_that_its_last_token_fills_are_found():
+    cache = cache_of()
+    add(cache, 0, TEXT)
+    cache.store_context(0)
+    assert add(cache, 1, [*TEXT, 9]) == 4
+
+
+def test_a_block_that_output_has_filled_is_found():
+    cache = cache_of()
+    add(cache, 0, TEXT[:7])
+    cache.store_context(0)
+    known = cache.sequences[0].known
+    assert known is not None
+    assert isinstance(known.tokens, TokenIds)
+    known.tokens.append(np.array(TEXT[7:], np.int32))
+    cache.add_tokens(np.array([0]))
+    cache.store_generated(0, 8)
+    assert add(cache, 1, [*TEXT, 9]) == 8
+
+
+def test_a_last_block_that_is_not_full_is_found_once_its_owner_has_left():
+    cache = cache_of()
+    add(cache, 0, TEXT[:6])
+    cache.store_context(0)
+    assert add(cache, 1, TEXT) == 4
+    cache.remove_sequence(1)
+    cache.remove_sequence(0, store=6)
+    assert add(cache, 1, TEXT) == 6
+
+
+def test_who_leaves_without_storing_leaves_nothing_new():
+    cache = cache_of()
+    add(cache, 0, TEXT)
+    cache.store_context(0)
+    cache.remove_sequence(0)
+    assert add(cache, 1, [*TEXT, 9]) == 4
+
+
+def test_beams_share_what_is_found_but_their_last_block():
+    cache = cache_of()
+    add(cache, 0, [*TEXT, 9])
+    cache.store_context(0)
+    assert add(cache, 1, [*TEXT, 9], beams=2) == 8
+    first, second = cache.sequences[1].beams
+    assert first[:2] == second[:2] == cache.sequences[0].beams[0][:2]
+    assert len({first[2], second[2], cache.sequences[0].beams[0][2]}) == 3
+    cache.check_consistency()
+
+
+def test_who_may_not_look_up_finds_nothing_and_still_stores():
+    cache = cache_of()
+    assert add(cache, 0, TEXT, may_look_up=False) == 0
+    cache.store_context(0)
+    assert add(cache, 1, TEXT, may_look_up=False) == 0
+    assert add(cache, 2, TEXT) > 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "reused"),
+    [
+        (ReuseRules(False), 0),
+        (ReuseRules(True, partial=False), 4),
+        # Another holds the second block: its beginning can only be copied.
+        (ReuseRules(True, copy_partial=False), 4),
+        (ReuseRules(True), 6),
+    ],
+    ids=["no reuse", "whole blocks", "nothing copied", "all"],
+)
+def test_rules_say_what_is_reused(rules, reused):
+    cache = cache_of(rules)
+    add(cache, 0, [*TEXT, 9])
+    cache.store_context(0)
+    assert add(cache, 1, [*TEXT[:6], 0, 0, 0]) == reused
+    cache.check_consistency()

@@ -1,0 +1,94 @@
+"""What is forgotten of a conversation that is taken up again further ahead."""
+
+import numpy as np
+
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
+from ifbbench.engine.kv_cache.token_keys import TokenIds
+
+TRUNK = [1, 2, 3, 4, 5, 6, 7, 8]
+LEFT, RIGHT = [*TRUNK, 11, 12, 13, 14, 15], [*TRUNK, 21, 22, 23, 24, 25]
+
+
+def known(tokens: list[int], identity: str = "") -> KnownTokens:
+    return KnownTokens(TokenIds(np.array(tokens, np.int32)), identity)
+
+
+def serve(cache: KvCacheManager, tokens: list[int]) -> int:
+    """How much of `tokens` was found; all of it is known afterwards."""
+    reused = cache.add_sequence(0, len(tokens), known=known(tokens))
+    cache.store_context(0)
+    cache.remove_sequence(0, len(tokens))
+    cache.check_consistency()
+    return reused
+
+
+def found(cache: KvCacheManager, tokens: list[int]) -> int:
+    """How much of `tokens` would be found, as far as whole blocks go."""
+    reused = cache.add_sequence(0, len(tokens), known=known(tokens))
+    cache.remove_sequence(0)
+    return reused // 4 * 4
+
+
+def cache_with(*conversations: list[int], num_blocks: int = 16) -> KvCacheManager:
+    cache = KvCacheManager(CacheGeometry(4, 64, 64), num_blocks, 2, reuse=ReuseRules(True))
+    for conversation in conversations:
+        serve(cache, conversation)
+    return cache
+
+
+def test_only_what_comes_behind_the_kept_tokens_is_forgotten():
+    cache = cache_with(LEFT)
+    cache.truncate(known(LEFT), len(LEFT), keep=8)
+    cache.check_consistency()
+    assert found(cache, LEFT) == 8
+
+
+def test_the_block_that_the_kept_tokens_end_in_stays():
+    cache = cache_with(LEFT)
+    cache.truncate(known(LEFT), len(LEFT), keep=5)
+    assert found(cache, LEFT) == 8
+
+
+def test_other_branches_keep_theirs_and_what_leads_to_them():
+    cache = cache_with(LEFT, RIGHT)
+    cache.truncate(known(LEFT), len(LEFT), keep=0)
+    cache.check_consistency()
+    assert found(cache, RIGHT) == 12
+    assert found(cache, LEFT) == 8
+
+
+def test_with_nothing_kept_and_no_branches_all_is_forgotten():
+    cache = cache_with(LEFT)
+    cache.truncate(known(LEFT), len(LEFT), keep=0)
+    assert found(cache, LEFT) == 0
+
+
+def test_a_conversation_that_nobody_knows_and_one_of_another_identity_change_nothing():
+    cache = cache_with(LEFT)
+    cache.truncate(known([9, 9, 9, 9, 9]), 5, keep=0)
+    cache.truncate(known(LEFT, "other"), len(LEFT), keep=0)
+    assert found(cache, LEFT) == 12
+
+
+def test_what_is_forgotten_is_given_up_before_what_others_left_earlier():
+    cache = cache_with(RIGHT, [31, 32, 33, 34, 35], num_blocks=6)
+    # Four blocks of the older conversation, two of the younger one: all are in use or known.
+    cache.truncate(known([31, 32, 33, 34, 35]), 5, keep=0)
+    cache.add_sequence(0, 8)
+    assert cache.blocks.num_used == 2
+    cache.remove_sequence(0)
+    assert found(cache, RIGHT) == 12
+
+
+def test_what_a_running_sequence_holds_can_be_forgotten_and_is_known_again_when_it_ends():
+    cache = cache_with()
+    cache.add_sequence(0, len(LEFT), known=known(LEFT))
+    cache.store_context(0)
+    cache.truncate(known(LEFT), len(LEFT), keep=0)
+    cache.check_consistency()
+    assert cache.blocks.num_used == 4
+    cache.remove_sequence(0, len(LEFT))
+    cache.check_consistency()
+    assert found(cache, LEFT) == 12
