@@ -20,6 +20,7 @@ from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.simulation.shard import Shard
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -87,6 +88,8 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
         threads = resolved.cpu_threads
         threads = use_threads(threads) if owns_process or threads else current_threads()
         resolved = resolved.with_values(cpu_threads=threads)
+    weights = Shard(model, resolved.weight_dtype, resolved.kv_cache_dtype or resolved.weight_dtype)
+    build.check_weights_fit(resolved, weights.parameter_bytes, device)
     loaded = build.load_model(resolved)
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host_memory.keep_freed_memory()
