@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
 from ifbbench.capacity.device import Device
-from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sizing import blocks_of_memory
@@ -12,6 +12,7 @@ from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.memory import kv_memory_bytes, weight_bytes_of
+from ifbbench.simulation.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def _memory(config: RunConfig, model: ModelConfig, device: Device) -> tuple[int,
     if config.hardware is not None and device.name == config.device:
         hardware = load_hardware(config.hardware)
         return weight_bytes_of(model, hardware, config), kv_memory_bytes(model, hardware, config)
-    weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
+    dtype = config.weight_dtype
+    weight_bytes = Shard(model, dtype, config.kv_cache_dtype or dtype).parameter_bytes
     return weight_bytes, _budget(config, device, weight_bytes)
 
 
