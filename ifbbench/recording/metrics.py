@@ -132,7 +132,8 @@ class RunMetrics:
         span = self.last_end_s - self.first_arrival_s if self.completed else 0.0
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
         per_second = 1.0 / span if span > 0 else 0.0
-        shares = {name: self.bound_by[name] / self.iterations if self.iterations else 0.0 for name in dict.fromkeys((*BOUND_BY, *self.bound_by))}
+        limits, iterations = dict.fromkeys((*BOUND_BY, *self.bound_by)), max(self.iterations, 1)
+        shares = {name: self.bound_by[name] / iterations for name in limits}
         return {
             "requests": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "duration_s": span,
