@@ -79,6 +79,7 @@ class FastForward:
         self._next_change = next_change
         self.epoch_s = clock.epoch_s
         self._change_s: float | None = None
+        self._stands_until_block = False
         # The latest decision, and how often requests had come or gone then.
         self._latest: tuple[Plan, int] | None = None
 
@@ -96,6 +97,7 @@ class FastForward:
         if active.table.num_special or (standing is None and not self._runs_all()):
             return None
         self._change_s = self._next_change(now_s)
+        self._stands_until_block = standing is not None and standing.stands_until_block
         return standing or Plan([], active.generation_rows)
 
     def _runs_all(self) -> bool:
@@ -119,7 +121,8 @@ class FastForward:
         if steps < 1:
             return None
         blocks = ahead.blocks(steps)
-        steps = int(blocks.cumsum().searchsorted(self._kv_cache.free_blocks, side="right"))
+        most_blocks = 0 if self._stands_until_block else self._kv_cache.free_blocks
+        steps = int(blocks.cumsum().searchsorted(most_blocks, side="right"))
         if not steps:
             return None
         start_ns, submit_ns, end_ns = self._times(ahead, steps)

@@ -53,6 +53,7 @@ class CapacityDecision:
     paused: in the order of the decision.
     left_out: the first request of the active list that does not fit and is not paused.
     generation_first: whether generation comes before context in the order; otherwise it is the order of the list.
+    stands_until_block: of a steady policy: the decision may be another one as soon as generation takes a block.
     """
 
     admitted: list[Request] = field(default_factory=list)
@@ -60,6 +61,7 @@ class CapacityDecision:
     paused: list[Pause] = field(default_factory=list)
     left_out: LeftOut | None = None
     generation_first: bool = True
+    stands_until_block: bool = False
 
 
 class CapacityPolicy(Protocol):
