@@ -60,7 +60,7 @@ class CacheGeometry:
         return ceil_div(min(registered, self.capacity + self.temporary_window), self.tokens_per_block)
 
     def private_blocks(self, prompt_len: int) -> range:
-        """Which blocks of a prompt each of several beams has for itself, for a beam's next tokens go there: the one with
+        """Which blocks of a prompt each of several beams has for itself, because its next tokens go there: the one with
         the prompt's last token, unless that fills it. The others are shared until the window wraps."""
         if prompt_len < self.sink_token_length:
             # The next positions are sink positions: they are stored before the bubble.
