@@ -56,6 +56,18 @@ def test_the_documented_example_with_chunks():
     assert third == ([(5, 9)], [2, 3, 4])
 
 
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
+def test_generation_requests_are_in_the_batch_by_lora_id_and_then_in_order(policy):
+    config = dataclasses.replace(SMALL, max_batch_size=6, max_num_tokens=24, policy=policy)
+    lora_ids = [2, None, 1, 2, None, 1]
+    requests = [Request(index, 2, 4, lora_task_id=lora_id) for index, lora_id in enumerate(lora_ids)]
+    executor = CheckingExecutor(config.tokens_per_block)
+    result = run(config, at_once(*requests), executor)
+    assert [request_id for request_id, _ in executor.frames[0][0]] == [1, 4, 2, 5, 0, 3]
+    assert [generation for _, generation in executor.frames[1:]] == [[1, 4, 2, 5, 0, 3]] * 3
+    assert [response.request.request_id for response in result.responses] == [1, 4, 2, 5, 0, 3]
+
+
 def test_hardware_parity_28_of_64_requests_run_at_once():
     config = BatchingConfig(
         policy="guaranteed_no_evict",
