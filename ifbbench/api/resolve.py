@@ -174,7 +174,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
                 f"--{name}: {token} is not a token id of model {config.model}; expected at most {vocab_size - 1}."
             )
     first = layout.windows[0]
-    is_limited = len(layout.windows) > 1 or first.geometry.attention_window < _resolved(config.max_seq_len)
+    is_limited = len(layout.windows) > 1 or first.attention_window.size < _resolved(config.max_seq_len)
     return BatchingConfig(
         batching_type=BatchingType(config.type),
         policy=config.policy,
