@@ -241,10 +241,10 @@ def micro_batch(fitting: list[Entry], in_flight: set[int], limits: BatchLimits) 
             tokens += entry.prompt_len + entry.drafts
             selected.context.append(entry)
         else:
-            if beam_width not in (None, entry.beam_width):
-                continue
             if tokens + entry.beam_width + entry.drafts > budget:
                 break
+            if beam_width not in (None, entry.beam_width):
+                continue
             beam_width = entry.beam_width
             tokens += entry.beam_width + entry.drafts
             selected.generation.append(entry)
