@@ -112,6 +112,11 @@ class BatchManager:
             raise failure
         return True
 
+    @property
+    def num_waiting(self) -> int:
+        """Fetched requests that are not active yet."""
+        return len(self._admission.waiting)
+
     def stop(self, request_id: int, error: str | None = None) -> None:
         """End a waiting or active request now: its blocks return, and a final response goes out, with the tokens made
         so far or with `error`. An unknown id is ignored."""
