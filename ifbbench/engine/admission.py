@@ -90,6 +90,8 @@ class Admission:
     """The queue's front: fetches requests, refuses the impossible, lets the others in by priority.
 
     `get_requests(n)` returns at most n requests that have arrived; `refuse(request, error)` answers for a refused one.
+    `next_priority()`: the highest priority among those that have arrived and were not fetched, None if there are none.
+    With it, and a `get_requests` that returns the highest priorities first, no limit on what waits here hides a request.
     `next_change(now_s)`: when it may return others, unless somebody leaves before; None for never. Without it that may
     be at any time.
     """
@@ -101,12 +103,14 @@ class Admission:
         get_requests: Callable[[int], list[Request]],
         refuse: Callable[[Request, str], None],
         next_change: NextChange | None = None,
+        next_priority: Callable[[], float | None] | None = None,
     ) -> None:
         self._limits = limits
         self._max_active = max_active
         self._get_requests = get_requests
         self._refuse = refuse
         self._next_change = next_change
+        self._next_priority = next_priority
         self._nothing_before_s = -math.inf
         self._waiting: list[Request] = []
         self._in_use: dict[int, Request] = {}
@@ -157,16 +161,28 @@ class Admission:
     def _fetch(self, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
         them are fetched in the same call, for `admit` may not be called again until something changes."""
-        num_refused = 1
-        while num_refused and (room := max_waiting - len(self._waiting)) > 0:
-            num_refused = 0
-            for request in self._get_requests(room):
-                if error := self._refusal(request):
-                    num_refused += 1
-                    self._refuse(request, error)
-                else:
-                    self._in_use[request.request_id] = request
-                    insort(self._waiting, request, key=lambda item: -item.priority)
+        while (room := max_waiting - len(self._waiting)) > 0:
+            if self._take(self._get_requests(room)) == 0:
+                break
+        if self._next_priority is None:
+            return
+        # Whoever goes before the last of the first `max_waiting` is fetched beyond them.
+        while (priority := self._next_priority()) is not None and (
+            len(self._waiting) < max_waiting or priority > self._waiting[max_waiting - 1].priority
+        ):
+            self._take(self._get_requests(1))
+
+    def _take(self, requests: list[Request]) -> int:
+        """Put `requests` among the waiting ones, or refuse them. Returns how many were refused."""
+        num_refused = 0
+        for request in requests:
+            if error := self._refusal(request):
+                num_refused += 1
+                self._refuse(request, error)
+            else:
+                self._in_use[request.request_id] = request
+                insort(self._waiting, request, key=lambda item: -item.priority)
+        return num_refused
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._in_use:

@@ -82,7 +82,7 @@ def _replay(
     observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
     manager = BatchManager(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued,
-        next_change=client.next_arrival_s,
+        next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
     clock.restart()
     try:
