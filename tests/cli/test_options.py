@@ -124,9 +124,9 @@ def test_gpt_manager_benchmarks_options(config_of, arguments, values):
         (["--max_attention_window", "512,many"], "max_attention_window: '512,many'"),
         (["--max_attention_window", "0"], "max_attention_window: '0'"),
         (["--max_attention_window", "64", "--sink_token_len", "64"], "sink_token_len: 64"),
-        (["--kv_cache_dtype", "int8"], "kv_cache_dtype: 'int8'"),
-        (["--kv_cache_type", "piecewise"], "kv_cache_type: 'piecewise'"),
-        (["--window_mode", "round"], "window_mode: 'round'"),
+        (["--kv_cache_dtype", "int8"], "kv_cache_dtype is 'int8'"),
+        (["--kv_cache_type", "piecewise"], "kv_cache_type is 'piecewise'"),
+        (["--window_mode", "round"], "window_mode is 'round'"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "null"])
