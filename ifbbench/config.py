@@ -87,8 +87,9 @@ class RunConfig:
                                           "scheduling", minimum=1, unit="requests")
     max_num_tokens: int = _setting(DEFAULT_MAX_NUM_TOKENS, "Most tokens in one iteration's batch.", "scheduling",
                                    minimum=1, unit="tokens")
-    enable_chunked_context: bool = _setting(False, "Split prompts into context chunks that fill the token budget.",
-                                            "scheduling")
+    enable_chunked_context: bool | None = _setting(False, "Split prompts into context chunks that fill the token budget; "
+                                                          "not with --type v1, a contiguous cache, or --max_num_tokens "
+                                                          "below one chunk.", "scheduling", command_line_default=None)
     context_chunking_policy: str = _setting("first_come_first_served", "How the token budget is split among chunks.",
                                             "scheduling", choices=CHUNKING_POLICIES)
     context_chunk_unit: int | None = _setting(None, "Chunks are multiples of this. Default: tokens_per_block.",
@@ -215,7 +216,8 @@ def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
     hints = typing.get_type_hints(RunConfig)
     return tuple(
-        Setting(name=item.name, type=_plain_type(hints[item.name]), default=item.default, **item.metadata)
+        Setting(name=item.name, type=_plain_type(hints[item.name]), is_optional=hints[item.name] != _plain_type(hints[item.name]),
+                default=item.default, **({"command_line_default": item.default} | dict(item.metadata)))
         for item in dataclasses.fields(RunConfig)
     )
 
@@ -231,9 +233,11 @@ def setting(name: str) -> Setting:
     raise InputError(f"{name!r} is not a setting.{hint}")
 
 
-def from_mapping(values: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from names (own or alias) and values, texts included."""
-    return RunConfig(**{setting(name).name: value for name, value in values.items()})
+def from_mapping(values: Mapping[str, Any], command_line: bool = False) -> RunConfig:
+    """A RunConfig from names (own or alias) and values, texts included. What is missing has the default of the library,
+    or that of the command line."""
+    defaults = {item.name: item.command_line_default for item in settings()} if command_line else {}
+    return RunConfig(**defaults | {setting(name).name: value for name, value in values.items()})
 
 
 def _plain_type(hint: Any) -> Any:

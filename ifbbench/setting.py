@@ -11,6 +11,9 @@ from ifbbench import fields
 class Setting:
     """One field of `RunConfig`: its name, type, default, range, help text and aliases.
 
+    default: that of the library. command_line_default: that of commands and config files. None, of an optional setting,
+    is resolved by what the model, the device and the other settings allow.
+
     choices: the values of a text; case does not matter, and dashes are underscores. value_aliases: other words for
         them. other_texts: a pattern of texts that are taken too, and judged where they are used; `others` says in words
         what they are.
@@ -18,7 +21,9 @@ class Setting:
 
     name: str
     type: type
+    is_optional: bool
     default: Any
+    command_line_default: Any
     help: str
     group: str
     unit: str = ""
@@ -34,7 +39,7 @@ class Setting:
     def check(self, value: Any) -> Any:
         """`value`, as given on any surface (texts included), as this setting's type. InputError says what is expected."""
         name = f"--{self.name}"
-        if value is None and self.default is None:
+        if value is None and self.is_optional:
             return None
         if self.choices:
             return fields.choice(value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts,

@@ -51,7 +51,7 @@ def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunCon
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong."""
     from_file = read_config_file(config_file) if config_file else {}
     from_command_line = {name: value for name, value in options.items() if value is not None}
-    return from_mapping({**from_file, **from_command_line})
+    return from_mapping({**from_file, **from_command_line}, command_line=True)
 
 
 def _setting_options(setting_help: Mapping[str, str]) -> Iterator[click.Option]:
@@ -74,7 +74,7 @@ def _help_text(setting: Setting) -> str:
     if setting.others:
         facts.append(f"or {setting.others}")
     if setting.type is bool:
-        facts.append(f"default: {'on' if setting.default else 'off'}")
+        facts.append(f"default: {'off' if setting.command_line_default is False else 'on'}")
     elif setting.default is not None:
         facts.append(f"default: {setting.default}")
     told = "; ".join(fact for fact in facts if fact)
