@@ -1,6 +1,6 @@
 """One setting as every surface sees it: its names, its default, the values it takes and what is said of others."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ class Setting:
 
     choices: the values of a text; case does not matter, and dashes are underscores. value_aliases: other words for
         them. other_texts: a pattern of texts that are taken too, and judged where they are used; `others` says in words
-        what they are.
+        what they are. convert: applied to a text before it is looked at.
     """
 
     name: str
@@ -34,13 +34,16 @@ class Setting:
     value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
     other_texts: str = ""
     others: str = ""
+    convert: Callable[[str], str] | None = None
     aliases: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
-        """`value`, as given on any surface (texts included), as this setting's type. InputError says what is expected."""
+        """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""
         name = f"--{self.name}"
         if value is None and self.is_optional:
             return None
+        if self.convert is not None and isinstance(value, str):
+            value = self.convert(value)
         if self.choices:
             return fields.choice(value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts,
                                  others=self.others)  # fmt: skip

@@ -86,3 +86,18 @@ def test_a_default_may_come_as_text(name, value):
 def test_a_value_of_another_type_is_refused(name, value, expected):
     with pytest.raises(InputError, match=rf"--{name} is {value!r}; expected {expected}"):
         RunConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("h100-sxm", "sim:h100-sxm"),
+        ("H100_SXM", "sim:H100_SXM"),
+        ("h100", "sim:h100"),  # refused with the names that there are, where the profile is read
+        ("my/own.toml", "sim:my/own.toml"),
+        ("sim:h100-sxm", "sim:h100-sxm"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_hardware_profile_is_a_simulated_device(given, taken):
+    assert RunConfig(device=given).device == taken

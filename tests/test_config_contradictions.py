@@ -43,7 +43,7 @@ def limits_of(config, vocab_size=None):
         ),
         ({"kv_cache_type": "contiguous", "enable_kv_cache_reuse": True}, ["--enable_kv_cache_reuse", "a paged cache"]),
         ({"kv_cache_type": "contiguous", "kv_host_cache_bytes": 10**6}, ["--kv_host_cache_bytes", "a paged cache"]),
-        ({"kv_cache_type": "contiguous", "enable_chunked_context": True}, ["--enable_chunked_context", "a paged cache"]),
+        ({"kv_cache_type": "contiguous", "enable_chunked_context": True}, ["--enable_chunked_context", "paged cache"]),
         ({"max_attention_window": "9,99", "enable_kv_cache_reuse": True}, ["one attention window"]),
         ({"max_attention_window": "9,99", "kv_host_cache_bytes": 10**6}, ["one attention window"]),
         ({"max_attention_window": "9,x", "kv_host_cache_bytes": 10**6}, ["--max_attention_window: '9,x'"]),

@@ -112,7 +112,7 @@ class Admission:
 
     `get_requests(n)` returns at most n requests that have arrived; `refuse(request, error)` answers for a refused one.
     `next_priority()`: the highest priority among those that have arrived and were not fetched, None if there are none.
-    With it, and a `get_requests` that returns the highest priorities first, no limit on what waits here hides a request.
+    With it, and a `get_requests` that returns the highest priorities first, no look-ahead hides a higher priority.
     `next_change(now_s)`: when it may return others, unless somebody leaves before; None for never. Without it that may
     be at any time.
     """

@@ -64,7 +64,8 @@ def run_trace(
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
             advice = _advice(refusal.limit, engine.config)
-            _log.warning("%s of %s requests will be refused: %s. %s", f"{count:,}", f"{len(trace):,}", refusal.text, advice)
+            share = f"{count:,} of {len(trace):,}"
+            _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice)
         if engine.makes_tokens:
             check_vocabulary(trace, engine.model.vocab_size)
         warm_up(engine, progress)
@@ -110,13 +111,13 @@ def _advice(limit: str, config: RunConfig) -> str:
         can_chunk = config.type != "v1" and config.kv_cache_type == "paged"
         if can_chunk and config.max_num_tokens >= (config.context_chunk_unit or config.tokens_per_block):
             return "--enable_chunked_context lets them in."
-        return "A larger --max_num_tokens lets them in" + (", and context chunks from one chunk on." if can_chunk else ".")
+        return "A larger --max_num_tokens lets them in."
     return {
         "max_input_len": "A larger --max_input_len lets them in.",
         "max_seq_len": "A larger --max_seq_len lets them in, or --max_prompt_len shortens them.",
         "max_beam_width": "A larger --max_beam_width lets them in.",
-        "kv_blocks": "A larger KV cache lets them in (--max_tokens_in_paged_kvcache, --kv_cache_free_gpu_mem_fraction), "
-        "or a smaller --reserve.",
+        "kv_blocks": "A larger KV cache (--max_tokens_in_paged_kvcache, --kv_cache_free_gpu_mem_fraction) or a smaller "
+        "--reserve lets them in.",
         "streaming": "--enable_chunked_context lets them in.",
     }.get(limit, "")
 

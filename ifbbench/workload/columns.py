@@ -47,8 +47,8 @@ class RequestColumns(Sequence[TraceRequest]):
 
     origin: what `recall` finds the rest of a request by (its tokens, prefix, priority, …), NOTHING_MORE where the
     columns say all. What `recall` returns counts only for the rest: of a prompt that `prompt_len` has shortened, the
-    first tokens. most_beams: no request asks for more. largest_token: no recorded prompt token is larger. priority: None
-    where every request has the default.
+    first tokens. most_beams: no request asks for more. largest_token: no recorded prompt token is larger.
+    priority: None where every request has the default.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))

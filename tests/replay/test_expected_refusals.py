@@ -49,7 +49,8 @@ def test_as_many_are_announced_as_are_refused(seed: int, tmp_path: Path, caplog:
         options += ["--max_beam_width", draw.choice(["1", "2"])]
     elif seed % 3 == 1:
         options += ["--streaming", "--policy", "max_utilization"]
-    refused = Counter(limit_of(error) for error in run(write_trace(tmp_path / "t.jsonl", rows), tmp_path / "r", *options))
+    trace = write_trace(tmp_path / "t.jsonl", rows)
+    refused = Counter(limit_of(error) for error in run(trace, tmp_path / "run", *options))
     announced = Counter({limit_of(text): int(text.split()[0]) for text in caplog.messages if "will be refused" in text})
     assert refused == announced
     assert all("of 40 requests will be refused" in text for text in caplog.messages)
