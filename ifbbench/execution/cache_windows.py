@@ -16,7 +16,7 @@ from ifbbench.execution.beams import rows_to_copy
 from ifbbench.execution.block_copies import run_copies
 from ifbbench.execution.packing import Int64Array, PackedBatch, table_rows
 from ifbbench.model.attention import LayerInputs
-from ifbbench.model.attention_window import AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.kv_cache import KvStorage, PagedKvCache

@@ -1,6 +1,5 @@
 """Models by name: the files that a `--model` value refers to, and the shape that its config.json describes."""
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.fields import boolean, choice, did_you_mean, integer, integers, located, number, table, unexpected
 from ifbbench.model.config import (
     DEFAULT_ROPE_THETA,
     GPT2,
@@ -94,10 +94,9 @@ def config_path(name: str | Path) -> Path:
     if shape.is_file():
         return shape
     names = built_in_models()
-    near = difflib.get_close_matches(str(given).lower(), [*names, SMOLLM2], n=1)
-    hint = f"Did you mean {near[0]}?" if near else "Check the path."
+    hint = did_you_mean(str(given), [*names, SMOLLM2]) or " Check the path."
     raise InputError(f"--model: {str(given)!r} is neither a directory nor a built-in model. Expected a directory with "
-                     f"config.json and safetensors, a GGUF file, {SMOLLM2}, or one of {', '.join(names)}. {hint}")
+                     f"config.json and safetensors, a GGUF file, {SMOLLM2}, or one of {', '.join(names)}.{hint}")
 
 
 def weights_path(name: str | Path) -> Path | None:
@@ -142,144 +141,125 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download the file again.") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
-    return _ConfigJson(path, values).model_config()
+    with located(str(path), "Choose another model."):
+        return _ConfigJson(values, _family_of(values)).model_config()
+
+
+def _family_of(values: Mapping[str, Any]) -> Family:
+    """InputError names a field that asks for something not implemented."""
+    family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
+    _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
+    return family
+
+
+def _check_expected(values: Mapping[str, Any], expected: Mapping[str, object], prefix: str = "") -> None:
+    """InputError if a field is present with another value than `expected`."""
+    for name, wanted in expected.items():
+        if values.get(name) not in (None, wanted):
+            raise unexpected(prefix + name, values[name], "null" if wanted is None else repr(wanted))
 
 
 class _ConfigJson:
-    """The fields of one config.json; errors name the file and the field."""
+    """The fields of a config.json, or of its rotary settings. A null counts as missing."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self._path = path
+    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
         self._values = values
-        self._family = Family()
+        self._family = family
 
     def model_config(self) -> ModelConfig:
-        self._check_family()
-        hidden_size = self._positive_int("hidden_size")
-        num_heads = self._positive_int("num_attention_heads")
-        num_kv_heads = self._positive_int("num_key_value_heads", num_heads)
+        hidden_size, num_heads = self._integer("hidden_size"), self._integer("num_attention_heads")
+        num_kv_heads = self._integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise self._error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+            raise unexpected("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
         is_gpt2 = self._family.architecture == GPT2
-        head_dim = self._positive_int("head_dim", hidden_size // num_heads)
+        head_dim = self._integer("head_dim", hidden_size // num_heads)
         if head_dim % 2 and not is_gpt2:
-            raise self._error("head_dim", head_dim, "an even number, because rotary embedding rotates pairs")
-        bias = bool(self._values.get("attention_bias", False))
+            raise unexpected("head_dim", head_dim, "an even number, because rotary embedding rotates pairs")
+        bias = self._boolean("attention_bias")
         return ModelConfig(
-            vocab_size=self._positive_int("vocab_size"),
+            vocab_size=self._integer("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=self._positive_int("num_hidden_layers"),
+            num_layers=self._integer("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            intermediate_size=self._positive_int("intermediate_size", 4 * hidden_size if is_gpt2 else None),
-            max_position_embeddings=self._positive_int("max_position_embeddings"),
-            rms_norm_eps=self._positive_float("rms_norm_eps", 1e-6),
+            intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
+            max_position_embeddings=self._integer("max_position_embeddings"),
+            rms_norm_eps=self._number("rms_norm_eps", 1e-6),
             rope_theta=self._rope_theta(),
             rope_scaling=self._rope_scaling(),
-            tie_word_embeddings=bool(self._present("tie_word_embeddings", False)),
+            tie_word_embeddings=self._boolean("tie_word_embeddings"),
             attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
             attention_output_bias=bias or is_gpt2,
-            mlp_bias=is_gpt2 or bool(self._values.get("mlp_bias", False)),
+            mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
             eos_token_ids=self._eos_token_ids(),
             sliding_window=self._sliding_window(),
             query_key_norm=self._family.query_key_norm,
             architecture=self._family.architecture,
-            activation=self._present("hidden_act", "silu"),
+            activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
         )
-
-    def _check_family(self) -> None:
-        """Set the family. InputError names the field that asks for something not implemented."""
-        model_type = self._values.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise self._error("model_type", model_type, f"one of {', '.join(FAMILIES)}")
-        self._family = FAMILIES[model_type]
-        activation = self._present("hidden_act", "silu")
-        if activation not in self._family.activations:
-            raise self._error("hidden_act", activation, " or ".join(self._family.activations))
-        self._check_expected({**ALWAYS_EXPECTED, **self._family.expected})
-
-    def _check_expected(self, expected: Mapping[str, object], prefix: str = "") -> None:
-        """InputError if a field is present and has another value than `expected`."""
-        for name, wanted in expected.items():
-            value = self._values.get(name)
-            if value is not None and value != wanted:
-                raise self._error(prefix + name, value, "null" if wanted is None else repr(wanted))
 
     def _sliding_window(self) -> int | None:
         """The window of families that have one, where it is shorter than the longest sequence."""
         if not self._family.has_window or self._values.get("sliding_window") is None:
             return None
-        window = self._positive_int("sliding_window")
-        return window if window < self._positive_int("max_position_embeddings") else None
+        window = self._integer("sliding_window")
+        return window if window < self._integer("max_position_embeddings") else None
 
     def _rope(self) -> "_ConfigJson":
         """The rotary settings: `rope_parameters` in transformers 5, `rope_scaling` before."""
         rope = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise self._error("rope_scaling", rope, "an object or null")
-        return _ConfigJson(self._path, rope)
+        return _ConfigJson(table(rope, "rope_scaling"), self._family)
 
     def _rope_theta(self) -> float:
         rope = self._rope()
-        return (rope if "rope_theta" in rope._values else self)._positive_float("rope_theta", DEFAULT_ROPE_THETA)
+        return (rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA)
 
     def _rope_scaling(self) -> RopeScaling | None:
         rope = self._rope()
-        kind = rope._values.get("rope_type", rope._values.get("type", "default"))
-        match kind:
+        match rope._values.get("rope_type", rope._values.get("type", "default")):
             case "default":
                 return None
             case "linear":
-                return LinearRopeScaling(rope._positive_float("factor"))
+                return LinearRopeScaling(rope._number("factor"))
             case "llama3":
                 return Llama3RopeScaling(
-                    factor=rope._positive_float("factor"),
-                    low_freq_factor=rope._positive_float("low_freq_factor"),
-                    high_freq_factor=rope._positive_float("high_freq_factor"),
-                    original_max_position_embeddings=rope._positive_int("original_max_position_embeddings"),
+                    factor=rope._number("factor"),
+                    low_freq_factor=rope._number("low_freq_factor"),
+                    high_freq_factor=rope._number("high_freq_factor"),
+                    original_max_position_embeddings=rope._integer("original_max_position_embeddings"),
                 )
             case "yarn":
-                rope._check_expected({"mscale": None, "mscale_all_dim": None, "truncate": True}, "rope_scaling.")
-                factor = rope._positive_float("factor")
+                _check_expected(rope._values, {"mscale": None, "mscale_all_dim": None, "truncate": True},
+                                "rope_scaling.")
+                factor, longest = rope._number("factor"), self._integer("max_position_embeddings")
                 return YarnRopeScaling(
                     factor=factor,
-                    original_max_position_embeddings=rope._positive_int(
-                        "original_max_position_embeddings", self._positive_int("max_position_embeddings")
-                    ),
-                    attention_factor=rope._positive_float("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
-                    beta_fast=rope._positive_float("beta_fast", 32.0),
-                    beta_slow=rope._positive_float("beta_slow", 1.0),
+                    original_max_position_embeddings=rope._integer("original_max_position_embeddings", longest),
+                    attention_factor=rope._number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
+                    beta_fast=rope._number("beta_fast", 32.0),
+                    beta_slow=rope._number("beta_slow", 1.0),
                 )
-        raise self._error("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")
+            case kind:
+                raise unexpected("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         ids = self._values.get("eos_token_id")
-        if ids is None:
+        if ids is None or ids == []:
             return ()
-        return tuple(ids) if isinstance(ids, list) else (int(ids),)
+        return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0)
 
-    def _positive_int(self, name: str, default: int | None = None) -> int:
-        value = self._present(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._error(name, value, "an integer of at least 1")
-        return value
+    def _integer(self, name: str, default: int | None = None) -> int:
+        return integer(*self._field(name, default), 1)
 
-    def _positive_float(self, name: str, default: float | None = None) -> float:
-        value = self._present(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self._error(name, value, "a number above 0")
-        return float(value)
+    def _number(self, name: str, default: float | None = None) -> float:
+        return number(*self._field(name, default), above=0)
 
-    def _present(self, name: str, default: Any) -> Any:
-        value = self._values.get(self._family.names.get(name, name))
-        if value is None:
-            value = self._family.defaults.get(name, default)
-        if value is None:
-            raise InputError(f"{self._path}: the field {self._family.names.get(name, name)!r} is missing. Expected the "
-                             "config.json of a decoder; download the file again or add the field.")
-        return value
+    def _boolean(self, name: str) -> bool:
+        return boolean(*self._field(name, False))
 
-    def _error(self, name: str, value: Any, expected: str) -> InputError:
-        name = self._family.names.get(name, name)
-        return InputError(f"{self._path}: {name} is {value!r}; expected {expected}. Choose another model.")
+    def _field(self, name: str, default: Any) -> tuple[Any, str]:
+        """A field's value, or its default in the family or in general, and its name in the family."""
+        own_name = self._family.names.get(name, name)
+        value = self._values.get(own_name)
+        return (self._family.defaults.get(name, default) if value is None else value), own_name

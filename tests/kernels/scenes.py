@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ifbbench.kernels.attention_parts import Window
-from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
 
 SPARE_BLOCKS = 2
 

@@ -7,7 +7,7 @@ import torch
 from ifbbench.kernels.context_attention import context_attention, context_attention_twin, plan_tiles
 from ifbbench.kernels.launch import SMALLEST_DOT, KernelError
 from ifbbench.kernels.tiles import AttentionTiles
-from ifbbench.model.attention_window import AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from tests.kernels.comparing import DTYPES, assert_close
 from tests.kernels.scenes import Heads, Scene
 

@@ -6,7 +6,7 @@ import torch
 from ifbbench.kernels.generation_attention import generation_attention, generation_attention_twin
 from ifbbench.kernels.launch import SMALLEST_DOT
 from ifbbench.kernels.tiles import AttentionTiles
-from ifbbench.model.attention_window import AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from tests.kernels.comparing import DTYPES, assert_close
 from tests.kernels.scenes import Heads, Scene
 from tests.kernels.test_context_attention import ALL, WINDOWS

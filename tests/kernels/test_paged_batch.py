@@ -6,7 +6,7 @@ import torch
 
 from ifbbench.kernels.tiles import AttentionTiles
 from ifbbench.model.attention_plan import QuerySpans
-from ifbbench.model.attention_window import AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.model.paged_batch import KernelShapes, blocks_used, plan_paged_batch
 
 SHAPES = KernelShapes(AttentionTiles(16, 16, 4, 1), AttentionTiles(16, 16, 4, 1), 2, 1, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
-from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
 
 
 @pytest.mark.parametrize("beams", [1, 2])
