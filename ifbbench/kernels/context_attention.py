@@ -12,7 +12,6 @@ start in order, so the longest tiles come first: a long one at the end would lea
 import math
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
@@ -33,8 +32,8 @@ from ifbbench.kernels.attention_parts import (
 from ifbbench.kernels.launch import AttentionTiles, launching, padded_size, upcasts
 
 Int64Array = NDArray[np.int64]
-# Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's first
-# token (equal to the number of cached tokens), row of the block tables.
+# Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's
+# first token (equal to the number of cached tokens), row of the block tables.
 TILE_FIELDS = 5
 
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.model.attention import AttentionGroup
 from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.model.attention import AttentionGroup
 from ifbbench.model.operations import SpansInPlace
 from ifbbench.model.tensors import to_device
 

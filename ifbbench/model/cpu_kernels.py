@@ -39,8 +39,8 @@ ARGUMENTS = {
 
 @cache
 def load_cpu_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a line in the log, where there is no C compiler or it fails. PyTorch's operations
-    then replace them, more slowly."""
+    """The compiled kernels; None, with a line in the log, where there is no C compiler or it fails. PyTorch's
+    operations then replace them, more slowly."""
     compiler = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
         _log.info("no C compiler: the CPU uses PyTorch's operations, which are slower")

@@ -51,7 +51,7 @@ class StoredValues:
 
 
 class HostPool:
-    """Blocks in host memory: for each tensor of the device one of [host blocks · tokens per block, KV heads, head size].
+    """Blocks in host memory: for each device tensor one of [host blocks · tokens per block, KV heads, head size].
 
     For a CUDA device it is pinned, and copies are queued on the device's current stream, ordered with the batches that
     write and read the blocks. The host never reads the memory, so it does not wait.
@@ -198,8 +198,8 @@ class PagedKvCache:
 class ContiguousKvCache:
     """Keys and values of `num_sequences` sequences of up to `max_seq_len` tokens, with the methods of `PagedKvCache`.
 
-    Each layer has a tensor [sequences, 2, KV heads, positions, head size], the 2 being keys and values. To callers it is
-    a cache with one block of `max_seq_len` tokens per sequence: a token's cache row is sequence · `max_seq_len` +
+    Each layer has a tensor [sequences, 2, KV heads, positions, head size], the 2 being keys and values. To callers it
+    is a cache with one block of `max_seq_len` tokens per sequence: a token's cache row is sequence · `max_seq_len` +
     position. There is no spare row: keys and values of padding are stored behind their prompt's own, where they are
     not read before the sequence's next tokens overwrite them.
     """

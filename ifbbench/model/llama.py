@@ -1,4 +1,4 @@
-"""Decoders of the Llama family and GPT-2, which run a mixed batch of context chunks and generation tokens in one pass."""
+"""Decoders of the Llama family and GPT-2. One pass runs a mixed batch of context chunks and generation tokens."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec

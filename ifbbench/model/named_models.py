@@ -141,7 +141,7 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download the file again.") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
-    with located(str(path), "Choose another model."):
+    with located(str(path), "Correct the field, or choose another model."):
         return _ConfigJson(values, _family_of(values)).model_config()
 
 

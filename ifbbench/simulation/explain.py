@@ -7,7 +7,7 @@ from typing import Any
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.memory import MemoryPlan, plan_memory

@@ -65,7 +65,7 @@ def relative_difference(
     output: Tensor, queries: Tensor, keys: Tensor, values: Tensor, first_position: int
 ) -> float:
     """Of `output`, attention of queries at `first_position` and behind over all keys before them, in relative norm."""
-    from ifbbench.kernels.attention_parts import attend_reference
+    from tests.kernels.references import attend_reference
 
     positions = torch.arange(len(keys), device=DEVICE)
     visible = positions <= first_position + torch.arange(len(queries), device=DEVICE)[:, None]
@@ -76,8 +76,7 @@ def relative_difference(
 def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
     """Attention of one token for each of `batch` sequences, whose blocks lie in random order."""
     from ifbbench.kernels.generation_attention import generation_attention
-    from ifbbench.kernels.launch import multiprocessors
-    from ifbbench.kernels.tiles import choose_num_splits, generation_tiles
+    from ifbbench.kernels.launch import choose_num_splits, generation_tiles, multiprocessors
 
     blocks = batch * length // TOKENS_PER_BLOCK
     keys, values = (drawn(blocks, TOKENS_PER_BLOCK, KV_HEADS, HEAD_SIZE) for _ in range(2))
@@ -101,7 +100,7 @@ def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
 def context(chunk: int, cached: int) -> dict[str, object]:
     """Attention of a chunk behind `cached` tokens, and PyTorch's of a whole prompt where nothing is cached."""
     from ifbbench.kernels.context_attention import context_attention, plan_tiles
-    from ifbbench.kernels.tiles import context_tiles
+    from ifbbench.kernels.launch import context_tiles
 
     fused = drawn(chunk, HEADS + 2 * KV_HEADS, HEAD_SIZE)
     queries, keys, values = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ifbbench.engine.batch import Batch, BeamInputs, StepOutputs
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.beams import STAND_IN_SCORE, best_candidates, rows_to_copy
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from tests.execution.driving import FakeRequest, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint, reference_logits
 

@@ -25,22 +25,18 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ifbbench.kernels.attention_parts import EVERYTHING, Window
+from ifbbench.kernels.cache import copy_rows, rotate_and_write
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
-from ifbbench.kernels.log_probs import log_probs_of
-from ifbbench.kernels.quantise_rows import quantise_rows
-from ifbbench.kernels.rms_norm import add_rms_norm
-from ifbbench.kernels.rotary_write import rotate_and_write
-from ifbbench.kernels.row_copy import copy_rows
-from ifbbench.kernels.swiglu import swiglu
-from ifbbench.kernels.tiles import context_tiles, generation_tiles
-from ifbbench.kernels.token_choice import choose_tokens
+from ifbbench.kernels.launch import context_tiles, generation_tiles
+from ifbbench.kernels.rows import add_rms_norm, quantise_rows, swiglu
+from ifbbench.kernels.token_choice import choose_tokens, log_probs_of
 
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", torch.uint8: "*u8",
-}  # fmt: skip
+}
 LARGE = 2**31
 FIRST_WITH_FP8 = 89
 
@@ -61,7 +57,7 @@ class Compiler:
         self.compiled.append({
             "kernel": kernel.__name__, "gpu": self.capability, "shared": result.metadata.shared,
             **_resources(result.asm["cubin"]), "warp_group_products": result.asm["ptx"].count("wgmma.mma_async"),
-        })  # fmt: skip
+        })
 
 
 def _source(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
@@ -110,7 +106,7 @@ def instead_of_launches(compiler: Compiler) -> Iterator[None]:
 
 
 def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None,
-              window: Window = EVERYTHING) -> None:  # fmt: skip
+              window: Window = EVERYTHING) -> None:
     """Both attention kernels and the write, for 8 query heads on 2 KV heads."""
     major_minor = divmod(capability, 10)
     heads = torch.zeros((4, 12, head_size), dtype=dtype)
@@ -123,7 +119,7 @@ def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: 
     context_attention(queries, keys, values, cache, cache, tables, tiles, torch.empty_like(queries), shape, window)
     for num_splits in (1, 16):
         generation_attention(queries, cache, cache, tables, numbers, numbers, torch.empty_like(queries),
-                             generation_tiles(head_size, 4, dtype.itemsize), num_splits, window)  # fmt: skip
+                             generation_tiles(head_size, 4, dtype.itemsize), num_splits, window)
     angles = torch.zeros((16, head_size // 2))
     rotate_and_write(heads, angles, angles, numbers, numbers, cache, cache)
 

@@ -24,8 +24,8 @@ from ifbbench.execution import (
     sampling,
     under_way,
 )
-from ifbbench.kernels import row_copy
-from ifbbench.model import kernel_cache, paged_batch
+from ifbbench.kernels import cache
+from ifbbench.model import kernel_llama
 
 CUDA = torch.device("cuda", 0)
 MOST_ON_SHORT_AXES = 65_535
@@ -43,10 +43,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert all(tensor.device == CUDA for tensor in tensors), kernel
         started.append(kernel.fn.__name__)
 
-    monkeypatch.setattr(type(row_copy._copy_kernel), "run", start)
+    monkeypatch.setattr(type(cache._copy_kernel), "run", start)
     monkeypatch.setattr(torch, "Event", _Event)
     for name, value in (("get_device_capability", (9, 0)), ("get_device_properties", H100),
-                        ("graph_pool_handle", (0, 0))):  # fmt: skip
+                        ("graph_pool_handle", (0, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(cuda_graphs, "CudaGraphRecorder", lambda: _record)
     monkeypatch.setattr(under_way.OutputsUnderWay, "wait", _zeros)
@@ -68,21 +68,21 @@ def _record(work: Any) -> Any:
 
 
 def _replace_what_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_cache):
+    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_llama):
         monkeypatch.setattr(module, "to_device", _to_device)
     monkeypatch.setattr(cache_windows.CacheWindows, "_tensor", lambda windows, array: _to_device(array, CUDA))
-    for module in (cuda_graphs, paged_batch):
+    for module in (cuda_graphs, kernel_llama):
         monkeypatch.setattr(module, "host_numbers", _host_numbers)
-    monkeypatch.setattr(kernel_cache, "addresses", lambda pools, device: torch.empty(len(pools), dtype=torch.int64,
-                                                                                    device=device))  # fmt: skip
-    monkeypatch.setattr(kernel_cache, "row_bytes", lambda pool: pool.stride(0) * pool.element_size())
+    monkeypatch.setattr(kernel_llama, "addresses", lambda pools, device: torch.empty(len(pools), dtype=torch.int64,
+                                                                                    device=device))
+    monkeypatch.setattr(kernel_llama, "row_bytes", lambda pool: pool.stride(0) * pool.element_size())
     monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: 1 << 40)
     # A PyTorch without CUDA would ask for a CUDA device here, which it does not for all else.
     index, copy = Tensor.__getitem__, Tensor.copy_
     monkeypatch.setattr(Tensor, "__getitem__", lambda tensor, key: _part(tensor, key) if _is_cuda(tensor)
-                        else index(tensor, key))  # fmt: skip
+                        else index(tensor, key))
     monkeypatch.setattr(Tensor, "copy_", lambda tensor, source, non_blocking=False: _copied(
-        tensor, source, non_blocking) if _is_cuda(tensor) else copy(tensor, source, non_blocking))  # fmt: skip
+        tensor, source, non_blocking) if _is_cuda(tensor) else copy(tensor, source, non_blocking))
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -94,7 +94,7 @@ def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def _host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
-    return torch.empty(sum(paged_batch.aligned(len(array)) for array in arrays), dtype=torch.int32)
+    return torch.empty(sum(kernel_llama.aligned(len(array)) for array in arrays), dtype=torch.int32)
 
 
 def _part(tensor: Tensor, key: object) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 
+
 def keys_seen(first_query: int, last_query: int, window: AttentionWindow, device: torch.device) -> Tensor:
     """Positions that queries at `first_query` to `last_query` see together, int64 [keys], ascending."""
     positions = torch.arange(last_query + 1)

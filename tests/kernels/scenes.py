@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.attention_parts import Window
 from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.kernels.attention_parts import Window
 
 SPARE_BLOCKS = 2
 

@@ -44,6 +44,6 @@ def test_a_wrong_result_shows() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     result = subprocess.run([sys.executable, "-m", "tests.benchmarks.gpu_kernels"], capture_output=True, text=True,
-                            check=False)  # fmt: skip
+                            check=False)
     assert result.returncode == 1
     assert result.stderr == "This measures a GPU, and PyTorch finds none here. Run it on a machine with one.\n"

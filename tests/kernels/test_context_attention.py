@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.kernels.context_attention import context_attention, context_attention_twin, plan_tiles
-from ifbbench.kernels.launch import SMALLEST_DOT, KernelError
-from ifbbench.kernels.tiles import AttentionTiles
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.kernels.context_attention import context_attention, plan_tiles
+from ifbbench.kernels.launch import SMALLEST_DOT, AttentionTiles, KernelError
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import context_attention_reference
 from tests.kernels.scenes import Heads, Scene
 
 SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
@@ -29,7 +29,7 @@ def check(scene: Scene, shape: AttentionTiles = SMALL) -> None:
     inputs = (scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables, tiles)
     by_kernel, by_twin = scene.poisoned_output(), scene.poisoned_output()
     context_attention(*inputs, by_kernel, shape, window=scene.window)
-    context_attention_twin(*inputs, by_twin, window=scene.window)
+    context_attention_reference(*inputs, by_twin, window=scene.window)
     for output in (by_kernel, by_twin):
         assert_close(output[:-1], scene.expected, scene.dtype)
         assert output[-1].isnan().all()
@@ -78,7 +78,7 @@ def test_a_batch_without_context(device: torch.device) -> None:
     assert tiles.shape == (0, 5)
     output = scene.poisoned_output()
     context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables,
-                      tiles, output, SMALL)  # fmt: skip
+                      tiles, output, SMALL)
     assert output.isnan().all()
 
 
@@ -88,7 +88,7 @@ def test_large_numbers_stay_numbers(device: torch.device) -> None:
     tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
     output = scene.poisoned_output()
     context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables,
-                      tiles, output, SMALL)  # fmt: skip
+                      tiles, output, SMALL)
     assert output[:-1].isfinite().all()
 
 
@@ -108,4 +108,4 @@ def test_a_failure_names_kernel_and_shapes(device: torch.device) -> None:
     tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
     with pytest.raises(KernelError, match=r"context_attention failed .*queries \[6, 2, 32\] float32"):
         context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache,
-                          scene.block_tables, tiles, scene.poisoned_output(), AttentionTiles(16, 24, 4, 1))  # fmt: skip
+                          scene.block_tables, tiles, scene.poisoned_output(), AttentionTiles(16, 24, 4, 1))

@@ -18,7 +18,7 @@ from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.model import paged_batch
+from ifbbench.model import kernel_llama
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.weights import random_weights
@@ -92,7 +92,7 @@ def test_a_batch_brings_the_blocks_that_it_has(
 
     def host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
         brought.append(len(arrays[-1]))
-        return paged_batch.host_numbers(arrays, device)
+        return kernel_llama.host_numbers(arrays, device)
 
     monkeypatch.setattr(cuda_graphs, "host_numbers", host_numbers)
     driver = driver_of(model, 1, 8, 40)
@@ -119,7 +119,7 @@ def test_padding_writes_nothing(model: KernelLlama) -> None:
     before = [part.clone() for part in window.cache.blocks(0)]
     driver.step([], requests)
     places = {(int(driver.tables[request.slot, 0, (request.num_cached - 1) // 8]), (request.num_cached - 1) % 8)
-              for request in requests}  # fmt: skip
+              for request in requests}
     for part, old in zip(window.cache.blocks(0), before, strict=True):
         changed = (part != old).flatten(2).any(dim=-1).nonzero().tolist()
         assert {(block, place) for block, place in changed} == places
@@ -141,7 +141,7 @@ def test_a_warm_up_leaves_nothing_to_record(model: KernelLlama, monkeypatch: pyt
     monkeypatch.setattr(build, "load_model", lambda config: loaded)
     monkeypatch.setattr(engine_module, "load_model_config", lambda name: MICRO)
     engine = build_engine(RunConfig(device=model.device.type, max_batch_size=3, max_tokens_in_paged_kvcache=320,
-                                    max_seq_len=48, tokens_per_block=8))  # fmt: skip
+                                    max_seq_len=48, tokens_per_block=8))
     record, heard, slots = Repeater(), Heard(), engine.limits.num_slots
     assert isinstance(engine.executor, ModelExecutor)
     with torch.inference_mode():

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ifbbench.kernels.generation_attention import generation_attention, generation_attention_twin
-from ifbbench.kernels.launch import SMALLEST_DOT
-from ifbbench.kernels.tiles import AttentionTiles
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.kernels.generation_attention import generation_attention
+from ifbbench.kernels.launch import SMALLEST_DOT, AttentionTiles
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import generation_attention_reference
 from tests.kernels.scenes import Heads, Scene
 from tests.kernels.test_context_attention import ALL, WINDOWS
 
@@ -17,7 +17,7 @@ SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
 def scene_of(
     cached: list[int], heads: Heads, rule: AttentionWindow, dtype: torch.dtype, device: torch.device,
     cache_dtype: torch.dtype | None = None,
-) -> Scene:  # fmt: skip
+) -> Scene:
     return Scene(cached, [1] * len(cached), heads, rule, dtype, device, is_written=True, cache_dtype=cache_dtype)
 
 
@@ -30,7 +30,7 @@ def check(scene: Scene, num_splits: int = 1, shape: AttentionTiles = SMALL) -> N
     inputs = (queries, scene.key_cache, scene.value_cache, scene.block_tables, table_rows, lengths)
     by_kernel, by_twin = (scene.poisoned_output()[:-1] for _ in range(2))
     generation_attention(*inputs, by_kernel, shape, num_splits, window=scene.window)
-    generation_attention_twin(*inputs, by_twin, window=scene.window)
+    generation_attention_reference(*inputs, by_twin, window=scene.window)
     for output in (by_kernel, by_twin):
         assert_close(output, scene.expected[order], scene.dtype)
 
@@ -79,7 +79,7 @@ def test_padding_of_length_zero_gives_zeros(device: torch.device) -> None:
     for num_splits in (1, 3):
         output = scene.poisoned_output()[:-1]
         generation_attention(scene.queries[:-1], scene.key_cache, scene.value_cache, scene.block_tables, lengths,
-                             lengths, output, SMALL, num_splits)  # fmt: skip
+                             lengths, output, SMALL, num_splits)
         assert not output.any()
 
 
@@ -88,5 +88,5 @@ def test_an_empty_batch(device: torch.device) -> None:
     nothing = torch.zeros(0, dtype=torch.int32, device=device)
     output = scene.poisoned_output()
     generation_attention(scene.queries[:0], scene.key_cache, scene.value_cache, scene.block_tables, nothing, nothing,
-                         output[:0], SMALL, 1)  # fmt: skip
+                         output[:0], SMALL, 1)
     assert output.isnan().all()

@@ -11,12 +11,10 @@ from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
-from ifbbench.kernels.fp8_rows import FP8
-from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import Fp8Linear
+from ifbbench.model.config import ModelConfig, YarnRopeScaling
 from ifbbench.model.kernel_llama import KernelLlama
+from ifbbench.model.linear import FP8, Fp8Linear
 from ifbbench.model.llama import LlamaModel
-from ifbbench.model.rope_scaling import YarnRopeScaling
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, Driver, FakeRequest, driver_of, layout_driver, requests_of
 
@@ -39,13 +37,13 @@ def outputs_of(driver: Driver, requests: list[FakeRequest], largest_chunk: int |
     """The tokens of each, or what its beams hold."""
     driver.run(requests, largest_chunk)
     return [request.outputs or (request.search.tokens.tolist(), request.search.scores.round(3).tolist())
-            for request in requests]  # fmt: skip
+            for request in requests]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=5)])
 def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: SamplingParams) -> None:
     outputs = [outputs_of(driver_of(model, 3, 8, 40), requests_of(LENGTHS, MICRO.vocab_size, sampling=sampling))
-               for model in (plain, with_kernels)]  # fmt: skip
+               for model in (plain, with_kernels)]
     assert outputs[0] == outputs[1]
     assert all(outputs[1])
 
@@ -53,7 +51,7 @@ def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: S
 @pytest.mark.parametrize("changes", [
     {"query_key_norm": True}, {"attention_bias": True, "mlp_bias": True},
     {"rope_scaling": YarnRopeScaling(4.0, 64, attention_factor=1.2)},
-], ids=["Qwen 3", "biases", "YaRN"])  # fmt: skip
+], ids=["Qwen 3", "biases", "YaRN"])
 def test_other_families(changes: dict[str, Any], device: torch.device) -> None:
     config = replace(MICRO, num_layers=2, **changes)
     outputs = []
@@ -79,7 +77,7 @@ def layout_of(
 @pytest.mark.parametrize("layout", [
     layout_of(layers=2), layout_of(layers=2, sink=3), layout_of(layers=2, is_cyclic=False),
     layout_of(layers=2, is_cyclic=False, sink=3), layout_of(layers=2, is_contiguous=True),
-], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])  # fmt: skip
+], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])
 def test_windows(layout: CacheLayout, device: torch.device) -> None:
     """With two layers: what the middle of a chunk has seen shows in the keys of the second."""
     config = replace(MICRO, num_layers=2)
@@ -92,7 +90,7 @@ def test_windows(layout: CacheLayout, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("layout", [layout_of(beams=2), layout_of(beams=2, is_contiguous=True)],
-                         ids=["cyclic", "contiguous"])  # fmt: skip
+                         ids=["cyclic", "contiguous"])
 def test_beams(plain: LlamaModel, with_kernels: KernelLlama, layout: CacheLayout) -> None:
     outputs = []
     for model in (plain, with_kernels):
@@ -152,7 +150,7 @@ def test_eight_bits_stay_near_the_logits_in_16(device: torch.device) -> None:
     kernels = KernelLlama(config, random_weights(config, 3, device, torch.bfloat16, Fp8Linear))
     layout = layout_of(is_cyclic=False)
     drivers = [driver_of(LlamaModel(config, random_weights(config, 3, CPU, torch.bfloat16)), 1, 8, 40),
-               driver_of(kernels, 1, 8, 40), layout_driver(kernels, layout, 1, kv_cache_dtype=FP8)]  # fmt: skip
+               driver_of(kernels, 1, 8, 40), layout_driver(kernels, layout, 1, kv_cache_dtype=FP8)]
     logits = []
     for driver in drivers:
         (request,) = requests_of([(14, 2)], MICRO.vocab_size)

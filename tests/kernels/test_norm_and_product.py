@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.kernels.rms_norm import add_rms_norm, add_rms_norm_twin
-from ifbbench.kernels.swiglu import swiglu, swiglu_twin
+from ifbbench.kernels.rows import add_rms_norm, swiglu
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import add_rms_norm_reference, swiglu_reference
 
 EPSILON = 1e-5
 SIZES = [1, 33, 64, 1500]
@@ -21,7 +21,7 @@ def norm_reference(hidden: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(hidden.double(), (hidden.shape[1],), weight.double(), EPSILON)
 
 
-@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_twin])
+@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -35,7 +35,7 @@ def test_norm_of_the_sum(norm, dtype: torch.dtype, size: int, num_tokens: int, d
     assert normed.dtype == dtype
 
 
-@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_twin])
+@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_reference])
 def test_norm_alone_leaves_what_is_normed(norm, device: torch.device) -> None:
     hidden, weight = drawn((3, 70), torch.float32, device), drawn((70,), torch.float32, device, 3)
     before = hidden.clone()
@@ -53,7 +53,7 @@ def test_norm_of_rows_with_others_between(device: torch.device) -> None:
     assert wide[:, 70:].isnan().all()
 
 
-@pytest.mark.parametrize("product", [swiglu, swiglu_twin])
+@pytest.mark.parametrize("product", [swiglu, swiglu_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_gated_product(product, dtype: torch.dtype, size: int, device: torch.device) -> None:

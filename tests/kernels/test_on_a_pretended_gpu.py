@@ -12,9 +12,8 @@ from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import Fp8Linear
 from ifbbench.model.kernel_llama import KernelLlama
-from ifbbench.model.linear import MakeProduct, Product, make_linear
+from ifbbench.model.linear import Fp8Linear, MakeProduct, Product, make_linear
 from ifbbench.model.weights import LayerWeights, ModelWeights
 from tests.execution.driving import driver_of, layout_driver, requests_of
 from tests.kernels.pretended_cuda import CUDA, pretend
@@ -48,7 +47,7 @@ def model_of(config: ModelConfig = MICRO, make_product: MakeProduct = make_linea
         LayerWeights(empty(HIDDEN), product(2 * HIDDEN, HIDDEN, config.attention_bias), product(HIDDEN, HIDDEN),
                      empty(HIDDEN), product(2 * FFN, HIDDEN), product(HIDDEN, FFN), norm, norm)
         for _ in range(config.num_layers)
-    )  # fmt: skip
+    )
     return KernelLlama(config, ModelWeights(empty(64, HIDDEN), layers, empty(HIDDEN), make_linear(empty(64, HIDDEN))))
 
 
@@ -65,7 +64,7 @@ def test_mixed_batches_and_graphs(sampling: SamplingParams, options: OutputOptio
 
 
 @pytest.mark.parametrize("config", [replace(MICRO, query_key_norm=True), replace(MICRO, attention_bias=True)],
-                         ids=["Qwen 3", "biases"])  # fmt: skip
+                         ids=["Qwen 3", "biases"])
 def test_other_families(config: ModelConfig) -> None:
     driver_of(model_of(config), 3, 8, 64).run(requests_of(LENGTHS, 64), 7)
 
@@ -80,7 +79,7 @@ def test_weights_and_cache_in_eight_bits(started: list[str]) -> None:
 
 @pytest.mark.parametrize("layout", [
     layout_of(layers=2), layout_of(layers=2, sink=3), layout_of(layers=2, is_contiguous=True),
-], ids=["cyclic", "sinks", "contiguous"])  # fmt: skip
+], ids=["cyclic", "sinks", "contiguous"])
 def test_windows(layout: CacheLayout) -> None:
     layout_driver(model_of(), layout, 2).run(requests_of([(9, 4), (30, 3)], 64), 11)
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.kernels.tiles import AttentionTiles
-from ifbbench.model.attention_plan import QuerySpans
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.model.paged_batch import KernelShapes, blocks_used, plan_paged_batch
+from ifbbench.kernels.launch import AttentionTiles
+from ifbbench.model.attention_plan import QuerySpans
+from ifbbench.model.kernel_llama import KernelShapes, blocks_used, plan_paged_batch
 
 SHAPES = KernelShapes(AttentionTiles(16, 16, 4, 1), AttentionTiles(16, 16, 4, 1), 2, 1, 1)
 RULES = [AttentionWindow(8), AttentionWindow(8, size=14, sink=3, bubble=5),
-         AttentionWindow(8, size=14, sink=3, bubble=5, capacity=24)]  # fmt: skip
+         AttentionWindow(8, size=14, sink=3, bubble=5, capacity=24)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["all", "window", "cyclic window"])
@@ -25,7 +25,7 @@ def test_no_token_lies_beyond_the_blocks_that_are_used(rule: AttentionWindow, lo
 def test_wide_tables_are_cut_to_the_longest_sequence(device: torch.device) -> None:
     tables = np.arange(4 * 1000, dtype=np.int32).reshape(4, 1000)
     spans = QuerySpans(first_rows=np.array([0, 9]), lengths=np.array([9, 1]), starts=np.array([0, 20]),
-                       table_rows=np.array([3, 1]))  # fmt: skip
+                       table_rows=np.array([3, 1]))
     batch = plan_paged_batch(spans, 1, tables, np.arange(10), RULES[0], SHAPES, device)
     assert batch.block_tables.tolist() == tables[[3, 1], :3].tolist()
 

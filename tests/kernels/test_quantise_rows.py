@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.fp8_rows import FP8, LARGEST, fp8_rows
-from ifbbench.kernels.quantise_rows import quantise_rows
+from ifbbench.kernels.rows import quantise_rows
+from ifbbench.model.linear import FP8, FP8_LIMIT, fp8_rows
 
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 BOTH = pytest.mark.parametrize("quantise", [quantise_rows, fp8_rows])
@@ -26,7 +26,7 @@ def test_values_are_kept_to_three_bits(
     assert (quantised.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (num_rows, 1))
     wide, found = rows.double(), quantised.double() * scales.double()
     largest = wide.abs().amax(dim=1, keepdim=True)
-    torch.testing.assert_close(scales.double(), largest / LARGEST, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scales.double(), largest / FP8_LIMIT, rtol=1e-6, atol=0)
     # Half a unit of three bits; and below 2⁻⁶ scales, half of the smallest number, 2⁻⁹.
     allowed = torch.maximum(wide.abs() * 2**-4, scales.double() * 2**-10) * (1 + 1e-5)
     is_near = (found - wide).abs() <= allowed
@@ -50,7 +50,7 @@ def test_rows_between_others_and_rows_of_zeros(quantise: Quantise, device: torch
     assert quantised.shape == (4, 70)
     assert not quantised[2].float().any()
     assert quantised.float().isfinite().all()
-    assert (quantised[[0, 1, 3], 69].float() == LARGEST).all()
+    assert (quantised[[0, 1, 3], 69].float() == FP8_LIMIT).all()
     assert (scales > 0).all()
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.rotary_write import rotate_and_write, rotate_and_write_twin
+from ifbbench.kernels.cache import rotate_and_write
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import rotate_and_write_reference
 
 BLOCKS, TOKENS_PER_BLOCK, POSITIONS = 5, 8, 12
-BOTH = pytest.mark.parametrize("write", [rotate_and_write, rotate_and_write_twin])
+BOTH = pytest.mark.parametrize("write", [rotate_and_write, rotate_and_write_reference])
 
 
 def turned(heads: Tensor, positions: Tensor, step: float) -> Tensor:
@@ -28,7 +29,7 @@ class Case:
     def __init__(
         self, device: torch.device, dtype: torch.dtype = torch.float32, *, num_tokens: int = 5, num_heads: int = 2,
         num_kv_heads: int = 1, size: int = 16, cache_dtype: torch.dtype | None = None, step: float = 0.3,
-    ) -> None:  # fmt: skip
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = (num_tokens, num_heads + 2 * num_kv_heads, size)
         self.heads = torch.randn(shape, generator=generator).to(cache_dtype or dtype).to(device, dtype)

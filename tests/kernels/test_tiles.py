@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.kernels.launch import SMALLEST_DOT
-from ifbbench.kernels.tiles import MOST_SPLITS, choose_num_splits, context_tiles, generation_tiles
+from ifbbench.kernels.launch import MAX_SPLITS, SMALLEST_DOT, choose_num_splits, context_tiles, generation_tiles
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 H100 = 132
@@ -37,13 +36,13 @@ def test_splits_follow_the_work() -> None:
     assert choose_num_splits(8, 4096, 4096, H100) == 16
     assert choose_num_splits(8, 100, 100, H100) == 1
     assert choose_num_splits(8, 100_000, 100_000 + 200 * 500, H100) > 8
-    assert choose_num_splits(1, 1_000_000, 1_000_000, H100) == MOST_SPLITS
+    assert choose_num_splits(1, 1_000_000, 1_000_000, H100) == MAX_SPLITS
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=50), st.integers(1, 32), st.integers(1, 200))
 def test_splits_stay_in_bounds(lengths: list[int], num_kv_heads: int, num_multiprocessors: int) -> None:
     splits = choose_num_splits(num_kv_heads, max(lengths), sum(lengths), num_multiprocessors)
-    assert 1 <= splits <= MOST_SPLITS
+    assert 1 <= splits <= MAX_SPLITS
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def compiled(cache: Path, gpus: list[int], head_sizes: list[int]) -> list[dict[s
     environment |= {"PYTHONPATH": str(REPOSITORY), "TRITON_CACHE_DIR": str(cache)}
     arguments = ["--gpus", *map(str, gpus), "--head_sizes", *map(str, head_sizes)]
     result = subprocess.run([sys.executable, "-m", "tests.kernels.compile_only", *arguments], cwd=REPOSITORY, text=True,
-                            env=environment, capture_output=True, check=False)  # fmt: skip
+                            env=environment, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr
     rows: list[dict[str, object]] = json.loads(result.stdout)["results"]
     return rows
@@ -77,7 +76,7 @@ def test_hopper_takes_every_kernel(cache: Path) -> None:
     assert {row["kernel"] for row in rows} == {
         "_context_kernel", "_generation_kernel", "_join_kernel", "_rotary_kernel", "_rms_norm_kernel", "_swiglu_kernel",
         "_choice_kernel", "_log_probs_kernel", "_copy_kernel", "_quantise_kernel",
-    }  # fmt: skip
+    }
     check(rows)
     context = [row for row in rows if row["kernel"] == "_context_kernel" and "float32" not in str(row["case"])]
     assert len(context) == 3

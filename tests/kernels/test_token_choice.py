@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ifbbench.kernels import token_choice
-from ifbbench.kernels.log_probs import log_probs_of, log_probs_twin
-from ifbbench.kernels.token_choice import choose_tokens, choose_tokens_twin
+from ifbbench.kernels.token_choice import choose_tokens, log_probs_of
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import choose_tokens_reference, log_probs_reference
 
-BOTH = pytest.mark.parametrize("choose", [choose_tokens, choose_tokens_twin])
+BOTH = pytest.mark.parametrize("choose", [choose_tokens, choose_tokens_reference])
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +29,12 @@ def column(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def chosen(choose, logits: Tensor, temperatures: list[float], top_k: list[int], top_p: list[float],
-           uniforms: list[float]) -> list[int]:  # fmt: skip
+           uniforms: list[float]) -> list[int]:
     device = logits.device
     tokens = choose(
         logits, column(temperatures, torch.float32, device), column(top_k, torch.int32, device),
         column(top_p, torch.float32, device), column(uniforms, torch.float64, device),
-    )  # fmt: skip
+    )
     assert tokens.dtype == torch.int64
     assert tokens.device == device
     result: list[int] = tokens.tolist()
@@ -65,7 +65,7 @@ def test_every_way_of_choosing(choose, dtype: torch.dtype, vocabulary: int, devi
     logits = (logits / 16).to(device, dtype)
     uniforms = np.random.default_rng(0).random(len(ways)).tolist()
     expected = [plainly_chosen(row.double().cpu().numpy(), *way, uniform)
-                for row, way, uniform in zip(logits, ways, uniforms, strict=True)]  # fmt: skip
+                for row, way, uniform in zip(logits, ways, uniforms, strict=True)]
     temperatures, top_k, top_p = (list(column) for column in zip(*ways, strict=True))
     assert chosen(choose, logits, temperatures, top_k, top_p, uniforms) == expected
 
@@ -119,7 +119,7 @@ def test_no_rows(device: torch.device) -> None:
     assert log_probs_of(torch.empty((0, 9), device=device), column([], torch.int64, device)).tolist() == []
 
 
-@pytest.mark.parametrize("log_probs", [log_probs_of, log_probs_twin])
+@pytest.mark.parametrize("log_probs", [log_probs_of, log_probs_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 7, 9000])
 def test_log_probs(log_probs, dtype: torch.dtype, vocabulary: int, device: torch.device) -> None:

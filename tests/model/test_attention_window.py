@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.engine.kv_cache.geometry import CacheGeometry
 
 
 @pytest.mark.parametrize("beams", [1, 2])
