@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.recording.environment import hardware, versions
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS_PER_BLOCK = 32, 8, 128, 32
+NO_WINDOW = AttentionWindow(TOKENS_PER_BLOCK)
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 GENERATION = ((64, 4096), (256, 1024), (8, 4096), (1, 32_768))
@@ -86,7 +88,8 @@ def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
     lengths = torch.full_like(rows, length)
     shape = generation_tiles(HEAD_SIZE, HEADS // KV_HEADS, DTYPE.itemsize)
     splits = choose_num_splits(KV_HEADS, length, batch * length, multiprocessors(queries.device))
-    took = seconds(lambda: generation_attention(queries, keys, values, tables, rows, lengths, output, shape, splits))
+    took = seconds(lambda: generation_attention(queries, keys, values, tables, rows, lengths, output, shape, splits,
+                                                NO_WINDOW))
     moved = 2 * keys.numel() * DTYPE.itemsize
     last_keys, last_values = (cache[tables[-1].long()].flatten(0, 1) for cache in (keys, values))
     return {
@@ -113,7 +116,7 @@ def context(chunk: int, cached: int) -> dict[str, object]:
     tiles = torch.from_numpy(planned).to(DEVICE)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     took = seconds(lambda: context_attention(queries, keys, values, key_cache, value_cache, tables, tiles, output,
-                                             shape))  # fmt: skip
+                                             shape, NO_WINDOW))
     pairs = chunk * cached + chunk * (chunk + 1) / 2
     cached_keys, cached_values = (cache[tables[0].long()].flatten(0, 1)[:cached] for cache in (key_cache, value_cache))
     seen = torch.cat([cached_keys, keys]), torch.cat([cached_values, values])

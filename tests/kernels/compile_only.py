@@ -1,8 +1,7 @@
-"""Compiles kernels for GPUs that are not here, as a launch would, and runs none.
+"""Compiles kernels for GPUs that are not present, as a launch would, and runs none.
 
-`python -m tests.kernels.compile_only` prints one JSON object: for each kernel, GPU and case the shared memory in
-bytes, the registers of a thread and the bytes of its stack, where values go that find no register. Triton must not
-interpret.
+`python -m tests.kernels.compile_only` prints one JSON object: for each kernel, GPU and case the shared memory in bytes,
+the registers of a thread and the bytes of its stack, which holds spilled registers. Triton must not interpret.
 """
 
 import json
@@ -24,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ifbbench.kernels.attention_parts import EVERYTHING, Window
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.cache import copy_rows, rotate_and_write
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
@@ -38,18 +37,19 @@ POINTERS = {
     torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", torch.uint8: "*u8",
 }
 LARGE = 2**31
+NO_WINDOW = AttentionWindow(32)
 FIRST_WITH_FP8 = 89
 
 
 @dataclass
 class Compiler:
-    """Takes the place of launches, for the GPU of a compute capability such as 90."""
+    """Compiles instead of launching, for the GPU of a compute capability such as 90."""
 
     capability: int
     compiled: list[dict[str, object]] = field(default_factory=list)
 
     def run(self, kernel: JITFunction, *args: object, **kwargs: object) -> None:
-        """Compile what the launch would run."""
+        """Compile the kernel for these arguments."""
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         source = _source(kernel, values)
@@ -81,7 +81,7 @@ def _source(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, where what does not fit into registers goes."""
+    """Registers of a thread and bytes of its stack, which holds spilled registers."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
@@ -93,7 +93,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 @contextmanager
 def instead_of_launches(compiler: Compiler) -> Iterator[None]:
-    """Every launch inside is compiled instead."""
+    """Compile instead of launching in this context."""
     def run(kernel: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
         compiler.run(kernel, *args, **kwargs)
 
@@ -106,7 +106,7 @@ def instead_of_launches(compiler: Compiler) -> Iterator[None]:
 
 
 def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None,
-              window: Window = EVERYTHING) -> None:
+              window: AttentionWindow = NO_WINDOW) -> None:
     """Both attention kernels and the write, for 8 query heads on 2 KV heads."""
     major_minor = divmod(capability, 10)
     heads = torch.zeros((4, 12, head_size), dtype=dtype)
@@ -139,10 +139,10 @@ def others(dtype: torch.dtype) -> None:
 
 
 def eight_bits(capability: int) -> None:
-    """Attention over a cache of eight-bit floats, and what makes rows such."""
+    """Attention over a cache of eight-bit floats, and the conversion to them."""
     attention(capability, torch.bfloat16, 128, torch.float8_e4m3fn)
     for size in (4096, 14_336):
-        quantise_rows(torch.zeros((4, size), dtype=torch.bfloat16))
+        quantise_rows(torch.zeros((4, size), dtype=torch.bfloat16), torch.float8_e4m3fn, 1e-12)
 
 
 def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, object]]:
@@ -155,7 +155,7 @@ def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, ob
 
     for dtype, size in product((torch.bfloat16, torch.float32), head_sizes):
         yield from case(f"{dtype}, head size {size}", partial(attention, capability, dtype, size))
-    window = Window(size=4096, sink=4, bubble=28, capacity=4128)
+    window = AttentionWindow(32, size=4096, sink=4, bubble=28, capacity=4128)
     yield from case("window", partial(attention, capability, torch.bfloat16, 128, window=window))
     if capability >= FIRST_WITH_FP8:
         yield from case("fp8", partial(eight_bits, capability))

@@ -1,4 +1,4 @@
-"""Attention of generation tokens against a float64 reference, with everything that is not to be read poisoned."""
+"""Attention of generation tokens against float64, with NaN everywhere that must not be read."""
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ def scene_of(
 
 
 def check(scene: Scene, num_splits: int = 1, shape: AttentionTiles = SMALL) -> None:
-    """Kernel and twin give what is expected. Table rows come in another order than sequences."""
+    """Kernel and reference give the expected output. Table rows are in another order than sequences."""
     order = torch.arange(len(scene.cached) - 1, -1, -1)
     lengths = (torch.tensor(scene.cached) + 1).int()[order].to(scene.device)
     table_rows = order.int().to(scene.device)
     queries = scene.queries[:-1][order.to(scene.device)]
     inputs = (queries, scene.key_cache, scene.value_cache, scene.block_tables, table_rows, lengths)
-    by_kernel, by_twin = (scene.poisoned_output()[:-1] for _ in range(2))
-    generation_attention(*inputs, by_kernel, shape, num_splits, window=scene.window)
-    generation_attention_reference(*inputs, by_twin, window=scene.window)
-    for output in (by_kernel, by_twin):
+    by_kernel, by_reference = (scene.poisoned_output()[:-1] for _ in range(2))
+    generation_attention(*inputs, by_kernel, shape, num_splits, window=scene.rule)
+    generation_attention_reference(*inputs, by_reference, window=scene.rule)
+    for output in (by_kernel, by_reference):
         assert_close(output, scene.expected[order], scene.dtype)
 
 
@@ -64,7 +64,7 @@ def test_windows(rule: AttentionWindow, num_splits: int, device: torch.device) -
 
 
 @pytest.mark.parametrize("num_splits", [2, 5, 16])
-def test_parts_that_have_no_keys_are_not_looked_at(num_splits: int, device: torch.device) -> None:
+def test_parts_without_keys_are_not_read(num_splits: int, device: torch.device) -> None:
     check(scene_of([70, 0, 16, 31], Heads(), ALL, torch.float32, device), num_splits)
 
 
@@ -79,7 +79,7 @@ def test_padding_of_length_zero_gives_zeros(device: torch.device) -> None:
     for num_splits in (1, 3):
         output = scene.poisoned_output()[:-1]
         generation_attention(scene.queries[:-1], scene.key_cache, scene.value_cache, scene.block_tables, lengths,
-                             lengths, output, SMALL, num_splits)
+                             lengths, output, SMALL, num_splits, ALL)
         assert not output.any()
 
 
@@ -88,5 +88,5 @@ def test_an_empty_batch(device: torch.device) -> None:
     nothing = torch.zeros(0, dtype=torch.int32, device=device)
     output = scene.poisoned_output()
     generation_attention(scene.queries[:0], scene.key_cache, scene.value_cache, scene.block_tables, nothing, nothing,
-                         output[:0], SMALL, 1)
+                         output[:0], SMALL, 1, ALL)
     assert output.isnan().all()

@@ -1,4 +1,4 @@
-"""Who has no GPU needs no Triton."""
+"""A run without a GPU needs no Triton."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The cache whose copies are kernels ends up as the cache whose copies are PyTorch's."""
+"""Copies of the cache by kernels give the same content as by PyTorch."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def after(
     cache_class: type[PagedKvCache], device: torch.device, work: Callable[[PagedKvCache], None],
     kv_cache_dtype: torch.dtype | None = None,
 ) -> list[list[list[float]]]:
-    """What a cache of random numbers holds when `work` is done, layer by layer."""
+    """Content of a cache of random values after `work`, layer by layer."""
     cache = cache_class(CONFIG, BLOCKS, TOKENS_PER_BLOCK, device, torch.float32, kv_cache_dtype=kv_cache_dtype,
                         num_host_blocks=HOST_BLOCKS)
     generator = torch.Generator().manual_seed(0)

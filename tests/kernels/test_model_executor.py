@@ -1,4 +1,4 @@
-"""The whole executor with kernels gives the tokens that it gives without them."""
+"""The executor gives the same tokens with kernels as without."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def with_kernels(device: torch.device) -> KernelLlama:
 
 
 def outputs_of(driver: Driver, requests: list[FakeRequest], largest_chunk: int | None = 7) -> list[object]:
-    """The tokens of each, or what its beams hold."""
+    """The tokens of each request, or those of its beams."""
     driver.run(requests, largest_chunk)
     return [request.outputs or (request.search.tokens.tolist(), request.search.scores.round(3).tolist())
             for request in requests]
@@ -79,7 +79,7 @@ def layout_of(
     layout_of(layers=2, is_cyclic=False, sink=3), layout_of(layers=2, is_contiguous=True),
 ], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])
 def test_windows(layout: CacheLayout, device: torch.device) -> None:
-    """With two layers: what the middle of a chunk has seen shows in the keys of the second."""
+    """With two layers, because the keys that the middle of a chunk sees affect keys of the second layer."""
     config = replace(MICRO, num_layers=2)
     outputs = []
     for model_class, place in ((LlamaModel, CPU), (KernelLlama, device)):
@@ -109,7 +109,7 @@ def test_padded_prompts(plain: LlamaModel, with_kernels: KernelLlama) -> None:
 
 
 def test_numbers_and_copied_blocks(plain: LlamaModel, with_kernels: KernelLlama) -> None:
-    """A prompt's first block is copied to where another request then finds it."""
+    """A prompt's first block is copied to the table of another request."""
     log_probs = []
     for model in (plain, with_kernels):
         first, second = requests_of([(12, 2), (12, 2)], MICRO.vocab_size)
@@ -143,7 +143,7 @@ def test_half_precision_stays_near_the_same_logits(dtype: torch.dtype, device: t
 
 
 def test_eight_bits_stay_near_the_logits_in_16(device: torch.device) -> None:
-    """Weights, and then keys and values too. PyTorch's own products on a CPU are what is compared with."""
+    """Of weights, and then of keys and values too, compared with PyTorch's products on a CPU."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("this GPU has no eight-bit floats")
     config = replace(MICRO, intermediate_size=48)

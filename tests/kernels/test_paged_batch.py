@@ -1,4 +1,4 @@
-"""How much of the block tables an iteration brings to the device: what its sequences have, not what any might."""
+"""An iteration copies the block table columns that its sequences use to the device, not all columns."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ RULES = [AttentionWindow(8), AttentionWindow(8, size=14, sink=3, bubble=5),
 
 @pytest.mark.parametrize("rule", RULES, ids=["all", "window", "cyclic window"])
 @pytest.mark.parametrize("longest", [1, 3, 8, 9, 17, 40])
-def test_no_token_lies_beyond_the_blocks_that_are_used(rule: AttentionWindow, longest: int) -> None:
+def test_no_token_is_stored_beyond_the_used_blocks(rule: AttentionWindow, longest: int) -> None:
     used = blocks_used(np.array([1, longest]), rule)
     last_place = int(rule.places(np.arange(longest)).max())
     assert last_place // 8 < used <= last_place // 8 + 1 + (rule.bubble > 0)
@@ -30,5 +30,5 @@ def test_wide_tables_are_cut_to_the_longest_sequence(device: torch.device) -> No
     assert batch.block_tables.tolist() == tables[[3, 1], :3].tolist()
 
 
-def test_a_batch_of_nobody_uses_no_blocks() -> None:
+def test_an_empty_batch_uses_no_blocks() -> None:
     assert blocks_used(np.empty(0, np.int64), RULES[0]) == 0

@@ -1,16 +1,18 @@
-"""Rows as eight-bit floats with a scale each, by the kernel and by plain torch, against float64."""
+"""Rows as eight-bit floats with a scale each, by the kernel and by PyTorch, against float64."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.rows import quantise_rows
-from ifbbench.model.linear import FP8, FP8_LIMIT, fp8_rows
+from ifbbench.kernels import rows
+from ifbbench.model.linear import FP8, FP8_LIMIT, FP8_SMALLEST_MAXIMUM, fp8_rows
 
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
-BOTH = pytest.mark.parametrize("quantise", [quantise_rows, fp8_rows])
+quantise_rows = partial(rows.quantise_rows, dtype=FP8, smallest_maximum=FP8_SMALLEST_MAXIMUM)
+BOTH = pytest.mark.parametrize("quantise", [quantise_rows, fp8_rows], ids=["kernel", "PyTorch"])
 
 
 @BOTH
@@ -19,7 +21,7 @@ BOTH = pytest.mark.parametrize("quantise", [quantise_rows, fp8_rows])
 def test_values_are_kept_to_three_bits(
     quantise: Quantise, dtype: torch.dtype, num_rows: int, size: int, device: torch.device
 ) -> None:
-    """Rows a thousand times as large as others lose no more than these."""
+    """Rows a thousand times larger than others have the same relative error."""
     drawn = torch.randn((num_rows, size), generator=torch.Generator().manual_seed(size))
     rows = (drawn * torch.logspace(-2, 2, num_rows).unsqueeze(1)).to(device, dtype)
     quantised, scales = quantise(rows)
@@ -36,7 +38,7 @@ def test_values_are_kept_to_three_bits(
 
 
 def rounds_up_to_a_power_of_two(values: Tensor) -> Tensor:
-    """Where Triton's interpreter (3.7) halves a value, for it drops what is carried into the exponent."""
+    """Where Triton's interpreter (3.7) halves a value, because it drops the carry into the exponent."""
     rounded = values.abs().float().to(FP8).double()
     return (rounded >= values.abs()) & (rounded.frexp().mantissa == 0.5)
 

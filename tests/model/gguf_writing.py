@@ -17,8 +17,8 @@ def write_gguf(path: Path, reference: Any, architecture: str, **changes: object)
 
 
 def write_gguf_without_texts(path: Path, reference: Any, kind: str) -> None:
-    """The Llama model `reference` of transformers as a GGUF file without a tokenizer. kind: GGUF's type of its matrices;
-    norms are float32."""
+    """The Llama model `reference` of transformers as a GGUF file without a tokenizer. kind: GGUF's type of
+    its matrices; norms are float32."""
     changes = {"vocab_size": reference.config.vocab_size}
     _write(path, reference, "llama", changes, kind, lambda writer: writer.add_tokenizer_model("no_vocab"))
 

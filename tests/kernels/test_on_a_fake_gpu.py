@@ -1,4 +1,4 @@
-"""Every way through the executor on a GPU that is only pretended: nothing stays on the host, nothing waits for it."""
+"""All paths of the executor on a fake GPU: no tensor stays on the host, and nothing waits for the GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.linear import Fp8Linear, MakeProduct, Product, make_linear
 from ifbbench.model.weights import LayerWeights, ModelWeights
 from tests.execution.driving import driver_of, layout_driver, requests_of
-from tests.kernels.pretended_cuda import CUDA, pretend
+from tests.kernels.fake_cuda import CUDA, install
 from tests.kernels.test_model_executor import layout_of
 
 HIDDEN, FFN, HEAD = 64, 48, 16
@@ -29,8 +29,8 @@ EVERYTHING = OutputOptions(return_log_probs=True, return_context_logits=True, re
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that were started."""
-    kernels = pretend(monkeypatch)
+    """The names of the kernels that were started."""
+    kernels = install(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield kernels
 
@@ -70,7 +70,7 @@ def test_other_families(config: ModelConfig) -> None:
 
 
 def test_weights_and_cache_in_eight_bits(started: list[str]) -> None:
-    """Where PyTorch itself checks how factors and scales must lie in memory."""
+    """PyTorch checks the memory layout of factors and scales."""
     layout = layout_of(layers=2, is_cyclic=False)
     driver = layout_driver(model_of(make_product=Fp8Linear), layout, 2, kv_cache_dtype=torch.float8_e4m3fn)
     driver.run(requests_of([(9, 4), (30, 3)], 64), 11)
@@ -98,8 +98,8 @@ def test_copies_of_blocks(started: list[str]) -> None:
     assert started.count("_copy_kernel") == 4
 
 
-def test_what_this_would_show() -> None:
-    """A number that the host waits for, and an operation on tensors here and there."""
+def test_errors_that_a_fake_gpu_shows() -> None:
+    """A value that the host waits for, and an operation on tensors of different devices."""
     with pytest.raises(DataDependentOutputException):
         torch.zeros(3, device=CUDA).sum().item()
     with pytest.raises(RuntimeError, match="device"):

@@ -1,4 +1,4 @@
-"""Copies of rows in all layers at once: whole blocks, parts of blocks, beams, and to and from host memory."""
+"""Copies of rows in all layers: whole blocks, parts of blocks, beams, and to and from host memory."""
 
 from collections.abc import Callable
 
@@ -31,8 +31,8 @@ def check(copy, pools: list[Tensor], moves: list[tuple[int, int, int]]) -> None:
     device = pools[0].device
     expected = expected_after(pools, moves)
     places = addresses(pools, device)
-    most_rows = max(count for _, _, count in moves)
-    copy(places, places, torch.tensor(moves, device=device), row_bytes(pools[0]), most_rows)
+    max_rows = max(count for _, _, count in moves)
+    copy(places, places, torch.tensor(moves, device=device), row_bytes(pools[0]), max_rows)
     for pool, result in zip(pools, expected, strict=True):
         assert torch.equal(pool.view(torch.uint8), result.view(torch.uint8))
 
@@ -44,7 +44,7 @@ def test_blocks_and_parts_of_blocks(copy, dtype: torch.dtype, size: int, device:
 
 
 @pytest.mark.parametrize("copy", [copy_rows, copy_rows_buffered])
-def test_rows_of_more_than_a_piece(copy, device: torch.device) -> None:
+def test_rows_larger_than_a_piece(copy, device: torch.device) -> None:
     check(copy, pools_of(device, heads=4, size=300), [(0, 8, 8), (16, 24, 5)])
 
 
@@ -82,7 +82,7 @@ def test_more_moves_than_the_shorter_axes_of_a_grid_have(
     assert grids == [(100_000, 16, 2)]
 
 
-def test_twin_reads_before_it_writes(device: torch.device) -> None:
+def test_the_reference_reads_before_it_writes(device: torch.device) -> None:
     pools = pools_of(device)
     moves = [(0, 8, 8), (8, 0, 8)]
     expected = expected_after(pools, moves)
@@ -115,6 +115,6 @@ def test_no_moves(device: torch.device) -> None:
     copy_rows_buffered(places, places, nothing, row_bytes(pools[0]), 8)
 
 
-def test_rows_that_no_word_fits_are_refused(device: torch.device) -> None:
+def test_rows_that_are_no_multiple_of_a_word_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="rows of 6 bytes"):
         row_bytes(torch.zeros((4, 1, 3), dtype=torch.float16, device=device))
