@@ -22,7 +22,7 @@ from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.execution.prepared import ModelPass
 from ifbbench.kernels.context_attention import TILE_FIELDS
 from ifbbench.model.attention import LayerInputs, PagedBatch
-from ifbbench.model.kernel_llama import NOWHERE, KernelLlama, blocks_used
+from ifbbench.model.kernel_llama import NOWHERE, KernelLlama
 from ifbbench.model.llama import ForwardInputs
 from ifbbench.model.tensors import packed_on_host, unpacked
 
@@ -149,7 +149,7 @@ def _window_numbers(
     packed: PackedBatch, tables: IntArray, window: CacheWindow, size: int
 ) -> list[NDArray[np.integer]]:
     """What `_Graph` says of a window, for `size` sequences. Of the block tables, so much as this batch has blocks."""
-    used = tables[:, : blocks_used(packed.ends, window.rule)][packed.spans.table_rows]
+    used = tables[:, : window.rule.blocks_used(int(packed.ends.max(initial=0)))][packed.spans.table_rows]
     return [padded(packed.positions, size, 0), padded(packed.ends, size, 0),
             padded(cache_rows(packed, tables, window), size, NOWHERE), padded(used.T, size, 0)]  # fmt: skip
 

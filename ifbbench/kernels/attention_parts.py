@@ -7,17 +7,10 @@ j is position j if j < sink, else j + shift, with shift = max(0, first query's p
 import triton
 import triton.language as tl
 
-from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
-
 # Kernel parameters that differ from batch to batch: specialised, each value that is 1 or divisible by 16 would compile
-# another kernel. The numbers of a window, and the strides of block tables [sequences, blocks].
+# another kernel. Those of `AttentionWindow.numbers`, and the strides of block tables [sequences, blocks].
 WINDOW_ARGUMENTS = ("window_size", "sink", "bubble", "capacity")
 TABLE_ARGUMENTS = ("table_stride", "entry_stride")
-
-
-def window_numbers(window: AttentionWindow) -> tuple[int, int, int, int]:
-    """WINDOW_ARGUMENTS of a kernel, 0 for an unlimited size and for no capacity."""
-    return window.size if window.size < UNLIMITED else 0, window.sink, window.bubble, window.capacity or 0
 
 
 @triton.jit
@@ -34,7 +27,7 @@ def cache_offsets(
 ) -> tl.tensor:
     """Offsets in the cache of the keys of `positions`, in elements (int64: a cache may have more than 2³¹).
 
-    The place of a position is that of `AttentionWindow.places`.
+    Restates `AttentionWindow.places`, which a kernel cannot call.
     """
     places = positions + tl.where(positions >= sink, bubble, 0)
     if IS_CYCLIC:

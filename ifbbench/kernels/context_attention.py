@@ -17,7 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.attention_parts import (
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
@@ -27,7 +27,6 @@ from ifbbench.kernels.attention_parts import (
     key_positions,
     load_keys_and_values,
     softmax_step,
-    window_numbers,
 )
 from ifbbench.kernels.launch import AttentionTiles, launching, padded_size, upcasts
 
@@ -164,8 +163,8 @@ def context_attention(
             output, queries, keys, values, key_cache, value_cache, block_tables, tiles,
             math.log2(math.e) / math.sqrt(head_size),
             output.stride(0), queries.stride(0), keys.stride(0), output.stride(1), queries.stride(1), keys.stride(1),
-            *key_cache.stride()[:3], *block_tables.stride(), *window_numbers(window),
-            HAS_WINDOW=window.size < UNLIMITED, IS_CYCLIC=window.capacity is not None,
+            *key_cache.stride()[:3], *block_tables.stride(), *window.numbers,
+            HAS_WINDOW=window.is_limited, IS_CYCLIC=window.wraps,
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size,
             WIDTH=padded_size(head_size), ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache),
             num_warps=shape.warps, num_stages=shape.stages, CACHED_STAGES=shape.cached_stages,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.attention_parts import (
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
@@ -23,7 +23,6 @@ from ifbbench.kernels.attention_parts import (
     key_positions,
     load_keys_and_values,
     softmax_step,
-    window_numbers,
 )
 from ifbbench.kernels.launch import MAX_SPLITS, AttentionTiles, launching, padded_size, upcasts
 
@@ -142,16 +141,16 @@ def generation_attention(
         _generation_kernel[(num_kv_heads, num_sequences, num_splits)](
             parts, part_logs, queries, key_cache, value_cache, block_tables, table_rows, lengths,
             math.log2(math.e) / math.sqrt(head_size), *strides, *queries.stride()[:2], *key_cache.stride()[:3],
-            *block_tables.stride(), num_splits, *window_numbers(window),
-            HAS_WINDOW=window.size < UNLIMITED, IS_CYCLIC=window.capacity is not None, IS_SPLIT=is_split,
+            *block_tables.stride(), num_splits, *window.numbers,
+            HAS_WINDOW=window.is_limited, IS_CYCLIC=window.wraps, IS_SPLIT=is_split,
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, WIDTH=width,
             ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache), num_warps=shape.warps,
             num_stages=shape.cached_stages,
         )
         if is_split:
             _join_kernel[(num_heads, num_sequences)](
-                output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window_numbers(window)[0],
-                HAS_WINDOW=window.size < UNLIMITED, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
+                output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window.numbers[0],
+                HAS_WINDOW=window.is_limited, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
                 # The maximum, because each other number of parts would compile another kernel.
                 SPLITS=MAX_SPLITS,
             )

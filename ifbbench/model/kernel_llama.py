@@ -83,10 +83,11 @@ def plan_paged_batch(
     chunks, steps = spans.select(np.arange(num_chunks)), spans.select(np.arange(num_chunks, len(spans.lengths)))
     num_context_rows = int(chunks.lengths.sum())
     rows, late_rows = cache_rows.astype(np.int32), None
-    if window.capacity is not None and (chunks.ends > window.size).any():
+    if window.wraps and (chunks.ends > window.size).any():
         late_rows = rows[:num_context_rows].copy()
         rows[:num_context_rows] = NOWHERE
-    tables = block_tables[:, : blocks_used(spans.ends, window)][spans.table_rows]
+    # Tables have the columns of the longest sequence allowed, which may be a hundred times as many as are used here.
+    tables = block_tables[:, : window.blocks_used(int(spans.ends.max(initial=0)))][spans.table_rows]
     tiles = plan_tiles(chunks.first_rows, chunks.lengths, chunks.starts, np.arange(num_chunks), shapes.queries_per_tile)
     step_rows = np.arange(num_chunks, len(spans.lengths))
     arrays: list[NDArray[np.integer]] = [tiles.ravel(), tables.ravel(), step_rows, steps.ends, rows]
@@ -97,15 +98,6 @@ def plan_paged_batch(
         window, num_context_rows, parts[0].view(-1, TILE_FIELDS), parts[1].view(tables.shape), parts[2], parts[3],
         parts[4], parts[5] if late_rows is not None else None, shapes.num_splits(np.minimum(steps.ends, window.size)),
     )
-
-
-def blocks_used(lengths: Int64Array, window: AttentionWindow) -> int:
-    """Maximum number of blocks of sequences of `lengths` tokens: the columns of block tables that are needed.
-
-    Tables have the columns of the longest sequence allowed, which may be a hundred times as many.
-    """
-    longest = int(lengths.max(initial=0)) + window.bubble
-    return -(-min(longest, window.capacity or longest) // window.tokens_per_block)
 
 
 class KernelLlama(LlamaModel):

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.micro_batch import MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, LoraLimits
 from ifbbench.engine.request import Request
@@ -53,10 +54,11 @@ class Pool:
     tokens_per_block: int = 10
     max_seq_len: int = 90
     sink: int = 0
+    reuse: bool = False
 
     def cache(self, slots: int) -> KvCacheManager:
-        geometry = CacheGeometry(self.tokens_per_block, self.max_seq_len, self.max_seq_len, self.sink)
-        return KvCacheManager(geometry, self.blocks, slots)
+        attention_window = AttentionWindow(self.tokens_per_block, self.max_seq_len, self.max_seq_len, self.sink)
+        return KvCacheManager(attention_window, self.blocks, slots, reuse=ReuseRules(self.reuse))
 
 
 def capacity_timeline(

@@ -14,11 +14,11 @@ from tests.kernels.scenes import Heads, Scene
 SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
 ALL = AttentionWindow(tokens_per_block=8)
 WINDOWS = {
-    "linear": AttentionWindow(tokens_per_block=8, size=11),
-    "linear with sinks": AttentionWindow(tokens_per_block=8, size=12, sink=3, bubble=5),
-    "cyclic": AttentionWindow(tokens_per_block=8, size=11, capacity=13),
-    "cyclic with sinks": AttentionWindow(tokens_per_block=8, size=13, sink=3, bubble=5, capacity=18),
-    "sinks of whole blocks": AttentionWindow(tokens_per_block=8, size=20, sink=8, capacity=24),
+    "linear": AttentionWindow(tokens_per_block=8, size=11, is_cyclic=False),
+    "linear with sinks": AttentionWindow(tokens_per_block=8, size=12, sink=3, is_cyclic=False),
+    "cyclic": AttentionWindow(tokens_per_block=8, size=11),
+    "cyclic with sinks": AttentionWindow(tokens_per_block=8, size=13, sink=3),
+    "sinks of whole blocks": AttentionWindow(tokens_per_block=8, size=20, sink=8, max_beam_width=2),
 }
 
 
