@@ -24,7 +24,8 @@ from ifbbench.execution.device import (
 )
 from ifbbench.execution.host import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.execution.timed_executor import StepProfile, TimedExecutor
+from ifbbench.execution.step_profile import StepProfile
+from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.model.fp8_linear import FP8_MULTIPLE, Fp8Linear
 from ifbbench.model.linear import MakeProduct, make_linear

@@ -9,7 +9,7 @@ import torch
 
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.execution import host
+from ifbbench.execution.host import available_host_bytes
 from ifbbench.model.linear import make_linear
 
 # Texts of PyTorch, cuBLAS and the CUDA driver for exhausted memory, where they have no error class for it.
@@ -39,7 +39,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return host.available_host_bytes()
+    return available_host_bytes()
 
 
 class OutOfMemory(InputError):

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ifbbench.api.engine import Engine, build_engine, warm_up
-from ifbbench.api.profile import Profile
-from ifbbench.api.progress import Progress
+from ifbbench.api.engine import Engine, Profile, Progress, build_engine, warm_up
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.manager import BatchManager

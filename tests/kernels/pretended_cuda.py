@@ -15,14 +15,10 @@ from torch import Tensor
 
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
 from ifbbench.execution import (
-    block_copies,
     cache_windows,
     cuda_graphs,
     model_executor,
-    numbers,
-    penalty,
     sampling,
-    under_way,
 )
 from ifbbench.kernels import row_copy
 from ifbbench.model import kernel_cache, paged_batch
@@ -49,7 +45,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                         ("graph_pool_handle", (0, 0))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(cuda_graphs, "CudaGraphRecorder", lambda: _record)
-    monkeypatch.setattr(under_way.OutputsUnderWay, "wait", _zeros)
+    monkeypatch.setattr(model_executor.OutputsInFlight, "wait", _zeros)
     _replace_what_looks_at_numbers(monkeypatch)
     return started
 
@@ -68,7 +64,7 @@ def _record(work: Any) -> Any:
 
 
 def _replace_what_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_cache):
+    for module in (cache_windows, model_executor, sampling, kernel_cache):
         monkeypatch.setattr(module, "to_device", _to_device)
     monkeypatch.setattr(cache_windows.CacheWindows, "_tensor", lambda windows, array: _to_device(array, CUDA))
     for module in (cuda_graphs, paged_batch):
@@ -119,7 +115,7 @@ def _copied(tensor: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     return tensor
 
 
-def _zeros(outputs: under_way.OutputsUnderWay) -> StepOutputs:
+def _zeros(outputs: model_executor.OutputsInFlight) -> StepOutputs:
     """Zeros in the shapes of `outputs`, which have all come to the host."""
     def zeros(tensor: Tensor) -> NDArray[Any]:
         assert not _is_cuda(tensor)
