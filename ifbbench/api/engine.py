@@ -200,9 +200,8 @@ def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
         affordable = int(CPU_WARM_UP_FLOPS / (2 * engine.model.num_parameters))
         return short, max(short, min(affordable, LONG_WARM_UP_PROMPT_LEN, in_batch, in_cache))
     # Longer than a window: chunks that leave their window behind have a kernel of their own.
-    windows = [window.geometry.attention_window for window in limits.windows
-               if window.geometry.attention_window < limits.max_seq_len]  # fmt: skip
-    longest = max([LONG_WARM_UP_PROMPT_LEN, *(size + 1 for size in windows)])
+    windows = [window.attention_window for window in limits.windows]
+    longest = max([LONG_WARM_UP_PROMPT_LEN, *(window.size + 1 for window in windows if window.is_limited)])
     return short, max(short, min(longest, in_batch, in_cache))
 
 

@@ -6,7 +6,7 @@ import re
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.batching_config import V1_POLICY, BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.kv_cache.geometry import CacheGeometry, ceil_div
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import blocks_of_memory
@@ -156,7 +156,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
                 f"--{name}: {token} is not a token id of model {config.model}; expected at most {vocab_size - 1}."
             )
     first = layout.windows[0]
-    is_limited = len(layout.windows) > 1 or first.geometry.attention_window < _resolved(config.max_seq_len)
+    is_limited = len(layout.windows) > 1 or first.attention_window.size < _resolved(config.max_seq_len)
     return BatchingConfig(
         batching_type=BatchingType(config.type),
         policy=config.policy,
@@ -202,13 +202,13 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)
     windows = []
     for window, members in layers.items():
-        geometry = _geometry(config, window)
-        wanted = full_batch * geometry.max_blocks_per_sequence if max_tokens is None else ceil_div(max_tokens, size)
+        attention = _attention_window(config, window)
+        wanted = full_batch * attention.max_blocks_per_sequence if max_tokens is None else ceil_div(max_tokens, size)
         blocks = wanted if available is None else min(wanted, available[window].primary)
         if max_tokens is not None and blocks < wanted:
             _log.warning("--max_tokens_in_paged_kvcache %d: memory has room for %d blocks of %d tokens only.",
                          max_tokens, blocks, size)  # fmt: skip
-        windows.append(WindowLayout(tuple(members), geometry, blocks, host[window].secondary))
+        windows.append(WindowLayout(tuple(members), attention, blocks, host[window].secondary))
     if min(window.num_blocks for window in windows) < 1:
         raise InputError(
             f"no memory for a single KV cache block of {size} tokens; raise --kv_cache_free_gpu_mem_fraction, free "
@@ -221,7 +221,7 @@ def windows_of_layers(layout: CacheLayout, model: ModelConfig) -> list[tuple[int
     """For each window the number of positions up to its own that a query sees, None for all, and its share of the
     layers."""
     return [
-        (size if (size := window.geometry.attention_window) < window.geometry.max_seq_len else None,
+        (window.attention_window.size if window.attention_window.is_limited else None,
          len(window.layers) / model.num_layers)
         for window in layout.windows
     ]  # fmt: skip
@@ -267,10 +267,10 @@ def _layers_of_window(config: RunConfig, model: ModelConfig) -> dict[int, list[i
     return dict(sorted(layers.items(), reverse=True))
 
 
-def _geometry(config: RunConfig, window: int) -> CacheGeometry:
+def _attention_window(config: RunConfig, window: int) -> AttentionWindow:
     longest, beams = config.max_seq_len or window, config.max_beam_width or 1
     is_limited = window < longest
-    return CacheGeometry(
+    return AttentionWindow(
         config.tokens_per_block, window, longest, config.sink_token_len if is_limited else 0, beams,
         is_cyclic=config.window_mode == "cyclic" or not is_limited,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batching_config import LOOK_AHEAD, BatchingConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.request import Request
 
 NextChange = Callable[[float], float | None]
@@ -17,12 +17,12 @@ response lets one come, or none does."""
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """max_seq_len, max_input_len: in tokens. pools: geometry and number of blocks of each attention window. vocab_size:
-    None where no model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
+    """max_seq_len, max_input_len: in tokens. pools: each attention window and its number of blocks. vocab_size: None
+    where no model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
 
     max_seq_len: int
     max_input_len: int
-    pools: tuple[tuple[CacheGeometry, int], ...]
+    pools: tuple[tuple[AttentionWindow, int], ...]
     max_beam_width: int = 1
     vocab_size: int | None = None
     pause_truncates: bool = False
@@ -78,9 +78,9 @@ class AdmissionLimits:
                 " (without chunked context at most max_num_tokens)"
             )
         request.clamp_new_tokens(self.max_seq_len - prompt_len)
-        for geometry, num_blocks in self.pools:
-            needed = geometry.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
-            needed += geometry.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
+        for attention_window, num_blocks in self.pools:
+            needed = attention_window.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
+            needed += attention_window.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
             if needed > num_blocks:
                 return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None

@@ -206,7 +206,7 @@ class BatchManager:
         for request in plan.context:
             recomputed += request.advance_context()
         if table.any_paused:
-            cached = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
+            cached = self.kv_cache.registered[rows] - self.kv_cache.attention_window.bubble
             recomputed += self.active.count_made_again(rows, cached)
         filled = filled_blocks(table, self.kv_cache, rows) if self.config.reuse.enabled else None
         table.generated[rows] += 1

@@ -1,7 +1,7 @@
 """The executor's KV cache: storage for each attention window, copies within it, and its part of a batch's inputs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.batch import Batch
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
 from ifbbench.model.attention import LayerInputs
-from ifbbench.model.attention_window import AttentionWindow
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.kv_cache import PagedKvCache
@@ -36,9 +35,9 @@ def one_window_layout(
     max_seq_len: default: the model's positions.
     """
     longest = max_seq_len or config.max_position_embeddings
-    window = min(config.sliding_window or longest, longest)
-    geometry = CacheGeometry(tokens_per_block, window, longest, is_cyclic=False)
-    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), geometry, num_blocks),))
+    size = min(config.sliding_window or longest, longest)
+    attention = AttentionWindow(tokens_per_block, size, longest, is_cyclic=False)
+    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), attention, num_blocks),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class CacheWindow:
     """The cache of the layers that share an attention window. tables: block tables that replace those of batches."""
 
     layers: tuple[int, ...]
-    rule: AttentionWindow
+    attention: AttentionWindow
     cache: KvCacheStorage
     tables: IntArray | None = None
 
@@ -81,7 +80,7 @@ class CacheWindows:
             raise ValueError(f"a cache layout of the layers {layers} for a model of {config.num_layers} layers")
         if layout.is_contiguous and any(window.num_host_blocks for window in layout.windows):
             raise ValueError("a contiguous cache has no host blocks")
-        self.tokens_per_block = layout.windows[0].geometry.tokens_per_block
+        self.tokens_per_block = layout.windows[0].attention_window.tokens_per_block
         self._device = device
         self._num_layers = config.num_layers
         self._is_contiguous = layout.is_contiguous
@@ -96,7 +95,7 @@ class CacheWindows:
             self._shapes, self._plan_paged_batch = KernelShapes.of(config, device, dtype), plan_paged_batch
 
         def window_of(window: WindowLayout) -> CacheWindow:
-            attention = AttentionWindow.of(window.geometry)
+            attention = window.attention_window
             if not layout.is_contiguous:
                 paged = paged_cache(
                     config, window.num_blocks, attention.tokens_per_block, device, dtype,
@@ -104,12 +103,11 @@ class CacheWindows:
                 )  # fmt: skip
                 return CacheWindow(window.layers, attention, paged)
             # One block a sequence, as long as the longest sequence.
-            longest, beams = window.geometry.max_seq_len, window.geometry.max_beam_width
-            storage = ContiguousKvCache(config, num_slots * beams, longest, device, dtype,
+            beams = attention.max_beam_width
+            storage = ContiguousKvCache(config, num_slots * beams, attention.max_seq_len, device, dtype,
                                         kv_cache_dtype=kv_cache_dtype, layers=window.layers)  # fmt: skip
-            attention = replace(attention, tokens_per_block=longest, bubble=0, capacity=None)
             tables = np.arange(num_slots * beams, dtype=np.int32).reshape(num_slots, beams, 1)
-            return CacheWindow(window.layers, attention, storage, tables)
+            return CacheWindow(window.layers, attention.contiguous(), storage, tables)
 
         self.windows = tuple(map(window_of, layout.windows))
 
@@ -130,7 +128,7 @@ class CacheWindows:
         if batch.beam_width == 1:
             return CacheMoves(batch.copies)
         before = [
-            self._row_copy(window, *rows_to_copy(batch, window.tables_of(batch, index), window.rule))
+            self._row_copy(window, *rows_to_copy(batch, window.tables_of(batch, index), window.attention))
             for index, window in enumerate(self.windows)
         ]
         return CacheMoves(batch.copies, tuple(before), self._shared_prompts(batch, packed))
@@ -153,14 +151,14 @@ class CacheWindows:
             tables = table_rows(window.tables_of(batch, index))
             rows = cache_rows(packed, tables, window)
             if self._shapes is not None:
-                paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.rule,
+                paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.attention,
                                                self._shapes, self._device)  # fmt: skip
                 layer = LayerInputs(window.cache, paged.cache_rows, (), paged=paged)
             else:
                 in_place = self._attends_in_place and window.cache.is_readable_in_place
                 # Padding has no keys in the cache, so nothing of it can be read in place.
                 plan = plan_window(
-                    packed.real_spans if in_place else packed.spans, tables, window.rule, self._device,
+                    packed.real_spans if in_place else packed.spans, tables, window.attention, self._device,
                     num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,
                 )  # fmt: skip
                 layer = LayerInputs(window.cache, self._tensor(rows), plan.after, plan.before, plan.in_place)
@@ -175,7 +173,7 @@ class CacheWindows:
         for index, window in enumerate(self.windows):
             rows = cache_rows(packed, table_rows(window.tables_of(batch, index)), window)
             rows = rows[: len(packed.context_tokens)]
-            beams = np.arange(1, batch.beam_width)[:, None] * window.rule.tokens_per_block
+            beams = np.arange(1, batch.beam_width)[:, None] * window.attention.tokens_per_block
             copies.append(self._row_copy(window, np.tile(rows, batch.beam_width - 1), (rows + beams).ravel()))
         return tuple(copies)
 
@@ -199,14 +197,14 @@ def cache_rows(packed: PackedBatch, tables: IntArray, window: CacheWindow) -> In
     chunk overwrites (of several values for one row it is not defined which is stored).
     """
     owners, spans = packed.owners, packed.spans
-    rows = window.rule.cache_rows(tables, spans.table_rows[owners], packed.positions)
+    rows = window.attention.cache_rows(tables, spans.table_rows[owners], packed.positions)
     spare_row = window.cache.spare_row
     if spare_row is None:
         return rows
     if packed.is_padded:
         rows[packed.positions >= packed.ends[owners]] = spare_row
-    if window.rule.capacity is not None:
-        rows[~window.rule.outlives(packed.positions, packed.ends[owners])] = spare_row
+    if window.attention.wraps:
+        rows[~window.attention.outlives(packed.positions, packed.ends[owners])] = spare_row
     return rows
 
 

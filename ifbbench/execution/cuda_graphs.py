@@ -22,7 +22,7 @@ from ifbbench.kernels.context_attention import TILE_FIELDS
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.llama import ForwardInputs
-from ifbbench.model.paged_batch import NOWHERE, PagedBatch, blocks_used, host_numbers, kernel_window, parts_of
+from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, parts_of
 
 # From 8 on, each size is at most 1.5 times the one before, so that at most a third of a batch is padding.
 FIRST_SIZES = (1, 2, 4, 8)
@@ -137,7 +137,7 @@ def _window_numbers(
     packed: PackedBatch, tables: IntArray, window: CacheWindow, size: int
 ) -> list[NDArray[np.integer]]:
     """The numbers of a window for `_Graph`, padded to `size` sequences, with the blocks that this batch has."""
-    used = tables[:, : blocks_used(packed.ends, window.rule)][packed.spans.table_rows]
+    used = tables[:, : window.attention.blocks_used(int(packed.ends.max(initial=0)))][packed.spans.table_rows]
     return [padded(packed.positions, size, 0), padded(packed.ends, size, 0),
             padded(cache_rows(packed, tables, window), size, NOWHERE), padded(used.T, size, 0)]  # fmt: skip
 
@@ -166,9 +166,9 @@ class _Graph:
             numbers = host_numbers(empty, device).to(device, non_blocking=True)
             self._numbers.append(numbers)
             positions, ends, rows, tables = parts_of(numbers, [size, size, size, width * size])
-            max_keys = min(window.rule.size, max_seq_len)
+            max_keys = min(window.attention.size, max_seq_len)
             paged = PagedBatch(
-                kernel_window(window.rule), 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
+                window.attention, 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
                 tables.view(width, size).t(), everyone.int(), ends, rows, None,
                 model.shapes.num_splits(np.full(size, max_keys)),
             )  # fmt: skip

@@ -84,7 +84,7 @@ class Sampler:
 
 
 class KernelSampler(Sampler):
-    """`Sampler` with one copy to the GPU and one Triton kernel for all rows, so that the host never waits for logits."""
+    """`Sampler` with one copy to the GPU and one Triton kernel for all rows: the host never waits for logits."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
