@@ -259,10 +259,11 @@ class OutputsInFlight:
 
     def __init__(self, outputs: DeviceOutputs, device: torch.device) -> None:
         self._tokens = None if outputs.tokens is None else _to_host(outputs.tokens, torch.int32)
-        self._candidates: tuple[Tensor, ...] | None = None
+        self._candidates: tuple[Tensor, Tensor, Tensor] | None = None
         if outputs.candidates is not None:
-            dtypes = (torch.int32, torch.int32, torch.float32)
-            self._candidates = tuple(map(_to_host, outputs.candidates, dtypes))
+            tokens, beams, scores = outputs.candidates
+            self._candidates = (_to_host(tokens, torch.int32), _to_host(beams, torch.int32),
+                                _to_host(scores, torch.float32))  # fmt: skip
         self._log_probs = None if outputs.log_probs is None else _to_host(outputs.log_probs, torch.float32)
         self._context_logits = _floats_to_host(outputs.context_logits)
         self._generation_logits = _floats_to_host(outputs.generation_logits)
@@ -277,7 +278,7 @@ class OutputsInFlight:
         # Logits are copied: they are kept long, and views would keep pinned memory or the whole batch's logits alive.
         return StepOutputs(
             tokens=None if self._tokens is None else self._tokens.numpy(),
-            candidates=self._candidates and BeamCandidates(*(tensor.numpy() for tensor in self._candidates)),
+            candidates=self._candidates and BeamCandidates(*(part.numpy() for part in self._candidates)),
             log_probs=None if self._log_probs is None else self._log_probs.numpy(),
             context_logits={index: part.numpy().copy() for index, part in self._context_logits.items()},
             generation_logits={index: part.numpy().copy() for index, part in self._generation_logits.items()},
