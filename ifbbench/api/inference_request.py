@@ -172,13 +172,14 @@ def _token_ids(name: str, values: Any) -> IntArray:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: expected a sequence of token ids ({error}).") from error
+        raise InputError(f"{name}: expected token ids of shape [length] or [1, length] ({error}).") from error
     if array.size == 0:
         return np.zeros(0, np.int32)
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{name}: expected a sequence of integers, not {array.dtype} of shape {list(array.shape)}.")
+        raise InputError(f"{name}: expected integers of shape [length] or [1, length], not {array.dtype} of shape "
+                         f"{list(array.shape)}.")
     tokens: IntArray = np.clip(array, TOKEN_LIMITS.min, TOKEN_LIMITS.max).astype(np.int32)
     return tokens
 

@@ -33,6 +33,9 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         max_beam_width=config.max_beam_width or asked_beam_width,
         context_chunk_unit=config.context_chunk_unit or config.tokens_per_block,
     )
+    if config.enable_chunked_context is None:  # the default of the command line
+        possible = config.kv_cache_type == "paged" and config.max_num_tokens >= _resolved(config.context_chunk_unit)
+        config = config.with_values(enable_chunked_context=possible)
     _check_settings(config)
     _check_beams(config)
     max_seq_len = config.max_seq_len or model_max_seq_len
@@ -76,7 +79,7 @@ def _check_settings(config: RunConfig) -> None:
             "--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; leave out one of "
             "them."
         )
-    if config.enable_chunked_context and config.max_num_tokens < (config.context_chunk_unit or 0):
+    if config.enable_chunked_context and config.max_num_tokens < _resolved(config.context_chunk_unit):
         raise InputError(
             f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of {config.context_chunk_unit} "
             "tokens; raise it, or lower --context_chunk_unit (default: --tokens_per_block)."
@@ -109,6 +112,8 @@ def _check_settings(config: RunConfig) -> None:
             "--kv_cache_type contiguous: policy max_utilization pauses for blocks, and there are none; choose another "
             "--policy (it then counts requests only) or a paged cache."
         )
+    if is_contiguous and config.enable_chunked_context:
+        raise InputError("--enable_chunked_context: works with a paged cache; leave it out, or --kv_cache_type.")
     has_windows = len(set(parse_windows(config.max_attention_window))) > 1
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or has_windows):
@@ -180,7 +185,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
 
 def _resolved(limit: int | None) -> int:
     if limit is None:
-        raise ValueError("batching_config() needs a configuration from resolve_limits()")
+        raise ValueError("the limits of this configuration are not resolved; call resolve_limits() first")
     return limit
 
 
