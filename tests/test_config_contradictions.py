@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from ifbbench.api.cache_layout import cache_layout
-from ifbbench.api.resolve import batching_config, resolve_limits
+from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.config import RunConfig, from_mapping
 from ifbbench.engine.batching_type import BatchingType
 from ifbbench.errors import InputError

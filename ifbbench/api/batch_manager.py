@@ -1,4 +1,4 @@
-"""The batch manager of the TensorRT-LLM documentation: callbacks around the token generation loop, and its thread."""
+"""The batch manager of the TensorRT-LLM documentation: callbacks around the token generation loop, and a thread."""
 
 import atexit
 import logging
@@ -9,11 +9,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSignals, ReturnStats, SendResponse
 from ifbbench.api.engine import build_engine
 from ifbbench.api.inference_request import InferenceRequest, engine_request
-from ifbbench.api.resolve import batching_config, resolve_limits
+from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig, from_mapping
 from ifbbench.engine.batch import Executor
@@ -25,50 +24,50 @@ from ifbbench.engine.manager import ExecutorFailed
 from ifbbench.engine.request import Request
 from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.fields import integer
 from ifbbench.model.config import ModelConfig
 
-# How often an idle worker asks for requests.
+# Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
-# So many failed steps in a row, and the executor is taken for broken.
+# Failed steps in a row after which the loop ends.
 MAX_FAILURES = 3
-# How long a program that ends without close() waits for the iteration under way.
-EXIT_PATIENCE_S = 5.0
+# A program that ends without close() waits so long for the iteration in flight.
+EXIT_TIMEOUT_S = 5.0
 
 _log = logging.getLogger("ifbbench")
 
 
 class BatchManagerFailed(IfbbenchError):
-    """The loop has ended before its time; every request that it had fetched got an error response."""
+    """The loop has ended early; every request that it had fetched got an error response."""
 
 
 class BatchManager:
     """In-flight batching behind four callbacks. A worker thread runs the token generation loop from construction to
-    `close()` (or the end of a `with` block), and calls all callbacks; they should return soon.
+    `close()` (or the end of a `with` block) and calls all callbacks; they should return soon.
 
-    executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which stays
-        the caller's to close. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional
-        parameters.
+    executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which the
+        caller closes. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional parameters.
     model_type: "V1", "InflightBatching" or "InflightFusedBatching" (or v1, uifb, ifb).
-    max_beam_width: most beams of a request. Those of an iteration all have the same width.
+    max_beam_width: of a request. All requests of an iteration have the same beam width.
     scheduler_policy: "guaranteed_no_evict", "max_utilization", "static_batch" or "package.module:ClassName".
-    get_inference_requests(max_requests): a list of at most so many `InferenceRequest`; negative means no limit. Called
-        at the start of each iteration, and when idle each millisecond.
+    get_inference_requests(max_requests): returns a list of at most so many `InferenceRequest`; negative means no limit.
+        Called at the start of each iteration, and every millisecond when idle.
     send_response(request_id, tensors, is_final, error): see `response_tensors`. Each request object gets exactly one
-        final response, after all that the manager held for it is free. A non-empty error is always final.
-    poll_stop_signals(): ids of requests to stop, at the end of each iteration; they get what they have so far, as final
-        response. Unknown ids are ignored.
-    return_batch_manager_stats(json): the iteration's statistics, at its end, while anything is active.
-    optional_params: settings of `ifbbench run` by name, and `kv_cache_config`, a mapping of max_tokens,
-        free_gpu_memory_fraction and so on. enable_trt_overlap, enable_chunked_context, max_batch_size, …
-    start: False leaves the thread out; then `step()` is the loop.
+        final response, after all resources of the request are released. A non-empty error is always final.
+    poll_stop_signals(): returns ids of requests to stop, at the end of each iteration. Their final response has the
+        tokens so far. Unknown ids are ignored.
+    return_batch_manager_stats(json): called with the iteration's statistics, at its end, while a request is active.
+    optional_params: settings of `ifbbench run` by name (enable_trt_overlap, max_batch_size, …), and `kv_cache_config`,
+        a mapping of max_tokens, free_gpu_memory_fraction and so on.
+    start: False makes no thread; the caller calls `step()`.
 
-    Nothing of the process is changed but the number of PyTorch's threads, where `cpu_threads` asks for one. A program
-    that wants what the command line does on a CPU calls `use_threads(None)` and `keep_freed_memory()` of
-    `ifbbench.execution` itself.
+    The process is not changed, except for PyTorch's number of threads if `cpu_threads` is given. A program that wants
+    the CPU settings of the command line calls `use_threads(None)` and `keep_freed_memory()` of
+    `ifbbench.execution.host`.
 
-    Raises InputError if the parameters do not fit together. A callback that raises is logged, and the loop goes on; if
-    one of them, or the executor, fails three times in a row, the loop ends, all requests get an error response, and
-    `close()` raises BatchManagerFailed.
+    Raises InputError if the parameters do not fit together. An exception of a callback is logged, and the loop
+    continues; if a callback or the executor fails three times in a row, the loop ends, all requests get an error
+    response, and `close()` raises BatchManagerFailed.
     """
 
     def __init__(
@@ -103,20 +102,20 @@ class BatchManager:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if start:
-            # A daemon, so that a program that forgets to close the manager ends all the same.
+            # A daemon thread does not keep a program running that forgets to close the manager.
             self._thread = threading.Thread(target=self._work, name="ifbbench-batch-manager", daemon=True)
             self._thread.start()
-            # Python would stop it in the middle of an iteration, which PyTorch answers by killing the process.
+            # Python would stop it in the middle of an iteration, upon which PyTorch aborts the process.
             atexit.register(self._end_with_the_program)
 
     @property
     def config(self) -> BatchingConfig:
-        """The limits that it runs with."""
+        """The limits of the engine."""
         return self._loop.config
 
     @property
     def kv_cache(self) -> KvCache:
-        """To look at. With a worker thread, only after `close()`."""
+        """The KV cache, read-only. With a worker thread, only after `close()`."""
         return self._loop.kv_cache
 
     @property
@@ -127,7 +126,7 @@ class BatchManager:
     def step(self) -> bool:
         """One iteration of a manager without a thread; False when no request is active."""
         if self._thread is not None:
-            raise RuntimeError("step() is the worker thread's; make the manager with start=False to call it yourself")
+            raise RuntimeError("step() is called by the worker thread; make the manager with start=False to call it")
         if self._ended:
             raise RuntimeError("the batch manager has ended")
         try:
@@ -140,17 +139,16 @@ class BatchManager:
         return worked
 
     def truncate_blocks(self, conversation: InferenceRequest, num_tokens_to_keep: int) -> None:
-        """Before the next iteration, forget the KV cache blocks that hold this conversation beyond its first tokens.
+        """Before the next iteration, release the reusable KV cache blocks of this conversation after its first tokens.
 
-        Its input_ids are all of it, answers included: what goes on from there is another conversation, and stays as all
-        others do. A block of which a part is to be kept stays. From any thread; InputError if it cannot be read."""
-        if num_tokens_to_keep < 0:
-            raise InputError(f"num_tokens_to_keep {num_tokens_to_keep}: expected at least 0")
-        self._truncations.put((engine_request(conversation), num_tokens_to_keep))
+        Its input_ids are the whole conversation, answers included; blocks of longer conversations stay. A block that is
+        partly kept stays. May be called from any thread. InputError if the request is invalid."""
+        keep = integer(num_tokens_to_keep, "num_tokens_to_keep", 0)
+        self._truncations.put((engine_request(conversation), keep))
 
     def close(self) -> None:
-        """Wait until no request is active and none comes any more, then end. Raises BatchManagerFailed if the loop has
-        ended before. From within a callback it only asks for the end."""
+        """Wait until no request is active or offered, then end. Raises BatchManagerFailed if the loop has ended early.
+        Called within a callback, it returns at once."""
         self._closing.set()
         self._finish()
 
@@ -170,7 +168,7 @@ class BatchManager:
         else:
             self.abort()
 
-    # The worker.
+    # The worker thread.
 
     def _finish(self) -> None:
         self._wake.set()
@@ -195,13 +193,13 @@ class BatchManager:
         self._aborting.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(EXIT_PATIENCE_S)
+            self._thread.join(EXIT_TIMEOUT_S)
 
     def _work(self) -> None:
-        """Run iterations until there is nothing to do and nothing will come."""
+        """Run iterations until the manager is closed and no request is left."""
         try:
             while not self._aborting.is_set():
-                # Asked before the step, so that requests made before the call of close() are seen.
+                # Read before the step, so that it sees requests made before the call of close().
                 closing = self._closing.is_set()
                 if self._step() or self._callbacks.expects_requests:
                     continue
@@ -209,7 +207,7 @@ class BatchManager:
                     return
                 self._wake.wait(IDLE_POLL_S)
             self._loop.abort("the batch manager was aborted")
-        except BaseException as error:  # also SystemExit, which would end the thread without a word
+        except BaseException as error:  # also SystemExit, which would end the thread silently
             self._fail(error)
         finally:
             self._ended = True
@@ -266,16 +264,16 @@ def _settings(model_type: str, max_beam_width: int, policy: str, optional_params
 def _engine(
     executor_or_model: Executor | str | Path, settings: RunConfig
 ) -> tuple[BatchingConfig, Executor, Executor | None]:
-    """The limits, the executor, and the executor again if it is the manager's own."""
+    """The limits, the executor, and the executor again if the manager must close it."""
     if isinstance(executor_or_model, str | Path):
-        # Nobody would take the times away.
+        # No recorder would take the times of a profile.
         settings = settings.with_values(model=str(executor_or_model), profile=False)
         engine = build_engine(settings, settings.max_beam_width or 1)
         return engine.limits, engine.executor, engine.executor
     for name in ("max_seq_len", "max_tokens_in_paged_kvcache"):
         if getattr(settings, name) is None:
-            raise InputError(f"{name}: an executor does not tell its size; expected it among the optional parameters.")
+            raise InputError(f"{name}: expected among the optional parameters; an executor does not report its size.")
     resolved = resolve_limits(settings, settings.max_seq_len or 0, on_cpu=True)
-    # How many layers there are is the executor's business; the size of the cache was given.
+    # The size of the cache is given, so the layers of the model do not matter.
     layout = cache_layout(resolved, ModelConfig.tiny(), memory_bytes=None)
     return batching_config(resolved, layout, vocab_size=None), executor_or_model, None

@@ -1,4 +1,4 @@
-"""The client's callbacks, guarded: one that raises is logged and costs no other request anything."""
+"""The four callbacks of a client, guarded: an exception in one is logged and affects no other request."""
 
 import json
 import logging
@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from ifbbench.api.inference_request import InferenceRequest, engine_request
-from ifbbench.api.tensors import Tensors, response_tensors
+from ifbbench.api.inference_request import InferenceRequest, Tensors, engine_request, response_tensors
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.engine.response import Response
@@ -20,7 +19,7 @@ SendResponse = Callable[[int, Tensors, bool, str], Any]
 PollStopSignals = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], Any]
 
-# So many failures of one callback in a row, and there is no client to work for any more.
+# Failures of one callback in a row after which the batch manager ends.
 MAX_FAILURES = 3
 
 _log = logging.getLogger("ifbbench")
@@ -31,7 +30,7 @@ class CallbackFailed(IfbbenchError):
 
 
 class Callbacks:
-    """What the loop calls, over what the client gave. Also the loop's observer, for the statistics."""
+    """The callbacks of the token generation loop, made from those of the client. Also the loop's observer."""
 
     def __init__(
         self,
@@ -48,9 +47,9 @@ class Callbacks:
         self._return_stats = return_batch_manager_stats
         self._statistics = statistics
         self._may_stream = may_stream
-        # Set when there is no point in going on; the loop looks at it between iterations, where all is in order.
+        # Set when a callback has failed too often. Checked between iterations, where the loop's state is consistent.
         self.failure: CallbackFailed | None = None
-        # Whether the last call for requests brought any, or raised: then there may be more of them.
+        # Whether the last call for requests returned any, or raised: there may be more then.
         self.expects_requests = False
         # Iterations that have ended, failed ones included.
         self.num_iterations = 0
@@ -58,31 +57,31 @@ class Callbacks:
         self._undelivered: dict[int, str] = {}
 
     def get_requests(self, max_requests: int) -> list[Request]:
-        """New requests; those that cannot even be read are answered here."""
+        """New requests. Those that cannot be converted get their error response here."""
         items = self._fetch(max_requests)
         self.expects_requests = items is None or len(items) > 0
         requests = []
         for item in items or ():
             try:
                 requests.append(engine_request(self._as_allowed(item)))
-            except Exception as error:  # whatever it is, it is wrong with this request alone
+            except Exception as error:  # an invalid request must not affect others
                 self._deliver(item.request_id, {}, True, str(error))
         return requests
 
     def _as_allowed(self, item: InferenceRequest) -> InferenceRequest:
-        """A static batch answers at its end: what would have been a stream comes in one piece then."""
+        """Static batches respond at their end: without streaming, but with new tokens only, as in a stream."""
         if self._may_stream or item.streaming is not True:
             return item
-        _log.warning("request %s: static batches (V1) answer at their end; streaming is off", item.request_id)
+        _log.warning("request %s: static batches (V1) respond at their end; streaming is off", item.request_id)
         return replace(item, streaming=False, exclude_input_from_output=True)
 
     def send(self, response: Response) -> None:
-        """Deliver a response. Where a stream cannot be delivered, its request is to be stopped."""
+        """Deliver a response. A request whose streamed response cannot be delivered is to be stopped."""
         request_id = response.request.request_id
         if response.is_final:
-            # With a hole in its stream, what it has is of no use.
-            hole = self._undelivered.pop(request_id, "")
-            error = response.error or hole
+            # A stream with a missing response is of no use: its final response is an error.
+            error = self._undelivered.pop(request_id, "")
+            error = response.error or error
             self._deliver(request_id, {} if error else response_tensors(response), True, error)
         elif request_id not in self._undelivered:
             failure = self._deliver(request_id, response_tensors(response), False, "")
@@ -102,21 +101,22 @@ class Callbacks:
         return self._guarded("poll_stop_signals", _ids_of, self._poll) or ()
 
     def iteration(self, record: IterationRecord) -> None:
-        """Tell the client the iteration's statistics."""
+        """Pass the iteration's statistics to the client."""
         self.num_iterations += 1
         if self._return_stats is not None:
             self._guarded("return_batch_manager_stats", self._return_stats, json.dumps(self._statistics.fields(record)))
 
     def stretch(self, stretch: Stretch) -> None:
-        """Tell them of each iteration of a stretch."""
+        """Pass the statistics of each iteration of the stretch."""
         for record in stretch.records():
             self.iteration(record)
 
     def left(self, request: Request, error: str | None) -> None:
-        """Its response says it all."""
+        """Nothing: the request's final response says the same."""
 
     def _fetch(self, max_requests: int) -> list[InferenceRequest] | None:
-        """What the client hands out, or None if it raises. What is no request is left out, and counts like raising."""
+        """The client's requests, None if the callback raises. Items of another type are left out and count as a
+        failure."""
         name = "get_inference_requests"
         try:
             given = self._get(max_requests)
@@ -132,7 +132,7 @@ class Callbacks:
         return [item for item in items if isinstance(item, InferenceRequest)]
 
     def _deliver(self, request_id: int, tensors: Tensors, is_final: bool, error: str) -> Exception | None:
-        """Call send_response; returns what it raised."""
+        """Call send_response; returns its exception."""
         try:
             self._send(request_id, tensors, is_final, error)
         except Exception as failure:
@@ -142,7 +142,7 @@ class Callbacks:
         return None
 
     def _guarded(self, name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
-        """What the callback returns, or None if it raises."""
+        """The callback's result, or None if it raises."""
         try:
             result = callback(*arguments)
         except Exception as error:

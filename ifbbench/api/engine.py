@@ -1,27 +1,34 @@
-"""What a run executes on: the executor with its limits, built from the settings."""
+"""The engine of a run: an executor, its clock and the resolved limits, built from the settings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ifbbench.api.cache_layout import cache_layout
-from ifbbench.api.profile import Profile, step_profile
-from ifbbench.api.progress import Progress
-from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.clock import Clock, WallClock
+from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
+from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.config import RunConfig
-from ifbbench.engine.batch import Executor, WarmingExecutor
+from ifbbench.engine.batch import Batch, Executor, WarmingExecutor
 from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.manager import BatchManager, ExecutorFailed
 from ifbbench.engine.request import Request
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.response import Response
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
+from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
-from ifbbench.simulation.shard import Shard
+from ifbbench.simulation.cost_model import CostModel
+from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.least_work import LeastWork, least_work
+from ifbbench.simulation.memory import kv_memory_bytes, shard_of
+from ifbbench.simulation.step_work import StepWork
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -29,10 +36,26 @@ CPU_WARM_UP_FLOPS = 5e10
 WARM_UP_NEW_TOKENS = 3
 
 
+class Progress(Protocol):
+    """Is notified how far a long operation is: `completed` of `total` steps, and `text`, what it does."""
+
+    def update(self, completed: int, total: int, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Of a run with --profile. steps: the times of iterations. flops_per_s, bytes_per_s: measured speed of large matrix
+    products and copies on the device."""
+
+    steps: StepProfile
+    flops_per_s: float
+    bytes_per_s: float
+
+
 @dataclass(frozen=True)
 class Engine:
-    """An executor, the clock that its time passes on, and the resolved settings that it was made for. `makes_tokens` is
-    false without a model. profile: of a run with --profile."""
+    """An executor, the clock of its time, and the resolved settings that it was made for. makes_tokens: false without a
+    model. profile: of a run with --profile."""
 
     executor: Executor
     clock: Clock
@@ -44,7 +67,7 @@ class Engine:
     profile: Profile | None = None
 
     def describe_model(self) -> dict[str, Any]:
-        """What `run.json` says of the model."""
+        """The model's entry in `run.json`."""
         return {
             "name": self.config.model,
             "parameters": self.model.num_parameters,
@@ -64,60 +87,85 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
-    if config.device == "null":
-        # Nothing is computed, so the model's positions are no limit to what is asked for.
-        longest = max(model.max_position_embeddings, config.max_seq_len or 0)
-        resolved = resolve_limits(config, longest, on_cpu=False, trace_beam_width=beam_width)
-        limits = batching_config(resolved, cache_layout(resolved, model, memory_bytes=None), vocab_size=None)
-        clock = WallClock()
-        return Engine(
-            NullExecutor(), clock, with_cache_size(resolved, limits), limits, model, "null", makes_tokens=False
-        )
-    if config.hardware is not None:
-        from ifbbench.api.simulated import simulated_engine
+    if config.makes_no_tokens:
+        return _engine_without_model(config, model, beam_width)
 
-        return simulated_engine(config, model, beam_width)
+    # Imported here because torch takes seconds to load; other devices and invalid settings do not need it.
+    import torch
 
-    # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
-    from ifbbench.execution import build, host_memory
-    from ifbbench.execution.cpu_threads import current_threads, use_threads
-    from ifbbench.execution.device_speed import DeviceSpeed
+    from ifbbench.execution import build, host
+    from ifbbench.execution.device import DeviceSpeed
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
         threads = resolved.cpu_threads
-        threads = use_threads(threads) if owns_process or threads else current_threads()
+        threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
-    weights = Shard(model, resolved.weight_dtype, resolved.kv_cache_dtype or resolved.weight_dtype)
-    build.check_weights_fit(resolved, weights.parameter_bytes, device)
+    build.check_weights_fit(resolved, shard_of(model, resolved).parameter_bytes, device)
     loaded = build.load_model(resolved)
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
-        host_memory.keep_freed_memory()
+        host.keep_freed_memory()
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)
-    steps = step_profile(resolved, model, layout) if config.profile else None
+    steps = _step_profile(resolved, model, layout) if config.profile else None
     executor = build.make_executor(
-        loaded, limits.num_slots, limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, layout=layout,
-        kv_cache_dtype=resolved.kv_cache_dtype, profile=steps,
+        loaded, limits.num_slots, limits.max_seq_len, layout=layout, kv_cache_dtype=resolved.kv_cache_dtype,
+        profile=steps,
     )  # fmt: skip
     profile = None
     if steps is not None:
         speed = DeviceSpeed.measured(device, loaded.dtype)
         profile = Profile(steps, speed.flops_per_s, speed.bytes_per_s)
-    return Engine(
-        executor, WallClock(), with_cache_size(resolved, limits), limits, model, str(device), makes_tokens=True,
-        profile=profile,
-    )  # fmt: skip
+    return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
+                  makes_tokens=True, profile=profile)  # fmt: skip
+
+
+def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int) -> Engine:
+    """Device null, or simulated hardware with a virtual clock. InputError if that is unknown or the model does not
+    fit."""
+    hardware = None if config.hardware is None else load_hardware(config.hardware)
+    # Nothing is computed, so sequences may be longer than the model's positions.
+    longest = max(model.max_position_embeddings, config.max_seq_len or 0)
+    resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
+    memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
+    layout = cache_layout(resolved, model, memory_bytes)
+    limits = batching_config(resolved, layout, vocab_size=None)
+    executor: Executor = NullExecutor()
+    clock: Clock = WallClock()
+    if hardware is not None:
+        clock = VirtualClock()
+        cost_model = CostModel(
+            model, hardware, dtype=resolved.weight_dtype,
+            kv_cache_dtype=resolved.kv_cache_dtype or resolved.weight_dtype,
+            tp_size=resolved.tp_size, pp_size=resolved.pp_size,
+        )  # fmt: skip
+        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
+    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False)
+
+
+def _step_profile(config: RunConfig, model: ModelConfig, layout: CacheLayout) -> StepProfile:
+    shard, windows = shard_of(model, config), windows_of_layers(layout, model)
+
+    def work_of(batch: Batch) -> LeastWork:
+        return least_work(shard, StepWork.of_windows(batch, windows))
+
+    return StepProfile(work_of)
+
+
+def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
+    """`config` with the resolved size of the cache; windows of different sizes have no common size."""
+    if limits.is_contiguous or len(limits.windows) > 1:
+        return config
+    return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)
 
 
 def warm_up(engine: Engine, progress: Progress | None = None) -> None:
-    """Run made-up requests, so that what happens once (allocation, threads, kernels, CUDA graphs) is not in the
-    measurement.
+    """Run two made-up requests, so that allocation, threads, kernels and CUDA graphs are not part of the measurement.
 
-    They run in a batch manager of their own, so they leave no blocks behind. The second comes an iteration after the
-    first: there are batches of context, of generation and of both. Its prompt is long, and on a GPU every graph is
-    recorded. InputError if memory does not have what that takes."""
+    They run in a token generation loop of their own, which leaves no blocks behind. The second arrives an iteration
+    after the first, so that there are batches of context, of generation and of both. On a GPU all graphs are recorded.
+    InputError if memory does not suffice."""
     if not engine.makes_tokens:
         return
     requests = list(map(_warm_up_request, range(2), _warm_up_lengths(engine), repeat(engine.config)))
@@ -125,53 +173,78 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
     def get_requests(count: int) -> list[Request]:
         return [requests.pop(0)] if requests and count else []
 
-    def hear(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if progress:
             progress.update(done, total, "warming up")
 
-    manager = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
+    loop = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     try:
-        while manager.step():
+        while loop.step():
             pass
     except ExecutorFailed as failure:
         if isinstance(failure.__cause__, InputError):
             raise failure.__cause__ from failure
         raise
     if isinstance(engine.executor, WarmingExecutor):
-        engine.executor.warm_up(hear)
+        engine.executor.warm_up(report)
     if engine.profile is not None:
         engine.profile.steps.clear()
 
 
 def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
-    """Prompt lengths of the two requests. The second is long, so that memory for large batches is there, and on a GPU
-    all kernels; on a CPU not longer than what it computes in a moment, for nothing is compiled there."""
+    """Prompt lengths of the two requests. The second is long, so that memory for large batches is allocated and a GPU
+    compiles all kernels; on a CPU, which compiles none, it is limited to what takes a moment."""
     limits, short = engine.limits, min(WARM_UP_PROMPT_LEN, engine.limits.max_input_len)
     in_cache = limits.num_blocks * limits.tokens_per_block // 2 - WARM_UP_NEW_TOKENS
     in_batch = min(limits.max_num_tokens - 1, limits.max_input_len, limits.max_seq_len - WARM_UP_NEW_TOKENS)
     if engine.device == "cpu":
         affordable = int(CPU_WARM_UP_FLOPS / (2 * engine.model.num_parameters))
         return short, max(short, min(affordable, LONG_WARM_UP_PROMPT_LEN, in_batch, in_cache))
-    # Longer than a window, for what a chunk does when it leaves its window behind has a kernel of its own.
-    windows = [window.attention_window.size for window in limits.windows
-               if window.attention_window.size < limits.max_seq_len]  # fmt: skip
-    longest = max([LONG_WARM_UP_PROMPT_LEN, *(size + 1 for size in windows)])
+    # Longer than a window: chunks that leave their window behind have a kernel of their own.
+    windows = [window.attention_window for window in limits.windows]
+    longest = max([LONG_WARM_UP_PROMPT_LEN, *(window.size + 1 for window in windows if window.is_limited)])
     return short, max(short, min(longest, in_batch, in_cache))
 
 
 def _warm_up_request(number: int, prompt_len: int, config: RunConfig) -> Request:
-    """It asks for what the run's requests will ask for."""
+    """A request with the options of the run's requests."""
     return Request(
         number, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(prompt_len, np.int32),
-        sampling=SamplingParams(
-            config.temperature, config.top_k, config.top_p, config.seed, config.repetition_penalty
-        ),
-        options=OutputOptions(return_log_probs=config.return_log_probs),
+        sampling=_sampling(config, config.seed), options=OutputOptions(return_log_probs=config.return_log_probs),
     )  # fmt: skip
 
 
-def with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
-    """The size of the cache as resolved. Windows of different sizes have no size in common."""
-    if limits.is_contiguous or len(limits.windows) > 1:
-        return config
-    return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)
+def _sampling(config: RunConfig, seed: int) -> SamplingParams:
+    return SamplingParams(config.temperature, config.top_k, config.top_p, seed, config.repetition_penalty)
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[IntArray]:
+    """The output tokens of each of `prompts` (token ids), in their order; all run at the same time.
+
+    An output ends with the model's end token, or after `max_new_tokens`. InputError if a prompt cannot be run.
+    """
+    waiting = [
+        Request(
+            index, len(tokens), max_new_tokens, index=index, prompt_tokens=np.array(tokens, dtype=np.int32),
+            sampling=_sampling(engine.config, engine.config.seed + index),
+            stop=StopConditions(engine.model.eos_token_ids),
+        )
+        for index, tokens in enumerate(prompts)
+    ]  # fmt: skip
+    outputs: dict[int, IntArray] = {}
+
+    def get_requests(count: int) -> list[Request]:
+        taken = waiting[:count]
+        del waiting[:count]
+        return taken
+
+    def send_response(response: Response) -> None:
+        if response.error is not None:
+            raise InputError(f"prompt {response.request.request_id + 1}: {response.error}")
+        assert response.output_tokens is not None
+        outputs[response.request.request_id] = response.output_tokens
+
+    loop = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, send_response)
+    while loop.step():
+        pass
+    return [outputs[index] for index in range(len(prompts))]

@@ -1,37 +1,45 @@
-"""A request as a client makes it, and its way into the engine."""
+"""Requests and responses as a client of the library sees them, and their conversion from and to the engine's."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.response import Response
 from ifbbench.engine.reuse_tokens import ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
+from ifbbench.fields import choice, integer, number, unexpected
 
 MAX_REQUEST_ID = 2**64 - 1
+# Of integers whose size does not matter: only the low bits of a seed count, and a top_k above the vocabulary is all.
+MAX_WIDE_INTEGER = 2**127
 NO_TOKEN = -1
+TOKEN_LIMITS = np.iinfo(np.int32)
+
+Tensors = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One request. Nothing is checked here: a bad one gets an error response, like any other answer.
+    """A request. Fields are not checked here: the response of an invalid request is an error.
 
     request_id: 64-bit unsigned; may be used again after its final response (older texts call it correlation ID).
     input_ids: the prompt's token ids, a sequence or an array [length] or [1, length].
-    max_new_tokens: output tokens to reserve; clamped to what max_seq_len leaves.
-    end_id, stop_ids: token ids that end it; None or -1 is none. stop_sequences: token ids in a row that do, in the
-        output alone. What ended it is part of the output.
+    max_new_tokens: output tokens to reserve, reduced to what max_seq_len leaves.
+    end_id, stop_ids: token ids that end the output; None or -1 for none. stop_sequences: sequences of token ids that
+        end it, within the output. The token or sequence that ended it is part of the output.
     pad_id: fills up shorter beams; None means end_id, or 0.
-    priority: higher ones go first. lora_task_id: counts in scheduling; adapters are not executed.
+    priority: higher ones run first. lora_task_id: counts in scheduling; adapters are not executed.
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
-    retention: how long its blocks are worth keeping.
+    retention: priorities and durations of its blocks in the reuse cache.
     """
 
     request_id: int
@@ -56,23 +64,21 @@ class InferenceRequest:
 
 
 def engine_request(request: InferenceRequest) -> Request:
-    """The engine's request. InputError if a field is of a kind that the engine cannot even refuse by itself."""
-    request_id = _integer("request_id", request.request_id)
-    if not 0 <= request_id <= MAX_REQUEST_ID:
-        raise InputError(f"request_id {request_id}: expected an unsigned 64-bit integer")
+    """The engine's request. InputError if a field has a type that the engine cannot read; the engine itself refuses
+    values that it does not allow."""
     tokens = _token_ids("input_ids", request.input_ids)
     end_id = NO_TOKEN if request.end_id is None else _token_id("end_id", request.end_id)
     stop_ids = _token_ids("stop_ids", request.stop_ids).tolist()
     end_tokens = tuple(token for token in (end_id, *stop_ids) if token >= 0)
     pad_id = max(end_id, 0) if request.pad_id is None else _token_id("pad_id", request.pad_id)
     return Request(
-        request_id,
+        integer(request.request_id, "request_id", 0, MAX_REQUEST_ID),
         len(tokens),
-        _integer("max_new_tokens", request.max_new_tokens),
+        integer(request.max_new_tokens, "max_new_tokens"),
         prompt_tokens=tokens,
-        priority=_number("priority", request.priority),
-        beam_width=_integer("beam_width", request.beam_width),
-        lora_task_id=None if request.lora_task_id is None else _integer("lora_task_id", request.lora_task_id),
+        priority=number(request.priority, "priority"),
+        beam_width=integer(request.beam_width, "beam_width"),
+        lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id"),
         sampling=_sampling(request.sampling),
         options=OutputOptions(
             request.streaming, request.return_log_probs, request.return_context_logits,
@@ -84,29 +90,55 @@ def engine_request(request: InferenceRequest) -> Request:
     )  # fmt: skip
 
 
+def response_tensors(response: Response) -> Tensors:
+    """A response as NumPy arrays under the tensor names of TensorRT-LLM's batch manager; none for an error.
+
+    output_ids: int32 [1, beams, longest sequence], padded with the pad id. The prompt comes first, unless the request
+        excludes it or streams (a streamed response contains new tokens only).
+    sequence_length: int32 [1, beams], the length of each beam's output_ids without padding.
+    context_logits: float32 [1, prompt length, vocabulary]; zeros [1, 1, 1] if not requested, and in all but the final
+        response of a stream.
+    generation_logits: float32 [1, beams, output length, vocabulary], or zeros [1, 1, 1, 1].
+    output_log_probs: float32 [1, beams, output length], and cum_log_probs: float32 [1, beams], if requested.
+    """
+    if response.error is not None:
+        return {}
+    options = response.request.options
+    sequences = [_sequence(response, tokens) for tokens in response.tokens or (np.zeros(0, np.int32),)]
+    context, generation = response.context_logits, response.generation_logits
+    tensors: Tensors = {
+        "output_ids": _padded(sequences, options.pad_id),
+        "sequence_length": np.array([[len(sequence) for sequence in sequences]], np.int32),
+        "context_logits": np.zeros((1, 1, 1), np.float32) if context is None else context[None],
+        "generation_logits": _padded(generation) if generation else np.zeros((1, 1, 1, 1), np.float32),
+    }
+    if options.return_log_probs:
+        cumulative = response.cumulative_log_probs
+        tensors["output_log_probs"] = _padded(response.log_probs or (np.zeros(0, np.float32),))
+        tensors["cum_log_probs"] = np.zeros((1, 1), np.float32) if cumulative is None else cumulative[None]
+    return tensors
+
+
 def _sampling(params: Any) -> SamplingParams:
-    """The parameters with numbers in the place of numbers; whether they make sense is for the engine to say."""
+    """`params` with plain numbers of the expected types."""
     if not isinstance(params, SamplingParams):
-        raise InputError(f"sampling: expected SamplingParams, not {type(params).__name__}")
-    if params.early_stopping not in list(EarlyStopping):
-        raise InputError(f"early_stopping {params.early_stopping!r}: expected one of {', '.join(EarlyStopping)}")
+        raise unexpected("sampling", params, "SamplingParams")
     numbers = ("temperature", "top_p", "repetition_penalty", "length_penalty")
     return replace(
         params,
-        # More than any vocabulary has is all of it.
-        top_k=min(_integer("top_k", params.top_k), np.iinfo(np.int32).max),
-        seed=_integer("seed", params.seed),
-        early_stopping=EarlyStopping(params.early_stopping),
-        **{name: _number(name, getattr(params, name)) for name in numbers},
+        top_k=min(integer(params.top_k, "top_k", -MAX_WIDE_INTEGER, MAX_WIDE_INTEGER), TOKEN_LIMITS.max),
+        seed=integer(params.seed, "seed", -MAX_WIDE_INTEGER, MAX_WIDE_INTEGER),
+        early_stopping=EarlyStopping(choice(params.early_stopping, "early_stopping", EarlyStopping)),
+        **{name: number(getattr(params, name), name) for name in numbers},
     )
 
 
 def _stop_sequences(sequences: Any) -> tuple[tuple[int, ...], ...]:
     if not isinstance(sequences, Iterable):
-        raise InputError(f"stop_sequences: expected sequences of token ids, not {type(sequences).__name__}")
+        raise unexpected("stop_sequences", sequences, "sequences of token ids")
     read = tuple(tuple(_token_ids("stop_sequences", sequence).tolist()) for sequence in sequences)
     if not all(read):
-        raise InputError("stop_sequences: one is empty; expected at least one token id in each")
+        raise InputError("stop_sequences: one is empty; expected at least one token id in each.")
     return read
 
 
@@ -114,57 +146,54 @@ def _reuse_identity(request: InferenceRequest, prompt_len: int) -> ReuseIdentity
     try:
         hash(request.cache_salt)
     except TypeError as error:
-        raise InputError(f"cache_salt: expected something hashable, such as a text ({error})") from error
+        raise unexpected("cache_salt", request.cache_salt, f"a hashable value such as a text ({error})") from error
     if request.token_extra_ids is None:
         return ReuseIdentity(cache_salt=request.cache_salt)
     extra_ids = _token_ids("token_extra_ids", request.token_extra_ids).astype(np.int64)
     if len(extra_ids) != prompt_len:
-        raise InputError(f"token_extra_ids: {len(extra_ids)} for {prompt_len} input_ids; expected one for each")
+        raise InputError(f"token_extra_ids: {len(extra_ids)} for {prompt_len} input_ids; expected one for each.")
     return ReuseIdentity(extra_ids, request.cache_salt)
 
 
 def _retention(retention: Any) -> Retention:
     if not isinstance(retention, Retention):
-        raise InputError(f"retention: expected Retention, not {type(retention).__name__}")
+        raise unexpected("retention", retention, "Retention")
     if (problem := retention.problem()) is not None:
         raise InputError(problem)
     return retention
 
 
 def _token_id(name: str, value: Any) -> int:
-    token, limits = _integer(name, value), np.iinfo(np.int32)
-    if not limits.min <= token <= limits.max:
-        raise InputError(f"{name} {token}: expected a token id")
-    return token
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InputError(f"{name} {value!r}: expected an integer")
-    return int(value)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise InputError(f"{name} {value!r}: expected a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise InputError(f"{name}: expected a finite number") from error
+    return integer(value, name, TOKEN_LIMITS.min, TOKEN_LIMITS.max)
 
 
 def _token_ids(name: str, values: Any) -> IntArray:
-    """[length]. Ids that do not fit 32 bits stay recognisable as outside of every vocabulary."""
+    """[length]. Ids beyond 32 bits become the nearest 32-bit number, which is in no vocabulary."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: expected token ids in a row ({error})") from error
+        raise InputError(f"{name}: expected token ids of shape [length] or [1, length] ({error}).") from error
     if array.size == 0:
         return np.zeros(0, np.int32)
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{name}: expected integers in a row, not {array.dtype} of shape {list(array.shape)}")
-    limits = np.iinfo(np.int32)
-    tokens: IntArray = np.clip(array, limits.min, limits.max).astype(np.int32)
+        raise InputError(f"{name}: expected integers of shape [length] or [1, length], not {array.dtype} of shape "
+                         f"{list(array.shape)}.")
+    tokens: IntArray = np.clip(array, TOKEN_LIMITS.min, TOKEN_LIMITS.max).astype(np.int32)
     return tokens
+
+
+def _sequence(response: Response, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    request = response.request
+    if request.options.streaming or request.options.exclude_input_from_output or request.prompt_tokens is None:
+        return tokens
+    return np.concatenate([request.prompt_tokens[: request.original_prompt_len], tokens])
+
+
+def _padded(rows: Sequence[NDArray[Any]], fill: float = 0) -> NDArray[Any]:
+    """[1, rows, longest, …] from arrays [length, …]."""
+    padded = np.full((1, len(rows), max(map(len, rows)), *rows[0].shape[1:]), fill, rows[0].dtype)
+    for index, row in enumerate(rows):
+        padded[0, index, : len(row)] = row
+    return padded

@@ -1,15 +1,18 @@
-"""From what the user asked for to what the engine runs with: every limit resolved and checked against the others."""
+"""From the settings of a user to those of the engine: limits resolved and checked, and the layout of the KV cache."""
 
 import logging
+import re
 
-from ifbbench.api.cache_layout import parse_windows
-from ifbbench.config import RunConfig
+from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.batching_config import V1_POLICY, BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
+from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.sizing import blocks_of_memory
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
+from ifbbench.model.config import ModelConfig
 
 CPU_MAX_BATCH_SIZE = 16
 GPU_MAX_BATCH_SIZE = 2048
@@ -18,16 +21,23 @@ _log = logging.getLogger("ifbbench")
 
 
 def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trace_beam_width: int = 1) -> RunConfig:
-    """Fill in the limits that depend on the model, the device and the trace, all but the size of the KV cache, and
-    force the settings that the batching type leaves no choice of, with a warning each.
+    """Fill in the limits that depend on model, device and trace, except for the size of the KV cache, and force the
+    settings that the batching type needs, with a warning for each.
 
-    trace_beam_width: the most beams that a request of the trace asks for.
-    Raises InputError for settings that contradict each other or the model, and for a policy that there is not."""
-    config = _with_chunking(_as_batching_type_needs(config))
+    trace_beam_width: the largest of the trace's requests.
+    Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
+    config = _as_batching_type_needs(config)
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
-    config = config.with_values(max_beam_width=config.max_beam_width or asked_beam_width)
-    check_settings(config)
+    config = config.with_values(
+        max_beam_width=config.max_beam_width or asked_beam_width,
+        context_chunk_unit=config.context_chunk_unit or config.tokens_per_block,
+    )
+    if config.enable_chunked_context is None:  # the default of the command line
+        possible = config.kv_cache_type == "paged" and config.max_num_tokens >= _resolved(config.context_chunk_unit)
+        config = config.with_values(enable_chunked_context=possible)
+    _check_settings(config)
+    _check_beams(config)
     max_seq_len = config.max_seq_len or model_max_seq_len
     if max_seq_len > model_max_seq_len:
         raise InputError(
@@ -41,84 +51,79 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
     return config.with_values(
         dtype=dtype,
-        # Weights of 4 bits are multiplied in 16, and so are keys and values.
+        # Weights of 4 bits are multiplied in 16 bits, which keys and values have then too.
         kv_cache_dtype=config.kv_cache_dtype or ("bf16" if dtype == "int4" else dtype),
         max_batch_size=config.max_batch_size or (CPU_MAX_BATCH_SIZE if on_cpu else GPU_MAX_BATCH_SIZE),
         max_seq_len=max_seq_len,
         max_input_len=min(config.max_input_len or longest, longest),
-        context_chunk_unit=_chunk_unit(config),
     )
 
 
-def check_settings(config: RunConfig) -> None:
-    """Raise InputError for settings that contradict each other. A `max_beam_width` of None counts as `beam_width`."""
+def _as_batching_type_needs(config: RunConfig) -> RunConfig:
+    """Static batches (V1) have one policy, and no streaming, chunking, overlap or reuse."""
+    if config.type != BatchingType.V1:
+        return config
+    if config.policy != V1_POLICY:
+        _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
+    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse"), False)
+    for name in off:
+        if getattr(config, name):
+            _log.warning("--type v1 turns --%s off.", name)
+    return config.with_values(policy=V1_POLICY, **off)
+
+
+def _check_settings(config: RunConfig) -> None:
+    """Raise InputError for settings that contradict each other, or that the device does not support."""
     if config.concurrency is not None and config.static_emulated_batch_size is not None:
         raise InputError(
-            "--concurrency: --static_emulated_batch_size says already how many requests are outstanding; leave out one "
-            "of them."
+            "--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; leave out one of "
+            "them."
         )
-    if config.enable_chunked_context and config.max_num_tokens < _chunk_unit(config):
+    if config.enable_chunked_context and config.max_num_tokens < _resolved(config.context_chunk_unit):
         raise InputError(
-            f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of {_chunk_unit(config)} "
+            f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of {config.context_chunk_unit} "
             "tokens; raise it, or lower --context_chunk_unit (default: --tokens_per_block)."
         )
-    _check_device(config)
-    _check_profile(config)
-    if config.makes_no_tokens:
-        for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
-            if getattr(config, name):
-                raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")
-    _check_beams(config)
-    _check_cache(config)
-
-
-def _check_device(config: RunConfig) -> None:
-    """What only simulated devices can do."""
-    if config.hardware is not None:
-        return
-    for name in ("tp_size", "pp_size"):
-        if getattr(config, name) > 1:
+    if config.hardware is None:
+        for name in ("tp_size", "pp_size"):
+            if getattr(config, name) > 1:
+                raise InputError(
+                    f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it out, or choose "
+                    "--device sim:PROFILE."
+                )
+        if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
+            where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
             raise InputError(
-                f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it out, or choose "
+                f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
                 "--device sim:PROFILE."
             )
-    if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
-        where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
-        raise InputError(
-            f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or --device sim:PROFILE."
-        )
-
-
-def _check_profile(config: RunConfig) -> None:
-    if not config.profile:
-        return
-    if config.makes_no_tokens:
+    if config.profile and config.makes_no_tokens:
         raise InputError(
             f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave it out."
         )
-    if config.iteration_stats_every > 1:
+    if config.profile and config.iteration_stats_every > 1:
         raise InputError("--profile: needs the times of every iteration; leave out --iteration_stats_every.")
-
-
-def _check_cache(config: RunConfig) -> None:
+    for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
+        if config.makes_no_tokens and getattr(config, name):
+            raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")
     is_contiguous = config.kv_cache_type == "contiguous"
     if is_contiguous and config.policy == "max_utilization":
         raise InputError(
             "--kv_cache_type contiguous: policy max_utilization pauses for blocks, and there are none; choose another "
             "--policy (it then counts requests only) or a paged cache."
         )
-    windows = set(parse_windows(config.max_attention_window))
-    if config.enable_chunked_context and is_contiguous:
+    if is_contiguous and config.enable_chunked_context:
         raise InputError("--enable_chunked_context: works with a paged cache; leave it out, or --kv_cache_type.")
+    has_windows = len(set(parse_windows(config.max_attention_window))) > 1
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
-        if getattr(config, name) and (is_contiguous or len(windows) > 1):
+        if getattr(config, name) and (is_contiguous or has_windows):
             raise InputError(
                 f"--{name}: works with a paged cache and one attention window; leave it out, or the other setting."
             )
 
 
 def _check_beams(config: RunConfig) -> None:
-    max_beam_width = config.max_beam_width or config.beam_width or 1
+    max_beam_width = config.max_beam_width or 1
     if config.beam_width is not None and config.beam_width > max_beam_width:
         raise InputError(
             f"--max_beam_width: {max_beam_width} is less than --beam_width {config.beam_width}; raise it or leave it "
@@ -131,46 +136,18 @@ def _check_beams(config: RunConfig) -> None:
         )
     if max_beam_width == 1:
         return
-    if config.enable_trt_overlap:
-        raise InputError(
-            f"--enable_trt_overlap: refused with beam width above 1 (here {max_beam_width}); leave one of them out."
-        )
-    if config.streaming:
-        raise InputError(
-            f"--streaming: refused with beam width above 1 (here {max_beam_width}), for a beam search may still change "
-            "what was sent; leave one of them out."
-        )
-    if config.temperature > 0 or config.repetition_penalty != 1:
-        name = "temperature" if config.temperature > 0 else "repetition_penalty"
-        raise InputError(
-            f"--{name}: beam search (here with {max_beam_width} beams) goes by plain probabilities; leave "
-            "one of them out."
-        )
-
-
-def _as_batching_type_needs(config: RunConfig) -> RunConfig:
-    """Static batches (V1) leave no choice of policy, and no streaming, chunking, overlap or reuse."""
-    if config.type != BatchingType.V1:
-        return config
-    if config.policy != V1_POLICY:
-        _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
-    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse"), False)
-    for name in off:
-        if getattr(config, name):
-            _log.warning("--type v1 turns --%s off.", name)
-    return config.with_values(policy=V1_POLICY, **off)
-
-
-def _with_chunking(config: RunConfig) -> RunConfig:
-    """Chunked context that is neither on nor off (the default of the command line) is on where it can be."""
-    if config.enable_chunked_context is not None:
-        return config
-    can_be = config.kv_cache_type == "paged" and config.max_num_tokens >= _chunk_unit(config)
-    return config.with_values(enable_chunked_context=can_be)
-
-
-def _chunk_unit(config: RunConfig) -> int:
-    return config.context_chunk_unit or config.tokens_per_block
+    reasons = {
+        "enable_trt_overlap": config.enable_trt_overlap and "the next tokens depend on all beams",
+        "streaming": config.streaming and "beam search may replace tokens that were sent",
+        "temperature": config.temperature > 0 and "beam search compares unmodified probabilities",
+        "repetition_penalty": config.repetition_penalty != 1 and "beam search compares unmodified probabilities",
+    }
+    for name, reason in reasons.items():
+        if reason:
+            raise InputError(
+                f"--{name}: refused with beam width above 1 (here {max_beam_width}), because {reason}; leave one of "
+                "them out."
+            )
 
 
 def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | None) -> BatchingConfig:
@@ -208,5 +185,97 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
 
 def _resolved(limit: int | None) -> int:
     if limit is None:
-        raise ValueError("batching_config() needs a configuration that resolve_limits() has filled in")
+        raise ValueError("the limits of this configuration are not resolved; call resolve_limits() first")
     return limit
+
+
+# The KV cache.
+
+
+def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None) -> CacheLayout:
+    """The KV cache of a `config` with resolved limits.
+
+    memory_bytes: for keys and values on the device; None for devices without memory. Where the user gives no size, the
+    cache is at most as large as a full batch of the longest sequences; otherwise it has that size, reduced to what
+    memory holds. InputError if not a single block fits."""
+    layers = _layers_of_window(config, model)
+    size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache
+    per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
+    bytes_per_token = {window: float(len(members) * per_layer) for window, members in layers.items()}
+    host = blocks_of_memory(0, bytes_per_token, size, host_bytes=config.kv_host_cache_bytes)
+    available = None if memory_bytes is None else blocks_of_memory(memory_bytes, bytes_per_token, size)
+    full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)
+    windows = []
+    for window, members in layers.items():
+        attention = _attention_window(config, window)
+        wanted = full_batch * attention.max_blocks_per_sequence if max_tokens is None else ceil_div(max_tokens, size)
+        blocks = wanted if available is None else min(wanted, available[window].primary)
+        if max_tokens is not None and blocks < wanted:
+            _log.warning("--max_tokens_in_paged_kvcache %d: memory has room for %d blocks of %d tokens only.",
+                         max_tokens, blocks, size)  # fmt: skip
+        windows.append(WindowLayout(tuple(members), attention, blocks, host[window].secondary))
+    if min(window.num_blocks for window in windows) < 1:
+        raise InputError(
+            f"no memory for a single KV cache block of {size} tokens; raise --kv_cache_free_gpu_mem_fraction, free "
+            "memory, or choose a smaller model."
+        )
+    return CacheLayout(tuple(windows), is_contiguous=config.kv_cache_type == "contiguous")
+
+
+def windows_of_layers(layout: CacheLayout, model: ModelConfig) -> list[tuple[int | None, float]]:
+    """For each window the number of positions up to its own that a query sees, None for all, and its share of the
+    layers."""
+    return [
+        (window.attention_window.size if window.attention_window.is_limited else None,
+         len(window.layers) / model.num_layers)
+        for window in layout.windows
+    ]  # fmt: skip
+
+
+def kv_value_bytes(config: RunConfig) -> int:
+    """Bytes of one value in the KV cache."""
+    return int(DTYPE_BYTES[config.kv_cache_dtype or config.weight_dtype])
+
+
+def parse_windows(text: str | None) -> tuple[int, ...]:
+    """The windows of `--max_attention_window`, in tokens; none for None."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.strip("[]() ").split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) and int(part) > 0 for part in parts):
+        raise InputError(
+            f"--max_attention_window: {text!r} is not valid; expected a number of tokens of at least 1, or several "
+            "separated by commas, which the layers take in turn."
+        )
+    return tuple(map(int, parts))
+
+
+def _layers_of_window(config: RunConfig, model: ModelConfig) -> dict[int, list[int]]:
+    """The layers of each attention window (tokens), longest window first. Windows of at least the longest sequence
+    count as one."""
+    longest = config.max_seq_len or model.max_position_embeddings
+    asked = parse_windows(config.max_attention_window) or (model.sliding_window or longest,)
+    if model.sliding_window is not None and max(asked) > model.sliding_window:
+        raise InputError(
+            f"--max_attention_window: {max(asked)} is more than the sliding window of model {config.model}; expected "
+            f"at most {model.sliding_window} (tokens). Lower it or leave it out."
+        )
+    layers: dict[int, list[int]] = {}
+    for layer in range(model.num_layers):
+        layers.setdefault(min(asked[layer % len(asked)], longest), []).append(layer)
+    for window in layers:
+        if config.sink_token_len >= window:
+            raise InputError(
+                f"--sink_token_len: {config.sink_token_len} first tokens fill the attention window of {window}; "
+                "expected fewer than its tokens. Lower it, or raise --max_attention_window."
+            )
+    return dict(sorted(layers.items(), reverse=True))
+
+
+def _attention_window(config: RunConfig, window: int) -> AttentionWindow:
+    longest, beams = config.max_seq_len or window, config.max_beam_width or 1
+    is_limited = window < longest
+    return AttentionWindow(
+        config.tokens_per_block, window, longest, config.sink_token_len if is_limited else 0, beams,
+        is_cyclic=config.window_mode == "cyclic" or not is_limited,
+    )  # fmt: skip

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ifbbench.api.engine import Engine, build_engine, warm_up
-from ifbbench.api.progress import Progress
+from ifbbench.api.engine import Engine, Progress, build_engine, warm_up
 from ifbbench.calibration.device import measured_device
 from ifbbench.calibration.fit import FitError, Floats, fit, predicted_s
 from ifbbench.calibration.measure import Sample, run_scenario
@@ -15,8 +14,7 @@ from ifbbench.calibration.scenarios import Scenario, scenarios
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution.build import choose_device
-from ifbbench.execution.data_types import TORCH_DTYPES
+from ifbbench.execution.build import TORCH_DTYPES, choose_device
 from ifbbench.recording import environment
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile

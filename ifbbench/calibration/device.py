@@ -8,9 +8,9 @@ import torch
 
 from ifbbench.api.engine import Engine
 from ifbbench.errors import InputError
-from ifbbench.execution.data_types import TORCH_DTYPES
-from ifbbench.execution.device_speed import copy_bytes_per_s, matmul_flops_per_s
-from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
+from ifbbench.execution.build import TORCH_DTYPES
+from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
+from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.recording import environment
 from ifbbench.simulation.hardware import HardwareProfile, load_hardware
 from ifbbench.simulation.memory import plan_memory

@@ -70,7 +70,7 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
 
 
 def _cpu(memory_bytes: int | None) -> Memory:
-    from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES, available_host_bytes
+    from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
 
     free_bytes = available_host_bytes() if memory_bytes is None else memory_bytes
     return Memory(CPU, free_bytes, MAX_CPU_KV_BYTES, is_cpu=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
+from ifbbench.api.resolve import cache_layout, kv_value_bytes
 from ifbbench.capacity.device import Device
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow

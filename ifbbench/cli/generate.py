@@ -25,7 +25,7 @@ def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | 
         raise InputError(f"--device: {config.device} runs no model; expected auto, cpu or cuda here.")
 
     from ifbbench.api.engine import build_engine
-    from ifbbench.api.generate import generate as run
+    from ifbbench.api.engine import generate as run
     from ifbbench.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)

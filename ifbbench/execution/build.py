@@ -1,15 +1,20 @@
-"""From settings to an executor: the device, the model on it, how much KV cache fits, and the executor itself."""
+"""From settings to an executor: device, data types, model, memory for the KV cache, and the executor itself."""
 
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import RequestTable
 from ifbbench.errors import InputError
-from ifbbench.execution.data_types import KV_CACHE_DTYPES, check_data_types, compute_dtype, product_maker
-from ifbbench.execution.device_memory import (
+from ifbbench.execution.cache_windows import one_window_layout
+from ifbbench.execution.device import (
     LOWER_FOR_CONTIGUOUS_CACHE,
     LOWER_FOR_LARGEST_BATCH,
     LOWER_FOR_PAGED_CACHE,
@@ -17,20 +22,27 @@ from ifbbench.execution.device_memory import (
     free_bytes,
     needing_memory,
 )
-from ifbbench.execution.host_memory import MAX_CPU_KV_BYTES
+from ifbbench.execution.host import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.execution.profiling import activation_bytes
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
 from ifbbench.model.llama import LlamaModel, make_model
 from ifbbench.model.named_models import load_model_config, weights_path
 from ifbbench.model.weights import load_weights, random_weights
 
+TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of keys and values in the cache; fp8 is e4m3 without scales.
+KV_CACHE_DTYPES = TORCH_DTYPES | {"fp8": torch.float8_e4m3fn}
+# The first GPUs with fp8 in matrix units and Triton: Ada, then Hopper.
+FIRST_CAPABILITY_WITH_FP8 = (8, 9)
+NO_ROWS = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on a device. dtype: what it computes in."""
+    """A model with its weights on a device. dtype: of its computation."""
 
     config: ModelConfig
     model: LlamaModel
@@ -39,7 +51,7 @@ class LoadedModel:
 
 
 def choose_device(config: RunConfig) -> torch.device:
-    """The device that `config.device` means; InputError if it is cuda and there is none, or null, which is none."""
+    """The device that `config.device` names. InputError for null, and for cuda where there is none."""
     if config.device == "null":
         raise InputError("--device: null runs no model; expected auto, cpu or cuda here.")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -48,6 +60,36 @@ def choose_device(config: RunConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """Of activations, embeddings, norms and the output layer: bfloat16 with fp8 weights."""
+    return torch.bfloat16 if config.weight_dtype == "fp8" else TORCH_DTYPES[config.weight_dtype]
+
+
+def product_maker(config: RunConfig) -> MakeProduct:
+    """The function that makes a matrix product of a weight of the layers."""
+    return Fp8Linear if config.weight_dtype == "fp8" else make_linear
+
+
+def check_data_types(config: RunConfig, model: ModelConfig, device: torch.device) -> None:
+    """InputError if `device` does not support the data types of weights and KV cache, or fp8 products not the model's
+    sizes."""
+    asked = [name for name in ("dtype", "kv_cache_dtype") if getattr(config, name) == "fp8"]
+    if not asked or (device.type != "cuda" and asked == ["kv_cache_dtype"]):
+        return
+    needed = ".".join(map(str, FIRST_CAPABILITY_WITH_FP8))
+    if device.type != "cuda":
+        raise InputError(f"--dtype: fp8 weights need a GPU of compute capability {needed} or higher, and this run is "
+                         f"on {device}; choose float32, bf16 or fp16, or --device sim:PROFILE.")
+    found = torch.cuda.get_device_capability(device)
+    if found < FIRST_CAPABILITY_WITH_FP8:
+        raise InputError(f"--{asked[0]}: fp8 needs a GPU of compute capability {needed} or higher; "
+                         f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. Choose bf16 or fp16.")
+    sizes = (model.hidden_size, model.query_size, model.kv_size, model.intermediate_size)
+    if "dtype" in asked and any(size % FP8_MULTIPLE for size in sizes):
+        raise InputError(f"--dtype: fp8 weights need sizes that are multiples of {FP8_MULTIPLE}; model {config.model} "
+                         f"has hidden, query, KV and feed-forward sizes of {', '.join(map(str, sizes))}. Choose bf16.")
 
 
 def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device) -> None:
@@ -60,9 +102,9 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
 
 
 def load_model(config: RunConfig) -> LoadedModel:
-    """The model that `config` names on its device. A built-in shape gets random weights from `config.seed`.
+    """The model that `config` names, on its device. A built-in shape gets random weights from `config.seed`.
 
-    InputError if the device's memory ends before all weights are there, or it does not have the data types asked for.
+    OutOfMemory if the weights do not fit, InputError if the device does not support the data types.
     """
     device, dtype = choose_device(config), compute_dtype(config)
     model_config, path = load_model_config(config.model), weights_path(config.model)
@@ -78,35 +120,56 @@ def load_model(config: RunConfig) -> LoadedModel:
 
 
 def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
-    """Bytes that keys and values may take: `kv_cache_free_gpu_mem_fraction` of the memory that is free now.
+    """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory.
 
-    On CUDA that is without what the largest batch takes while it runs; on a CPU at most 2 GiB. `config` has its limits
-    resolved. InputError if that batch does not fit.
+    On CUDA the peak of the largest batch is subtracted first; on a CPU the limit is 2 GiB. config: with resolved
+    limits. OutOfMemory if the largest batch does not fit.
     """
     if loaded.device.type == "cuda":
         longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
-        doing = f"finding out what the largest batch, {longest:,} tokens, takes"
+        doing = f"measuring the memory of the largest batch, {longest:,} tokens"
         with needing_memory(doing, LOWER_FOR_LARGEST_BATCH, loaded.device):
             activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
         return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(loaded.device) - activations))
     return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(loaded.device), MAX_CPU_KV_BYTES))
 
 
-def make_executor(
-    loaded: LoadedModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int,
-    *, layout: CacheLayout | None = None, kv_cache_dtype: str | None = None, profile: StepProfile | None = None,
-) -> ModelExecutor:
-    """An executor with a KV cache of `num_blocks` blocks for up to `num_slots` sequences at once.
+def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) -> int:
+    """Peak of CUDA memory that a prompt of `num_tokens` tokens takes, without its KV cache.
 
-    layout: the KV cache, if it is another than that. kv_cache_dtype: one of KV_CACHE_DTYPES, the model's if None.
-    profile: to note times in, if they are wanted. InputError if memory does not have the cache.
+    Memory freed by the run is returned from PyTorch's allocator to the device, so that it counts as free.
+    """
+    device = model.device
+    num_blocks = ceil_div(num_tokens, tokens_per_block)
+    executor = ModelExecutor(model, one_window_layout(model.config, num_blocks, tokens_per_block), 1)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    request = Request(0, num_tokens, 1, prompt_tokens=np.zeros(num_tokens, np.int32))
+    request.enter(RequestTable(1), 0)
+    tables = np.arange(num_blocks, dtype=np.int32).reshape(1, 1, num_blocks)
+    executor.submit(Batch(0, (ContextChunk(request, 0, num_tokens),), NO_ROWS, NO_ROWS, tables))
+    executor.collect()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    executor.close()
+    del executor
+    torch.cuda.empty_cache()
+    return max(0, peak)
+
+
+def make_executor(
+    loaded: LoadedModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
+    profile: StepProfile | None = None,
+) -> ModelExecutor:
+    """An executor with the KV cache `layout` for up to `num_slots` sequences at a time.
+
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. OutOfMemory if the
+    cache does not fit.
     """
     make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
-    is_contiguous = layout is not None and layout.is_contiguous
-    places = f"{num_slots:,} sequences" if is_contiguous else f"{num_blocks:,} blocks"
-    advice = LOWER_FOR_CONTIGUOUS_CACHE if is_contiguous else LOWER_FOR_PAGED_CACHE
-    with needing_memory(f"making the KV cache of {places}", advice, loaded.device):
-        return make(
-            loaded.model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
-            kv_cache_dtype=None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype],
-        )  # fmt: skip
+    size = f"{layout.windows[0].num_blocks:,} blocks"
+    advice = LOWER_FOR_PAGED_CACHE
+    if layout.is_contiguous:
+        size, advice = f"{num_slots:,} sequences", LOWER_FOR_CONTIGUOUS_CACHE
+    with needing_memory(f"allocating the KV cache of {size}", advice, loaded.device):
+        dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
+        return make(loaded.model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)

@@ -1,139 +1,120 @@
-"""The executor's KV cache: storage for each attention window, and what the model's layers need of it in a batch."""
+"""The executor's KV cache: storage for each attention window, copies within it, and its part of a batch's inputs."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy
+from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.request_table import IntArray
-from ifbbench.errors import InputError
-from ifbbench.execution.beams import rows_to_copy
-from ifbbench.execution.block_copies import run_copies
-from ifbbench.execution.packing import Int64Array, PackedBatch, table_rows
+from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.attention_plan import plan_window
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.kv_cache import ContiguousKvCache, KvStorage, PagedKvCache
+from ifbbench.model.kv_cache import ContiguousKvCache, PagedKvCache
 from ifbbench.model.tensors import to_device
+
+KvCacheStorage = PagedKvCache | ContiguousKvCache
+# The cache rows `destinations` receive the keys and values of `sources`, both int64 [tokens]: cache, sources,
+# destinations.
+RowCopy = tuple[KvCacheStorage, Tensor, Tensor]
 
 
 def one_window_layout(
     config: ModelConfig, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None
 ) -> CacheLayout:
-    """A layout with one window for all layers: the model's sliding window, or as long as the longest sequence.
+    """A layout with one linear window for all layers: the model's sliding window, or the longest sequence.
 
-    Each position has a place of its own (linear mode). max_seq_len: as many positions as the model has, if not told.
+    max_seq_len: default: the model's positions.
     """
     longest = max_seq_len or config.max_position_embeddings
-    window = min(config.sliding_window or longest, longest)
-    attention_window = AttentionWindow(tokens_per_block, window, longest, is_cyclic=False)
-    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), attention_window, num_blocks),))
-
-
-def check_layout(layout: CacheLayout, config: ModelConfig) -> None:
-    """ValueError if a layer is in no window or in several, or a contiguous cache is to have windows with places that
-    are written over or host memory; InputError if layers would see more than the model's sliding window."""
-    layers = sorted(layer for window in layout.windows for layer in window.layers)
-    if layers != list(range(config.num_layers)):
-        raise ValueError(f"a cache layout of the layers {layers} for a model of {config.num_layers} layers")
-    if layout.is_contiguous and any(window.num_host_blocks for window in layout.windows):
-        raise ValueError("a contiguous cache has no host blocks")
-    for window in layout.windows:
-        size = min(window.attention_window.size, window.attention_window.max_seq_len)
-        if config.sliding_window is not None and size > config.sliding_window:
-            raise InputError(f"--max_attention_window: {size} is more than the model's sliding window; expected at "
-                             f"most {config.sliding_window} (tokens). Lower it or leave it out.")
+    size = min(config.sliding_window or longest, longest)
+    attention = AttentionWindow(tokens_per_block, size, longest, is_cyclic=False)
+    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), attention, num_blocks),))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheWindow:
-    """The cache of the layers that share an attention window. tables: block tables to use instead of the batch's."""
+    """The cache of the layers that share an attention window. tables: block tables that replace those of batches."""
 
     layers: tuple[int, ...]
-    rule: AttentionWindow
-    cache: KvStorage
+    attention: AttentionWindow
+    cache: KvCacheStorage
     tables: IntArray | None = None
 
     def tables_of(self, batch: Batch, index: int) -> IntArray:
-        """Block tables [slots, beams, blocks per sequence] of this window, number `index` of the batch's."""
+        """Block tables [slots, beams, blocks per sequence] of this window, which has number `index` in the batch."""
         if self.tables is not None:
             return self.tables
         return batch.window_tables[index - 1] if index else batch.block_tables
 
 
 @dataclass(frozen=True, slots=True)
-class RowCopy:
-    """The cache rows `destinations` get the keys and values of `sources`, both int64 [tokens]."""
-
-    cache: KvStorage
-    sources: Tensor
-    destinations: Tensor
-
-    def run(self) -> None:
-        """Do it, if there is anything to do."""
-        if len(self.sources):
-            self.cache.copy_rows(self.sources, self.destinations)
-
-
-@dataclass(frozen=True, slots=True)
 class CacheMoves:
-    """What is to be moved around a batch. copies: of blocks, before it. before, after: rows that beams have to get."""
+    """Copies that a batch needs. blocks, before: blocks and rows, before it runs. after: rows, after it has run."""
 
-    copies: tuple[BlockCopy, ...]
+    blocks: tuple[BlockCopy, ...]
     before: tuple[RowCopy, ...] = ()
     after: tuple[RowCopy, ...] = ()
 
 
 class CacheWindows:
-    """All of the cache, of the model `config` on `device`. kv_cache_dtype: the data type in memory, `dtype` if None."""
-
-    paged_cache: type[PagedKvCache] = PagedKvCache
+    """The KV cache of all layers."""
 
     def __init__(
         self, config: ModelConfig, layout: CacheLayout, num_slots: int, device: torch.device, dtype: torch.dtype,
-        kv_cache_dtype: torch.dtype | None = None, *, attends_in_place: bool = False,
+        kv_cache_dtype: torch.dtype | None = None, *, uses_kernels: bool = False, attends_in_place: bool = False,
     ) -> None:
-        """attends_in_place: whether the model's operations read keys and values where they lie."""
-        check_layout(layout, config)
+        """kv_cache_dtype: in memory; `dtype` if None. uses_kernels: plan batches for the Triton kernels.
+        attends_in_place: whether the model's operations read keys and values from the blocks themselves. ValueError if
+        `layout` does not fit the model."""
+        layers = sorted(layer for window in layout.windows for layer in window.layers)
+        if layers != list(range(config.num_layers)):
+            raise ValueError(f"a cache layout of the layers {layers} for a model of {config.num_layers} layers")
+        if layout.is_contiguous and any(window.num_host_blocks for window in layout.windows):
+            raise ValueError("a contiguous cache has no host blocks")
+        self.tokens_per_block = layout.windows[0].attention_window.tokens_per_block
         self._device = device
         self._num_layers = config.num_layers
         self._is_contiguous = layout.is_contiguous
         self._attends_in_place = attends_in_place
-        make = self._contiguous if layout.is_contiguous else self._paged
-        self.windows = tuple(make(config, window, num_slots, dtype, kv_cache_dtype) for window in layout.windows)
+        self._shapes = None
+        paged_cache = PagedKvCache
+        if uses_kernels:  # these import Triton, which is not installed everywhere
+            from ifbbench.model.kernel_llama import KernelPagedCache, KernelShapes, plan_paged_batch
 
-    def _paged(
-        self, config: ModelConfig, window: WindowLayout, _num_slots: int, dtype: torch.dtype,
-        kv_cache_dtype: torch.dtype | None,
-    ) -> CacheWindow:
-        cache = self.paged_cache(
-            config, window.num_blocks, window.attention_window.tokens_per_block, self._device, dtype,
-            kv_cache_dtype=kv_cache_dtype, layers=window.layers, num_host_blocks=window.num_host_blocks,
-        )  # fmt: skip
-        return CacheWindow(window.layers, window.attention_window, cache)
+            paged_cache = KernelPagedCache
+            self._shapes, self._plan_paged_batch = KernelShapes.of(config, device, dtype), plan_paged_batch
 
-    def _contiguous(
-        self, config: ModelConfig, window: WindowLayout, num_slots: int, dtype: torch.dtype,
-        kv_cache_dtype: torch.dtype | None,
-    ) -> CacheWindow:
-        """One block a sequence, as long as the longest sequence: places for all positions, with nothing between."""
-        longest, beams = window.attention_window.max_seq_len, window.attention_window.max_beam_width
-        cache = ContiguousKvCache(config, num_slots * beams, longest, self._device, dtype,
-                                  kv_cache_dtype=kv_cache_dtype, layers=window.layers)  # fmt: skip
-        tables = np.arange(num_slots * beams, dtype=np.int32).reshape(num_slots, beams, 1)
-        return CacheWindow(window.layers, window.attention_window.contiguous(), cache, tables)
+        def window_of(window: WindowLayout) -> CacheWindow:
+            attention = window.attention_window
+            if not layout.is_contiguous:
+                paged = paged_cache(
+                    config, window.num_blocks, attention.tokens_per_block, device, dtype,
+                    kv_cache_dtype=kv_cache_dtype, layers=window.layers, num_host_blocks=window.num_host_blocks,
+                )  # fmt: skip
+                return CacheWindow(window.layers, attention, paged)
+            # One block a sequence, as long as the longest sequence.
+            beams = attention.max_beam_width
+            storage = ContiguousKvCache(config, num_slots * beams, attention.max_seq_len, device, dtype,
+                                        kv_cache_dtype=kv_cache_dtype, layers=window.layers)  # fmt: skip
+            tables = np.arange(num_slots * beams, dtype=np.int32).reshape(num_slots, beams, 1)
+            return CacheWindow(window.layers, attention.contiguous(), storage, tables)
+
+        self.windows = tuple(map(window_of, layout.windows))
 
     def max_beams(self, batch: Batch) -> int:
-        """Rows of a block table that each slot has, in every window."""
+        """Rows that each slot has in the block tables of every window."""
         return int(self.windows[0].tables_of(batch, 0).shape[1])
 
     def warm_up(self) -> None:
-        """Compile what copies blocks and rows, where it is compiled: each is copied onto itself."""
+        """Compile the kernels that copy blocks and rows: copies one onto itself."""
         first = self._tensor(np.zeros(1, np.int64))
         for window in self.windows:
             if isinstance(window.cache, PagedKvCache):
@@ -141,80 +122,151 @@ class CacheWindows:
                 window.cache.copy_rows(first, first)
 
     def plan_moves(self, batch: Batch, packed: PackedBatch) -> CacheMoves:
-        """What `batch` wants moved. Reads the block tables before it returns. ValueError for copies of blocks where
-        there are none."""
-        if batch.copies and self._is_contiguous:
-            raise ValueError("copies of blocks for a contiguous cache, which has none")
+        """The copies that `batch` needs. Reads the block tables before it returns."""
         if batch.beam_width == 1:
             return CacheMoves(batch.copies)
         before = [
-            self._row_copy(window, rows_to_copy(batch, window.tables_of(batch, index), window.rule))
+            self._row_copy(window, *rows_to_copy(batch, window.tables_of(batch, index), window.attention))
             for index, window in enumerate(self.windows)
         ]
         return CacheMoves(batch.copies, tuple(before), self._shared_prompts(batch, packed))
 
     def move_before(self, moves: CacheMoves) -> None:
-        """Copy blocks, then the keys and values of beams that go on from others."""
-        if moves.copies:
+        """Copy blocks, then the keys and values of beams that continue others."""
+        if moves.blocks:
             caches = [window.cache for window in self.windows if isinstance(window.cache, PagedKvCache)]
-            run_copies(moves.copies, caches, self._device)
-        for rows in moves.before:
-            rows.run()
+            copy_blocks(moves.blocks, caches, self._device)
+        _copy_rows(moves.before)
 
     def move_after(self, moves: CacheMoves) -> None:
-        """Copy what beams are to share but have no blocks in common for."""
-        for rows in moves.after:
-            rows.run()
+        """Copy keys and values of prompts to the other beams of a contiguous cache."""
+        _copy_rows(moves.after)
 
     def layer_inputs(self, batch: Batch, packed: PackedBatch) -> tuple[LayerInputs, ...]:
-        """What each layer needs; attention is planned once a window. Reads the block tables before it returns."""
+        """The inputs of each layer; attention is planned once a window. Reads the block tables before it returns."""
         inputs: dict[int, LayerInputs] = {}
         for index, window in enumerate(self.windows):
             tables = table_rows(window.tables_of(batch, index))
-            in_place = self._attends_in_place and window.cache.is_readable_in_place
-            # Padding has no keys in the cache, so in place there is nothing for it to see.
-            plan = plan_window(
-                packed.real_spans if in_place else packed.spans, tables, window.rule, self._device,
-                num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,
-            )  # fmt: skip
-            rows = self._tensor(cache_rows(packed, tables, window))
-            layer = LayerInputs(window.cache, rows, plan.after, plan.before, plan.in_place)
+            rows = cache_rows(packed, tables, window)
+            if self._shapes is not None:
+                paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.attention,
+                                               self._shapes, self._device)  # fmt: skip
+                layer = LayerInputs(window.cache, paged.cache_rows, (), paged=paged)
+            else:
+                in_place = self._attends_in_place and window.cache.is_readable_in_place
+                # Padding has no keys in the cache, so nothing of it can be read in place.
+                plan = plan_window(
+                    packed.real_spans if in_place else packed.spans, tables, window.attention, self._device,
+                    num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,
+                )  # fmt: skip
+                layer = LayerInputs(window.cache, self._tensor(rows), plan.after, plan.before, plan.in_place)
             inputs.update(dict.fromkeys(window.layers, layer))
         return tuple(inputs[layer] for layer in range(self._num_layers))
 
     def _shared_prompts(self, batch: Batch, packed: PackedBatch) -> tuple[RowCopy, ...]:
-        """Keys and values of the batch's chunks for their other beams, where those have no blocks in common."""
+        """Copies of the chunks' keys and values to the other beams of their requests; a paged cache shares blocks."""
         if not self._is_contiguous or not batch.context:
             return ()
         copies = []
         for index, window in enumerate(self.windows):
             rows = cache_rows(packed, table_rows(window.tables_of(batch, index)), window)
             rows = rows[: len(packed.context_tokens)]
-            beams = np.arange(1, batch.beam_width)[:, None] * window.rule.tokens_per_block
-            copies.append(self._row_copy(window, (np.tile(rows, batch.beam_width - 1), (rows + beams).ravel())))
+            beams = np.arange(1, batch.beam_width)[:, None] * window.attention.tokens_per_block
+            copies.append(self._row_copy(window, np.tile(rows, batch.beam_width - 1), (rows + beams).ravel()))
         return tuple(copies)
 
-    def _row_copy(self, window: CacheWindow, rows: tuple[Int64Array, Int64Array]) -> RowCopy:
-        sources, destinations = rows
-        return RowCopy(window.cache, self._tensor(sources), self._tensor(destinations))
+    def _row_copy(self, window: CacheWindow, sources: Int64Array, destinations: Int64Array) -> RowCopy:
+        return window.cache, self._tensor(sources), self._tensor(destinations)
 
     def _tensor(self, array: Int64Array) -> Tensor:
         return to_device(array, self._device)
 
 
-def cache_rows(packed: PackedBatch, tables: IntArray, window: CacheWindow) -> Int64Array:
-    """Where keys and values of each packed row go, [rows].
+def _copy_rows(copies: tuple[RowCopy, ...]) -> None:
+    for cache, sources, destinations in copies:
+        if len(sources):
+            cache.copy_rows(sources, destinations)
 
-    Padding, and what a later token of the same chunk is to be written over, go to the spare row if there is one: which
-    of several values for a row wins is not defined.
+
+def cache_rows(packed: PackedBatch, tables: IntArray, window: CacheWindow) -> Int64Array:
+    """The cache row of the keys and values of each packed row, [rows].
+
+    Rows that must not be stored get the spare row, if there is one: padding, and tokens that a later token of the same
+    chunk overwrites (of several values for one row it is not defined which is stored).
     """
     owners, spans = packed.owners, packed.spans
-    rows = window.rule.cache_rows(tables, spans.table_rows[owners], packed.positions)
+    rows = window.attention.cache_rows(tables, spans.table_rows[owners], packed.positions)
     spare_row = window.cache.spare_row
     if spare_row is None:
         return rows
     if packed.is_padded:
         rows[packed.positions >= packed.ends[owners]] = spare_row
-    if window.rule.wraps:
-        rows[~window.rule.outlives(packed.positions, packed.ends[owners])] = spare_row
+    if window.attention.wraps:
+        rows[~window.attention.outlives(packed.positions, packed.ends[owners])] = spare_row
     return rows
+
+
+def rows_to_copy(batch: Batch, block_tables: IntArray, window: AttentionWindow) -> tuple[Int64Array, Int64Array]:
+    """Cache rows to read and to write, each [copied tokens], before a batch with beams runs.
+
+    They copy to every beam that continues another one the keys and values of that parent, at the positions that the two
+    do not share and the batch sees. All must be read before any is written, because parents repeat and permute.
+
+    block_tables: [slots, beams, blocks per sequence], of the layers with `window`. `private_from` may be too early for
+    them: where parent and child have the same block, nothing is copied.
+    """
+    beams = beam_inputs(batch)
+    requests, children = np.nonzero(beams.parents != np.arange(batch.beam_width))
+    # A bubble shifts the first private position of a block towards the start of the sequence.
+    firsts = np.maximum(beams.private_from.astype(np.int64)[requests] - window.bubble, 0)
+    cached = batch.positions.astype(np.int64)[requests]
+    counts = np.maximum(cached - firsts, 0)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(owners)) - (np.cumsum(counts) - counts - firsts)[owners]
+    seen = window.sees(positions, cached[owners])
+    owners, positions = owners[seen], positions[seen]
+    tables = table_rows(block_tables)
+    first_rows = batch.slots.astype(np.int64)[requests] * block_tables.shape[1]
+
+    def rows_of(of_beams: NDArray[np.integer]) -> Int64Array:
+        return window.cache_rows(tables, (first_rows + of_beams)[owners], positions)
+
+    sources, destinations = rows_of(beams.parents[requests, children]), rows_of(children)
+    own = sources != destinations
+    return sources[own], destinations[own]
+
+
+def copy_blocks(copies: Sequence[BlockCopy], caches: Sequence[PagedKvCache], device: torch.device) -> None:
+    """Do `copies`, with the result of one by one in their order. caches: of each attention window.
+
+    Whole blocks are copied even if fewer tokens are wanted: the rest is written before it is read.
+    """
+    for together in independent_copies(copies):
+        cache, kind = caches[together[0].window], together[0].kind
+        sources = [copy.source for copy in together]
+        destinations = [copy.destination for copy in together]
+        if kind is CopyKind.DEVICE:
+            cache.copy_blocks(*(to_device(np.array(blocks, np.int64), device) for blocks in (sources, destinations)))
+        elif kind is CopyKind.OFFLOAD:
+            cache.offload(sources, destinations)
+        else:
+            cache.onboard(sources, destinations)
+
+
+def independent_copies(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    """Runs of consecutive copies of one kind and window whose sources can all be read before any is written.
+
+    A run ends at a copy that reads, or writes again, a block that the run has written.
+    """
+    run: list[BlockCopy] = []
+    written: set[int] = set()
+    for copy in copies:
+        reads_written = copy.kind is CopyKind.DEVICE and copy.source in written
+        same = not run or (copy.kind, copy.window) == (run[0].kind, run[0].window)
+        if run and (not same or reads_written or copy.destination in written):
+            yield run
+            run, written = [], set()
+        run.append(copy)
+        written.add(copy.destination)
+    if run:
+        yield run

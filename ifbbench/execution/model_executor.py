@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,66 +11,63 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.batch import Batch, BeamCandidates, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.kv_cache.layout import CacheLayout
-from ifbbench.errors import InputError
-from ifbbench.execution.beams import beam_inputs, best_candidates
-from ifbbench.execution.cache_windows import CacheWindows, one_window_layout
-from ifbbench.execution.device_memory import LOWER_FOR_BATCH, needing_memory
-from ifbbench.execution.numbers import ContextRows, LogProbsOf, WantedNumbers, log_probs_of
-from ifbbench.execution.packing import PackedBatch, pack
-from ifbbench.execution.penalty import RepetitionPenalty
-from ifbbench.execution.prepared import BeamStep, ModelPass, PreparedBatch, SlotOwner
-from ifbbench.execution.sampling import Sampler
-from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.execution.cache_windows import CacheMoves, CacheWindows
+from ifbbench.execution.device import LOWER_FOR_BATCH, needing_memory
+from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack
+from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, RepetitionPenalty, Sampler, best_candidates
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.model.tensors import to_device
 
-if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
+if TYPE_CHECKING:  # it imports Triton, which is not installed everywhere
     from ifbbench.execution.cuda_graphs import GenerationGraphs, Recorder
 
 
 class ModelExecutor:
-    """Runs batches through `model` over a KV cache of its own, as `ifbbench.engine.batch.Executor` asks.
+    """An `ifbbench.engine.batch.Executor` that runs batches through a model over a KV cache of its own.
 
-    The newest token of each slot stays on the device, so a batch can start before the host has seen the tokens of the
-    one before.
+    The newest token of each slot stays on the device, so that a batch can start before the host has the tokens of the
+    batch before.
     """
 
     def __init__(
-        self, model: LlamaModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None,
-        *, layout: CacheLayout | None = None, kv_cache_dtype: torch.dtype | None = None,
+        self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
+        *, kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """max_seq_len: the longest sequence that will come, in tokens; InputError if the model has fewer positions.
-
-        layout: the KV cache; then `num_blocks` and `tokens_per_block` are not looked at. Without it, the cache has one
-        window for all layers (see `one_window_layout`). kv_cache_dtype: what keys and values are stored as, the model's
-        data type if None. InputError if the layout lets layers see more than the model's sliding window; ValueError if
-        it does not fit the model.
-        """
-        positions = model.config.max_position_embeddings
-        if max_seq_len is not None and max_seq_len > positions:
-            raise InputError(f"--max_seq_len: {max_seq_len} is more than the model's {positions} positions; expected "
-                             f"at most {positions} (tokens). Lower it or leave it out.")
+        """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
+        None. kv_cache_dtype: of keys and values; the model's data type if None. ValueError if `layout` does not fit
+        the model."""
         self._model = model
-        layout = layout or one_window_layout(model.config, num_blocks, tokens_per_block, max_seq_len)
-        self.tokens_per_block = layout.windows[0].attention_window.tokens_per_block
-        parts = _parts_for(model)
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
-            self._cache = parts.windows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
-                                        attends_in_place=model.operations.attends_in_place)  # fmt: skip
+            self._cache = CacheWindows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
+                                       uses_kernels=model.uses_kernels,
+                                       attends_in_place=model.operations.attends_in_place)  # fmt: skip
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         if model.uses_kernels and model.device.type == "cuda":
-            self.use_graphs(num_slots, max_seq_len or positions)
-        self._sampler = parts.sampler(num_slots)
+            self.use_graphs(num_slots, max_seq_len or model.config.max_position_embeddings)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
-        self._wanted = WantedNumbers(num_slots, parts.log_probs_of)
-        # Each gives the outputs of a batch.
-        self._under_way: deque[Callable[[], StepOutputs]] = deque()
+        if model.uses_kernels:
+            from ifbbench.kernels.token_choice import log_probs_of
+
+            self._sampler: Sampler = KernelSampler(num_slots)
+            self._optional = OptionalOutputs(num_slots, log_probs_of)
+        else:
+            self._sampler = Sampler(num_slots)
+            self._optional = OptionalOutputs(num_slots)
+        # One call for each batch in flight, which waits for its outputs and returns them.
+        self._in_flight: deque[Callable[[], StepOutputs]] = deque()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Of the paged KV cache."""
+        return self._cache.tokens_per_block
 
     def use_graphs(self, num_slots: int, max_seq_len: int, record: "Recorder | None" = None) -> None:
-        """Run generation-only batches as CUDA graphs from now on, or as what `record` makes of a pass."""
+        """Run generation-only batches as CUDA graphs, or as what `record` makes of a pass."""
         from ifbbench.execution.cuda_graphs import GenerationGraphs
         from ifbbench.model.kernel_llama import KernelLlama
 
@@ -78,46 +75,46 @@ class ModelExecutor:
         self._graphs = GenerationGraphs(self._model, self._cache.windows, num_slots, max_seq_len, record)
 
     def submit(self, batch: Batch) -> None:
-        """Start one batch, to run after those submitted before. One that raises has started nothing: OutOfMemory where
-        memory does not have what it takes, KernelError for a kernel that cannot run.
+        """Start one batch, to run after those submitted before: on a GPU now, on a CPU when it is collected.
 
-        A GPU has it from then on. A CPU has nobody else to run it, so there it runs when it is collected.
+        A call that raises has started nothing: OutOfMemory, or KernelError for a kernel that cannot run.
         """
         num_context = batch.num_context_tokens
         doing = f"running {num_context:,} context and {batch.num_tokens - num_context:,} generation tokens"
         with torch.inference_mode(), self._needing_memory(doing):
             prepared = self._prepare(batch)
             if self._model.device.type == "cpu":
-                self._under_way.append(lambda: self._run_now(prepared, doing))
+                self._in_flight.append(lambda: self._run_now(prepared, doing))
             else:
-                self._under_way.append(self._launch(prepared))
+                self._in_flight.append(self._launch(prepared))
 
-    def warm_up(self, hear: Callable[[int, int], None]) -> None:
-        """Once a generation batch has run: record the CUDA graphs of all sizes, and compile the kernels that copy
-        blocks. The KV cache must be nobody's. hear: is told how many graphs there are, and of how many.
+    def warm_up(self, report: Callable[[int, int], None]) -> None:
+        """Record the CUDA graphs of all batch sizes and compile the kernels that copy blocks.
 
-        InputError if memory does not have what they take."""
+        A generation batch must have run before, and no sequence may be in the KV cache. report: called with the number
+        of graphs recorded and of all. OutOfMemory if the graphs do not fit.
+        """
         with torch.inference_mode(), self._needing_memory("recording CUDA graphs"):
             self._cache.warm_up()
             if self._graphs is not None:
-                self._graphs.record_all(hear)
+                self._graphs.record_all(report)
 
     def collect(self) -> StepOutputs:
-        """Wait for the oldest batch under way, which is lost if this raises. RuntimeError if there is none. With beams
-        there are no `log_probs`: the candidates' scores say as much."""
-        if not self._under_way:
-            raise RuntimeError("collect() without submit(): no iteration is under way")
-        outputs_of_oldest = self._under_way.popleft()
+        """Wait for the oldest batch in flight, which is lost if this raises. RuntimeError if there is none. With beams
+        there are no `log_probs`: the scores of the candidates contain them."""
+        if not self._in_flight:
+            raise RuntimeError("collect() without submit(): no iteration is in flight")
+        outputs_of_oldest = self._in_flight.popleft()
         with torch.inference_mode():
             return outputs_of_oldest()
 
     def close(self) -> None:
-        """Give back the KV cache's memory. The executor cannot be used afterwards."""
-        self._under_way.clear()
+        """Free the KV cache. The executor cannot be used afterwards."""
+        self._in_flight.clear()
         del self._cache, self._penalty, self._graphs
 
-    def _run_now(self, prepared: PreparedBatch, doing: str) -> StepOutputs:
-        # OpenMP's number of threads is each thread's own; asked for it, PyTorch passes its own on to the one that asks.
+    def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
+        # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
         torch.get_num_threads()
         with self._needing_memory(doing):
             return self._launch(prepared)()
@@ -125,18 +122,19 @@ class ModelExecutor:
     def _needing_memory(self, doing: str) -> AbstractContextManager[None]:
         return needing_memory(doing, LOWER_FOR_BATCH, self._model.device)
 
-    # Preparing: what reads requests and block tables, and depends on no batch before.
+    # Preparation: reads requests and block tables, and depends on no earlier batch.
 
-    def _prepare(self, batch: Batch) -> PreparedBatch:
+    def _prepare(self, batch: Batch) -> "PreparedBatch":
         packed = pack(batch, self._cache.max_beams(batch))
         context_rows = ContextRows.of(batch, packed)
-        has_beams = batch.beam_width > 1
         return PreparedBatch(
             iteration=batch.iteration,
             owners=tuple([SlotOwner.of(chunk) for chunk in batch.context]),
             packed=packed,
             slots=self._on_device(batch.slots.astype(np.int64)),
-            beams=BeamStep(batch.beam_width, beam_inputs(batch), batch.num_candidates) if has_beams else None,
+            beam_width=batch.beam_width,
+            beams=beam_inputs(batch) if batch.beam_width > 1 else None,
+            num_candidates=batch.num_candidates,
             context_rows=context_rows,
             moves=self._cache.plan_moves(batch, packed),
             forward=self._pass(batch, packed, context_rows),
@@ -156,37 +154,36 @@ class ModelExecutor:
             ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers)
         )
 
-    # Launching: what the device does, in the order of submission.
+    # Launch: work of the device, in the order of submission.
 
-    def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
-        """Start `batch`; what comes back waits for its outputs."""
+    def _launch(self, batch: "PreparedBatch") -> Callable[[], StepOutputs]:
+        """Start `batch`. The result waits for its outputs and returns them."""
         for owner in batch.owners:
             self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
             self._penalty.assign(owner.slot, owner.sampling.repetition_penalty, owner.prompt)
-            self._wanted.assign(owner.slot, owner.options)
+            self._optional.assign(owner.slot, owner.options)
         self._cache.move_before(batch.moves)
         logits = batch.forward(self._generation_tokens(batch))
         self._cache.move_after(batch.moves)
-        return OutputsUnderWay(self._outputs(batch, logits), self._model.device).wait
+        return OutputsInFlight(self._outputs(batch, logits), self._model.device).wait
 
-    def _generation_tokens(self, batch: PreparedBatch) -> Tensor:
+    def _generation_tokens(self, batch: "PreparedBatch") -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""
         if batch.beams is not None:
-            return self._on_device(batch.beams.inputs.tokens.astype(np.int64).ravel())
+            return self._on_device(batch.beams.tokens.astype(np.int64).ravel())
         return self._newest.index_select(0, batch.slots)
 
-    def _outputs(self, batch: PreparedBatch, logits: Tensor) -> DeviceOutputs:
+    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> "DeviceOutputs":
         packed, num_output_rows = batch.packed, len(batch.packed.output_rows)
         context_logits = {} if batch.context_rows is None else batch.context_rows.split(logits[num_output_rows:])
         logits = logits[:num_output_rows]
-        beam_width = 1 if batch.beams is None else batch.beams.width
-        generation_logits = self._wanted.generation_logits(logits, packed, beam_width)
-        if (beams := batch.beams) is not None:
-            scores = to_device(beams.inputs.scores.copy(), self._model.device)
-            candidates = best_candidates(logits, scores, packed.num_last_chunks, beams.num_candidates)
+        generation_logits = self._optional.generation_logits(logits, packed, batch.beam_width)
+        if batch.beams is not None:
+            scores = to_device(batch.beams.scores.copy(), self._model.device)
+            candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
             return DeviceOutputs(None, candidates, None, context_logits, generation_logits)
         tokens = self._choose(logits, packed)
-        log_probs = self._wanted.log_probs(logits, tokens, packed)
+        log_probs = self._optional.log_probs(logits, tokens, packed)
         return DeviceOutputs(tokens, None, log_probs, context_logits, generation_logits)
 
     def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
@@ -202,20 +199,96 @@ class ModelExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """What plans batches, chooses tokens and computes their log-probabilities for a model."""
+class SlotOwner:
+    """A copy of the fields of a slot's request that the executor keeps; the request itself changes meanwhile.
 
-    windows: type[CacheWindows] = CacheWindows
-    sampler: type[Sampler] = Sampler
-    log_probs_of: LogProbsOf = log_probs_of
+    prompt: its ids once it is complete, if it has a repetition penalty.
+    """
+
+    slot: int
+    original_prompt_len: int
+    sampling: SamplingParams
+    options: OutputOptions
+    prompt: IntArray | None
+
+    @classmethod
+    def of(cls, chunk: ContextChunk) -> "SlotOwner":
+        """Those of the request of `chunk` now."""
+        request = chunk.request
+        is_penalised = chunk.is_last and request.sampling.repetition_penalty != 1.0
+        prompt = request.tokens_between(0, request.prompt_len).copy() if is_penalised else None
+        return cls(request.slot, request.original_prompt_len, request.sampling, request.options, prompt)
 
 
-def _parts_for(model: LlamaModel) -> _Parts:
-    if not model.uses_kernels:
-        return _Parts()
-    # These import Triton, which a run without a GPU does not need.
-    from ifbbench.execution.kernel_sampling import KernelSampler
-    from ifbbench.execution.kernel_windows import KernelCacheWindows
-    from ifbbench.kernels.token_choice import log_probs_of
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch with its tensors on the device and copies of all that it reads of requests and block tables.
 
-    return _Parts(KernelCacheWindows, KernelSampler, log_probs_of)
+    owners: of the slots of its chunks. slots: int64 [generation requests]. beams: None if the beam width is 1.
+    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits.
+    """
+
+    iteration: int
+    owners: tuple[SlotOwner, ...]
+    packed: PackedBatch
+    slots: Tensor
+    beam_width: int
+    beams: BeamInputs | None
+    num_candidates: int
+    context_rows: ContextRows | None
+    moves: CacheMoves
+    forward: ModelPass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOutputs:
+    """`StepOutputs` as tensors on the device. candidates: tokens, beams and scores."""
+
+    tokens: Tensor | None
+    candidates: tuple[Tensor, Tensor, Tensor] | None = None
+    log_probs: Tensor | None = None
+    context_logits: dict[int, Tensor] = field(default_factory=dict)
+    generation_logits: dict[int, Tensor] = field(default_factory=dict)
+
+
+class OutputsInFlight:
+    """Copies of a batch's outputs to the host, enqueued right behind the batch.
+
+    Enqueued when collected, they would wait for the batches submitted in between.
+    """
+
+    def __init__(self, outputs: DeviceOutputs, device: torch.device) -> None:
+        self._tokens = None if outputs.tokens is None else _to_host(outputs.tokens, torch.int32)
+        self._candidates: tuple[Tensor, Tensor, Tensor] | None = None
+        if outputs.candidates is not None:
+            tokens, beams, scores = outputs.candidates
+            self._candidates = (_to_host(tokens, torch.int32), _to_host(beams, torch.int32),
+                                _to_host(scores, torch.float32))  # fmt: skip
+        self._log_probs = None if outputs.log_probs is None else _to_host(outputs.log_probs, torch.float32)
+        self._context_logits = _floats_to_host(outputs.context_logits)
+        self._generation_logits = _floats_to_host(outputs.generation_logits)
+        self._arrived = torch.Event(device) if device.type == "cuda" else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> StepOutputs:
+        """The outputs, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        # Logits are copied: they are kept long, and views would keep pinned memory or the whole batch's logits alive.
+        return StepOutputs(
+            tokens=None if self._tokens is None else self._tokens.numpy(),
+            candidates=self._candidates and BeamCandidates(*(part.numpy() for part in self._candidates)),
+            log_probs=None if self._log_probs is None else self._log_probs.numpy(),
+            context_logits={index: part.numpy().copy() for index, part in self._context_logits.items()},
+            generation_logits={index: part.numpy().copy() for index, part in self._generation_logits.items()},
+        )
+
+
+def _to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converted on the device, because a copy that converts is synchronous. From CUDA into pinned memory."""
+    return tensor.to(dtype).to("cpu", non_blocking=True)
+
+
+def _floats_to_host(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {index: _to_host(tensor, torch.float32) for index, tensor in tensors.items()}

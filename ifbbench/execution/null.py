@@ -1,17 +1,16 @@
-"""An executor that answers at once, to measure everything but the model."""
+"""The executor of `--device null`: no model and no time, to measure everything else."""
 
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 
 
 class NullExecutor:
-    """Takes batches and makes no tokens."""
+    """An Executor that makes no tokens: those of requests stay symbolic."""
 
     def submit(self, batch: Batch) -> None:
-        """Take the batch; there is nothing to run."""
+        pass
 
     def collect(self) -> StepOutputs:
-        """Nothing: requests' tokens stay symbolic."""
         return NO_OUTPUTS
 
     def close(self) -> None:
-        """Nothing to give back."""
+        pass

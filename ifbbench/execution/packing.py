@@ -1,27 +1,32 @@
-"""A batch as flat arrays: what the model needs to run it in one pass."""
+"""A batch as flat arrays, from which the model runs it in one pass."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk
 from ifbbench.engine.request_table import IntArray
 from ifbbench.model.attention_plan import QuerySpans
 
 Int64Array = NDArray[np.int64]
+# One pass of the model: from the newest token of each generation request and beam, int64 [rows], to logits [output rows
+# + rows with context logits, vocabulary].
+ModelPass = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A batch's tokens in one row, contexts first. Rows count tokens; output rows are those that yield a token, one
-    for each last chunk, then one for each generation request and beam.
+    """The tokens of a batch in one row, context chunks first. A row is a token; output rows are those that yield one:
+    the last row of each last chunk, then that of each generation request and beam.
 
     context_tokens: [context rows], ids (those of generation requests are on the device).
-    positions: [rows]. owners: [rows], index of the span that each belongs to. output_rows: [output rows].
-    output_slots: [outputs], the slot that gets each new token; first those of the `num_last_chunks` last chunks.
-    output_positions: [outputs], where each new token stands in its sequence.
-    ends: [spans], tokens that each sequence has after the batch; a padded span is longer.
+    positions: [rows], in the sequence. owners: [rows], index of the span that each belongs to.
+    output_rows: [output rows]. output_slots: [outputs], the slot of each output; last chunks come first.
+    output_positions: [outputs], position of each new token in its sequence.
+    ends: [spans], tokens of each sequence after the batch; a padded span is longer.
     """
 
     context_tokens: Int64Array
@@ -37,7 +42,7 @@ class PackedBatch:
 
     @property
     def real_spans(self) -> QuerySpans:
-        """The spans without their padding."""
+        """The spans without padding."""
         if not self.is_padded:
             return self.spans
         return replace(self.spans, lengths=self.ends - self.spans.starts)
@@ -46,8 +51,8 @@ class PackedBatch:
 def pack(batch: Batch, max_beams: int) -> PackedBatch:
     """Lay out `batch`: its context chunks in order, then one token of each generation request and beam.
 
-    max_beams: rows of a block table that each slot has. ValueError if chunks are to be padded that do not start at the
-    beginning of their prompt.
+    max_beams: rows that each slot has in a block table. ValueError if a chunk to be padded is not the first of its
+    prompt.
     """
     spans, real_lengths = _spans(batch, max_beams)
     owners = np.repeat(np.arange(len(spans.lengths)), spans.lengths)
@@ -56,7 +61,7 @@ def pack(batch: Batch, max_beams: int) -> PackedBatch:
     yields = np.ones(len(spans.lengths), dtype=np.bool_)
     yields[: len(is_last)] = is_last
     has_output = yields
-    if batch.beam_width > 1:  # an output has several rows then; its first stands for it
+    if batch.beam_width > 1:  # the beams of a request are one output, represented by the first
         has_output = yields.copy()
         has_output[len(is_last) :] = np.arange(len(yields) - len(is_last)) % batch.beam_width == 0
     ends = spans.starts + real_lengths
@@ -74,20 +79,16 @@ def pack(batch: Batch, max_beams: int) -> PackedBatch:
     )
 
 
-def table_rows(block_tables: IntArray) -> IntArray:
-    """Block tables [slots, beams, blocks] as [slots · beams, blocks]: beam b of slot s has the row s · beams + b."""
-    return block_tables.reshape(-1, block_tables.shape[2])
-
-
 def _spans(batch: Batch, max_beams: int) -> tuple[QuerySpans, Int64Array]:
-    """Each context chunk and each generation token as a span of queries, and the spans' lengths without padding."""
+    """Each context chunk and each generation token as a span of queries, and the lengths of the spans without
+    padding."""
     context = np.array([(chunk.length, chunk.start, chunk.request.slot) for chunk in batch.context], dtype=np.int64)
     chunk_lengths, starts, slots = context.reshape(-1, 3).T
     ones = np.ones(len(batch.slots) * batch.beam_width, dtype=np.int64)
     real_lengths = lengths = np.concatenate([chunk_lengths, ones])
     if batch.padded and len(chunk_lengths):
         if starts.any():
-            raise ValueError("a padded batch has whole prompts only, but a chunk starts behind its prompt's beginning")
+            raise ValueError("a chunk of a padded batch starts at a position above 0; only whole prompts are padded")
         lengths = np.concatenate([np.full_like(chunk_lengths, chunk_lengths.max()), ones])
     generation = batch.slots.astype(np.int64)[:, None] * max_beams + np.arange(batch.beam_width)
     spans = QuerySpans(
@@ -100,8 +101,54 @@ def _spans(batch: Batch, max_beams: int) -> tuple[QuerySpans, Int64Array]:
 
 
 def _context_tokens(context: tuple[ContextChunk, ...], spans: QuerySpans) -> Int64Array:
-    """Ids of the chunks, one after the other, with zeros where a span is longer than its chunk."""
+    """Ids of all chunks, with zeros where a span is longer than its chunk."""
     tokens = np.zeros(int(spans.lengths[: len(context)].sum()), dtype=np.int64)
     for chunk, first in zip(context, spans.first_rows.tolist(), strict=False):
         tokens[first : first + chunk.length] = chunk.tokens()
     return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """The packed rows, without padding, of chunks whose requests ask for context logits.
+
+    rows: [rows], of all these chunks in order. chunks: index of each in its batch. lengths: rows of each.
+    """
+
+    rows: Int64Array
+    chunks: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: Batch, packed: PackedBatch) -> "ContextRows | None":
+        """Those of `batch`; None if no request asks."""
+        chunks = tuple(
+            index for index, chunk in enumerate(batch.context) if chunk.request.options.return_context_logits
+        )
+        if not chunks:
+            return None
+        lengths = tuple(batch.context[index].length for index in chunks)
+        rows = [packed.spans.first_rows[index] + np.arange(batch.context[index].length) for index in chunks]
+        return cls(np.concatenate(rows), chunks, lengths)
+
+    def split(self, logits: Tensor) -> dict[int, Tensor]:
+        """Index of a chunk -> its part [length, vocabulary] of `logits` [rows, vocabulary]."""
+        ends = np.cumsum(self.lengths).tolist()
+        return {chunk: logits[end - length : end]
+                for chunk, length, end in zip(self.chunks, self.lengths, ends, strict=True)}
+
+
+def table_rows(block_tables: IntArray) -> IntArray:
+    """Block tables [slots, beams, blocks] as [slots · beams, blocks]: beam b of slot s has the row s · beams + b."""
+    return block_tables.reshape(-1, block_tables.shape[2])
+
+
+def beam_inputs(batch: Batch) -> BeamInputs:
+    """Beam search's decision for the generation requests of `batch`, empty if it has none. ValueError if a batch with
+    such requests has no decision."""
+    if batch.beams is not None:
+        return batch.beams
+    if len(batch.slots):
+        raise ValueError(f"{len(batch.slots)} generation requests of beam width {batch.beam_width} without beams")
+    no_beams = np.empty((0, batch.beam_width), np.int32)
+    return BeamInputs(no_beams, no_beams, no_beams.astype(np.float32), np.empty(0, np.int32))

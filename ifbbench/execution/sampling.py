@@ -1,27 +1,35 @@
-"""How the next token is chosen from logits, for all rows of a batch at once.
+"""From logits to a batch's outputs: greedy and sampled tokens, repetition penalty, candidates of beam search, and the
+log-probabilities and logits that requests ask for.
 
-A sampled token depends on (request seed, output position) and its logits alone, which a repetition penalty may have
-changed by the tokens before. The uniform number behind it is a hash of seed and position, so neither the batch around a
-request nor a pause changes what it says.
+A sampled token depends only on the request's seed, the output position and the logits. Its uniform number is a hash of
+seed and position, so that neither the rest of the batch nor a pause changes the token.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.sampling_params import SamplingParams
+from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.execution.packing import Int64Array, PackedBatch
 from ifbbench.model.tensors import to_device
 
-Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+# From logits [rows, vocabulary] and tokens, int64 [rows], to the tokens' log-probabilities, float32 [rows].
+LogProbsOf = Callable[[Tensor, Tensor], Tensor]
 
-# Rows are sampled a few at a time, so that the sorted copies of a wide vocabulary stay small.
+# Limits the memory of the sorted copies of wide vocabularies: rows are sampled in groups of so many logits.
 MAX_VALUES_AT_ONCE = 16_000_000
+TINY_TEMPERATURE = np.finfo(np.float32).tiny
+# Added to the scores of a prompt's surplus candidates if the vocabulary has fewer tokens than beam search asks for.
+STAND_IN_SCORE = -1e9
 
 
 class Sampler:
-    """Sampling parameters of the request in each slot, and the choice of tokens by them."""
+    """Sampling parameters of each slot's request, and the choice of tokens by them."""
 
     def __init__(self, num_slots: int) -> None:
         self._temperatures = np.zeros(num_slots)
@@ -31,7 +39,7 @@ class Sampler:
         self._prompt_lengths = np.zeros(num_slots, dtype=np.int64)
 
     def assign(self, slot: int, params: SamplingParams, original_prompt_len: int) -> None:
-        """From now on `slot` belongs to a request with these parameters and this many prompt tokens."""
+        """Set the parameters of the request that now has `slot`."""
         self._temperatures[slot] = params.temperature
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p
@@ -41,7 +49,7 @@ class Sampler:
     def choose(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
         """Token ids, int64 [rows], from logits [rows, vocabulary].
 
-        slots: [rows], whose logits they are. positions: [rows], where each new token stands in its sequence.
+        slots: [rows], the slot of each row. positions: [rows], the position of each new token in its sequence.
         """
         greedy = most_likely(logits)
         (sampled,) = np.nonzero(self._temperatures[slots] > 0)
@@ -59,34 +67,59 @@ class Sampler:
         def column(values: FloatArray | Int64Array) -> Tensor:
             return to_device(values, logits.device).unsqueeze(1)
 
-        # The largest logit becomes 0 before division, and the temperature stays above 0 in float32, so that none,
-        # however small, makes a NaN.
-        temperatures = np.maximum(self._temperatures[slots], np.finfo(np.float32).tiny)
+        # The largest logit becomes 0 before the division, and the temperature is above 0 in float32: no NaN.
+        temperatures = np.maximum(self._temperatures[slots], TINY_TEMPERATURE)
         logits = logits.float()
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / column(temperatures).float()
         top_k, top_p = self._top_k[slots], self._top_p[slots]
         if top_k.any() or (top_p < 1.0).any():
             logits = keep_most_likely(logits, column(top_k), column(top_p))
-        uniforms = uniform_numbers(self._seeds[slots], positions - self._prompt_lengths[slots])
-        # In the order of token ids, not of probability: rounding may swap neighbours there, and then the token.
+        # Cumulated in the order of token ids: in the order of probability, rounding may swap neighbours.
         cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        targets = column(uniforms) * cumulative[:, -1:]
+        targets = column(self._uniforms(slots, positions)) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+    def _uniforms(self, slots: Int64Array, positions: Int64Array) -> FloatArray:
+        return uniform_numbers(self._seeds[slots], positions - self._prompt_lengths[slots])
+
+
+class KernelSampler(Sampler):
+    """`Sampler` with one copy to the GPU and one Triton kernel for all rows: the host never waits for logits."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        # Triton is not installed everywhere.
+        from ifbbench.kernels.token_choice import choose_tokens
+        from ifbbench.model.tensors import to_device_together
+
+        self._choose_tokens, self._on_device_together = choose_tokens, to_device_together
+
+    def choose(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
+        """See `Sampler.choose`."""
+        temperatures = self._temperatures[slots]
+        # A positive temperature below float32's range must not become 0, which means greedy.
+        temperatures = np.where(temperatures > 0, np.maximum(temperatures, TINY_TEMPERATURE), 0.0)
+        narrow = temperatures.astype(np.float32), self._top_p[slots].astype(np.float32)
+        # Sent as int32: one element for a number of four bytes, two for eight.
+        columns = [values.view(np.int32) for values in (self._uniforms(slots, positions), *narrow)]
+        uniform, temperature, top_p, top_k = self._on_device_together([*columns, self._top_k[slots]], logits.device)
+        return self._choose_tokens(logits, temperature.view(torch.float32), top_k, top_p.view(torch.float32),
+                                   uniform.view(torch.float64))  # fmt: skip
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """The id of the largest logit of each row, int64 [rows]; the first one of equals."""
+    """The id of the largest logit of each row, int64 [rows]; the smallest of several."""
     if logits.device.type == "cpu":
-        # NumPy's search is vectorised: ten times as fast as torch's.
+        # NumPy's argmax is vectorised: ten times as fast as torch's.
         return torch.from_numpy(logits.float().numpy().argmax(axis=1))
     return logits.argmax(dim=-1)
 
 
 def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`logits` [rows, vocabulary] with all but the most likely tokens at minus infinity.
+    """`logits` [rows, vocabulary] with all but the most likely tokens set to minus infinity.
 
-    top_k: int64 [rows, 1], how many to keep, 0 for all. top_p: [rows, 1], the probability that the kept ones must reach
-    together, counted after top_k; 1 keeps all. Tokens as likely as the last kept one are kept too.
+    top_k: int64 [rows, 1], how many to keep, 0 for all. top_p: [rows, 1], the probability that the kept tokens must
+    reach together after top_k; 1 keeps all. Tokens as likely as the last kept one are kept too.
     """
     vocabulary = logits.shape[1]
     ordered = logits.sort(dim=-1, descending=True).values
@@ -100,10 +133,10 @@ def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], counters: Int64Array) -> FloatArray:
-    """One number of [0, 1) for each (seed, counter), [rows]; equal pairs give equal numbers.
+    """One number in [0, 1) for each (seed, counter), [rows]; equal pairs give equal numbers.
 
-    The counters' place in the stream of a SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) that starts at the
-    mixed seed, with 53 bits kept.
+    Number `counter` of a SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) that starts at the mixed seed; 53
+    bits are kept.
     """
     gamma = np.uint64(0x9E37_79B9_7F4A_7C15)
     state = _mix(seeds + gamma) + (counters.astype(np.uint64) + np.uint64(1)) * gamma
@@ -115,3 +148,158 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
     return values ^ (values >> np.uint64(31))
+
+
+class RepetitionPenalty:
+    """Repetition penalty (Keskar et al., arXiv:1909.05858): ids that a sequence already contains become less likely.
+
+    The ids of each slot's sequence stay on the device, so that a step need not wait for the tokens of the one before.
+    Their table [slots, vocabulary] is allocated when the first request with a penalty arrives.
+    """
+
+    def __init__(self, num_slots: int, vocabulary: int, device: torch.device) -> None:
+        self._penalties = np.ones(num_slots, dtype=np.float32)
+        self._shape = (num_slots, vocabulary)
+        self._device = device
+        self._seen: Tensor | None = None
+
+    def assign(self, slot: int, penalty: float, prompt: IntArray | None) -> None:
+        """Set the penalty of the request that now has `slot`.
+
+        prompt: its ids, those that a pause has joined to it included; None before it is complete.
+        """
+        self._penalties[slot] = penalty
+        if penalty == 1.0 or prompt is None:
+            return
+        if self._seen is None:
+            self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        ids = to_device(prompt.astype(np.int64), self._device)
+        self._seen[slot].zero_().index_fill_(0, ids, True)
+
+    def apply(self, logits: Tensor, slots: Int64Array) -> Tensor:
+        """Penalised copy of `logits` [rows, vocabulary] for the requests in `slots` [rows], in float32; `logits` itself
+        if no row has a penalty.
+
+        The logit of each id that occurs, however often, is divided by the penalty if positive, else multiplied.
+        """
+        if self._seen is None:
+            return logits
+        rows = self._penalised(slots)
+        if len(rows) == 0:
+            return logits
+        index = to_device(rows, self._device)
+        penalties = to_device(self._penalties[slots[rows]], self._device).unsqueeze(1)
+        plain = logits.index_select(0, index).float()
+        lowered = torch.where(plain < 0, plain * penalties, plain / penalties)
+        seen = self._seen.index_select(0, to_device(slots[rows], self._device))
+        return logits.float().index_copy(0, index, torch.where(seen, lowered, plain))
+
+    def note(self, tokens: Tensor, slots: Int64Array) -> None:
+        """Add `tokens`, int64 [rows] on the device, to the sequences of the requests in `slots` [rows]."""
+        if self._seen is None:
+            return
+        rows = self._penalised(slots)
+        if len(rows):
+            chosen = tokens.index_select(0, to_device(rows, self._device))
+            firsts = to_device(slots[rows] * self._shape[1], self._device)
+            self._seen.view(-1).index_fill_(0, firsts + chosen, True)
+
+    def _penalised(self, slots: Int64Array) -> NDArray[np.intp]:
+        return np.flatnonzero(self._penalties[slots] != 1.0)
+
+
+def best_candidates(
+    logits: Tensor, scores: Tensor, num_last_chunks: int, num_candidates: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, beams and scores of the best continuations, each [outputs, candidates], best first.
+
+    logits: [last chunks + requests · beams, vocabulary]. scores: float32 [requests, beams], of the beams so far. There
+    are `num_candidates` candidates, or beams · vocabulary if that is less. Equal scores are ordered by beam and token.
+    Candidates of a last chunk continue beam 0; if the vocabulary has too few tokens, they repeat with STAND_IN_SCORE
+    added, as those of beams that do not exist yet.
+    """
+    log_probs = logits.float().log_softmax(dim=-1)
+    vocabulary = logits.shape[1]
+    num_requests, num_beams = scores.shape
+    count = min(num_candidates, num_beams * vocabulary)
+    first_scores, first_tokens = _best(log_probs[:num_last_chunks], min(count, vocabulary))
+    places = torch.arange(count, device=logits.device)
+    first_scores = first_scores[:, places % vocabulary] + (places >= vocabulary) * STAND_IN_SCORE
+    first_tokens = first_tokens[:, places % vocabulary]
+
+    totals = log_probs[num_last_chunks:].view(num_requests, num_beams, vocabulary) + scores.unsqueeze(2)
+    next_scores, places = _best(totals.flatten(1), count)
+    return (
+        torch.cat([first_tokens, places % vocabulary]),
+        torch.cat([torch.zeros_like(first_tokens), places // vocabulary]),
+        torch.cat([first_scores, next_scores]),
+    )
+
+
+def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values of each row and their indices, both [rows, count]; equal values by ascending index."""
+    largest = values.topk(count, dim=-1)
+    # topk defines neither which of several equal values are last in the result, nor the order of equal values.
+    least = largest.values[:, -1:]
+    all_places = torch.arange(values.shape[1], device=values.device)
+    ties = torch.where(values == least, all_places, len(all_places) - 1).topk(count, dim=-1, largest=False).values
+    num_above = (largest.values > least).sum(dim=-1, keepdim=True)
+    ranks = torch.arange(count, device=values.device)
+    nth_tie = ties.gather(1, (ranks - num_above).clamp(min=0))
+    places = torch.where(ranks < num_above, largest.indices, nth_tie).sort(dim=-1).values
+    ordered, order = values.gather(1, places).sort(dim=-1, descending=True, stable=True)
+    return ordered, places.gather(1, order)
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probability of each row's token, on any device."""
+    return logits.float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+class OptionalOutputs:
+    """The log-probabilities and generation logits that the request in each slot asks for."""
+
+    def __init__(self, num_slots: int, log_probs_of: LogProbsOf = log_probs_of) -> None:
+        self._log_probs_of = log_probs_of
+        self._log_probs = np.zeros(num_slots, dtype=np.bool_)
+        self._generation_logits = np.zeros(num_slots, dtype=np.bool_)
+        self._asking: set[int] = set()  # slots; usually empty, which saves the look-ups below
+
+    def assign(self, slot: int, options: OutputOptions) -> None:
+        """Set what the request that now has `slot` asks for."""
+        self._log_probs[slot] = options.return_log_probs
+        self._generation_logits[slot] = options.return_generation_logits
+        if options.return_log_probs or options.return_generation_logits:
+            self._asking.add(slot)
+        else:
+            self._asking.discard(slot)
+
+    def log_probs(self, logits: Tensor, tokens: Tensor, packed: PackedBatch) -> Tensor | None:
+        """Log-probabilities, float32 [outputs], of `tokens` [outputs] by unmodified `logits` [outputs, vocabulary].
+
+        0 for requests that did not ask; None if none did.
+        """
+        if not self._asking:
+            return None
+        rows = np.flatnonzero(self._log_probs[packed.output_slots])
+        if len(rows) == 0:
+            return None
+        if len(rows) == len(tokens):
+            return self._log_probs_of(logits, tokens)
+        index = to_device(rows, logits.device)
+        chosen = self._log_probs_of(logits.index_select(0, index), tokens.index_select(0, index))
+        return torch.zeros(len(tokens), device=logits.device).index_copy_(0, index, chosen)
+
+    def generation_logits(self, logits: Tensor, packed: PackedBatch, beam_width: int) -> dict[int, Tensor]:
+        """Index of an output -> its rows of `logits` [output rows, vocabulary], for the requests that asked.
+
+        One row of a last chunk, `beam_width` rows of a generation request.
+        """
+        if not self._asking:
+            return {}
+        wanted = {}
+        for output in np.flatnonzero(self._generation_logits[packed.output_slots]).tolist():
+            request = output - packed.num_last_chunks
+            first, count = (output, 1) if request < 0 else (packed.num_last_chunks + request * beam_width, beam_width)
+            wanted[output] = logits[first : first + count]
+        return wanted

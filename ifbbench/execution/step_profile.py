@@ -1,4 +1,4 @@
-"""Where the time of iterations goes, noted batch by batch."""
+"""Times of the iterations of a run with `--profile`. Imports no torch, because every run's recorder imports it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from ifbbench.engine.batch import Batch
 
 @dataclass(slots=True)
 class StepTimes:
-    """Of all passes of an iteration together; times in seconds.
+    """Times of one iteration, all its passes together, in seconds.
 
-    prepare_s: the host packs the batch. launch_s: it hands the batch to a GPU; 0 on a CPU. collect_s: it waits for the
-    outputs. device_s: the device is busy with the batch, a GPU from its first kernel to its last. flops, bytes: what
-    the batch asks of the device at the least.
+    prepare_s: packing on the host. launch_s: handing the batch to a GPU; 0 on a CPU. collect_s: waiting for outputs.
+    device_s: the device is busy with the batch, a GPU from its first kernel to its last. flops, bytes: the least work
+    that the batch needs.
     """
 
     prepare_s: float = 0.0
@@ -24,14 +24,14 @@ class StepTimes:
 
 
 class StepProfile:
-    """The times of iterations that nobody has taken yet. least_work(batch): its FLOPs and bytes."""
+    """Times of the iterations that the recorder has not taken yet. least_work(batch): its FLOPs and bytes."""
 
     def __init__(self, least_work: Callable[[Batch], tuple[float, float]]) -> None:
         self._least_work = least_work
         self._steps: dict[int, StepTimes] = {}
 
     def begin(self, batch: Batch) -> StepTimes:
-        """The times of the batch's iteration, to add to; its work is in them from now on."""
+        """The times of the batch's iteration, to be added to; the batch's work is already added."""
         step = self._steps.setdefault(batch.iteration, StepTimes())
         flops, moved = self._least_work(batch)
         step.flops += flops
@@ -43,9 +43,9 @@ class StepProfile:
         return self._steps[iteration]
 
     def take(self, iteration: int) -> StepTimes:
-        """The same, to be forgotten here; zeros if the iteration had no batch."""
+        """Remove and return the times of an iteration; zeros if it had no batch."""
         return self._steps.pop(iteration, StepTimes())
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all times."""
         self._steps.clear()

@@ -1,27 +1,21 @@
-"""The executor of a profiled run."""
+"""The executor of a run with `--profile`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.kv_cache.layout import CacheLayout
-from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.execution.prepared import PreparedBatch
+from ifbbench.execution.model_executor import ModelExecutor, PreparedBatch
 from ifbbench.execution.step_profile import StepProfile
-from ifbbench.model.llama import LlamaModel
 
 
 class TimedExecutor(ModelExecutor):
-    """A `ModelExecutor` that notes in `profile` where the time goes."""
+    """A `ModelExecutor` that adds its times to `profile`."""
 
-    def __init__(
-        self, model: LlamaModel, num_slots: int, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None,
-        *, profile: StepProfile, layout: CacheLayout | None = None, kv_cache_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(model, num_slots, num_blocks, tokens_per_block, max_seq_len, layout=layout,
-                         kv_cache_dtype=kv_cache_dtype)  # fmt: skip
+    def __init__(self, *arguments: Any, profile: StepProfile, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._profile = profile
         self._clock = WallClock()
 
@@ -40,7 +34,7 @@ class TimedExecutor(ModelExecutor):
         else:
             step.launch_s += took_s
 
-        def wait_and_note() -> StepOutputs:
+        def wait_and_time() -> StepOutputs:
             start_s = self._clock.now()
             outputs = wait()
             step.collect_s += self._clock.now() - start_s
@@ -49,10 +43,10 @@ class TimedExecutor(ModelExecutor):
                 step.device_s += started.elapsed_time(ended) / 1000
             return outputs
 
-        return wait_and_note
+        return wait_and_time
 
     def _event(self) -> torch.Event | None:
-        """A mark in a GPU's work, here and now. A CPU needs none: its work is done when the call returns."""
+        """An event recorded now in the work of a GPU. None on a CPU, where the work is done when the call returns."""
         if self._model.device.type == "cpu":
             return None
         event = torch.Event(self._model.device, enable_timing=True)

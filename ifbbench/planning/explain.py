@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ifbbench.api.cache_layout import cache_layout, windows_of_layers
+from ifbbench.api.resolve import cache_layout, windows_of_layers
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.api.engine import Engine, build_engine, warm_up
-from ifbbench.api.profile import Profile
-from ifbbench.api.progress import Progress
+from ifbbench.api.engine import Engine, Profile, Progress, build_engine, warm_up
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits, Refusal

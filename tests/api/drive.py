@@ -28,7 +28,7 @@ BAD: Mapping[str, tuple[dict[str, Any], str]] = {
     "prompt too long": ({"input_ids": [1] * 50}, "prompt of 50 tokens"),
     "beam wider than allowed": ({"beam_width": 2}, "beam width 2"),
     "no beam": ({"beam_width": 0}, "beam width 0"),
-    "NaN temperature": ({"sampling": SamplingParams(temperature=math.nan)}, "temperature nan"),
+    "NaN temperature": ({"sampling": SamplingParams(temperature=math.nan)}, "temperature is nan"),
     "float tokens": ({"input_ids": [1.0, 2.5]}, "input_ids: expected integers"),
     "negative id": ({"request_id": -1}, "request_id -1"),
     "id beyond 64 bits": ({"request_id": 2**64}, f"request_id {2**64}"),

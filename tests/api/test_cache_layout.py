@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from ifbbench.api.cache_layout import cache_layout, kv_value_bytes, parse_windows
-from ifbbench.api.resolve import batching_config, resolve_limits
+from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, parse_windows, resolve_limits
 from ifbbench.config import RunConfig
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
@@ -61,6 +60,14 @@ def test_the_models_own_window_where_none_is_asked_for():
     mistral = dataclasses.replace(TINY, sliding_window=60)
     assert list(layers_of(layout_of(model=mistral))) == [60]
     assert list(layers_of(layout_of(model=mistral, max_attention_window="50"))) == [50]
+
+
+def test_neither_windows_nor_sequences_exceed_the_model():
+    mistral = dataclasses.replace(TINY, sliding_window=60)
+    with pytest.raises(InputError, match=r"61 is more than the sliding window of model tiny; expected at most 60"):
+        layout_of(model=mistral, max_attention_window="61")
+    with pytest.raises(InputError, match=r"--max_seq_len: 257 is more than the 256 positions of model tiny"):
+        layout_of(max_seq_len=257)
 
 
 @pytest.mark.parametrize(

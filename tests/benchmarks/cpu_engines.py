@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ifbbench.execution.device_speed import DeviceSpeed
+from ifbbench.execution.device import DeviceSpeed
 from ifbbench.recording import environment
 from tests.benchmarks.cpu_engine_runs import ENGINES
 from tests.benchmarks.cpu_limit import Limit, limit, matrix_flops_per_s, read_bytes_per_s

@@ -14,7 +14,7 @@ import torch
 
 from ifbbench.api.engine import build_engine
 from ifbbench.engine.batch import Batch
-from ifbbench.execution.device_speed import DeviceSpeed
+from ifbbench.execution.device import DeviceSpeed
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.linear import make_linear
 from ifbbench.model.named_models import load_model_config

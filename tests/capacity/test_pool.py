@@ -10,7 +10,7 @@ from ifbbench.capacity.device import Memory, find_device
 from ifbbench.capacity.pool import make_pool
 from ifbbench.config import DTYPE_BYTES, KV_CACHE_DTYPES, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution import build, data_types, device_memory, host_memory
+from ifbbench.execution import build, device, host
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
 
@@ -73,7 +73,7 @@ def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypat
     config = RunConfig(device="cpu", **settings)
     taken = dict.fromkeys(("loaded", "layout"))
     weight_bytes = TINY.num_parameters * DTYPE_BYTES["float32"]
-    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: free_bytes - weight_bytes)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: free_bytes - weight_bytes)
     loaded = build.load_model(RunConfig(device="cpu"))
     monkeypatch.setattr(build, "load_model", lambda config: loaded)
     monkeypatch.setattr(build, "make_executor", lambda *_, **options: taken.update(options))
@@ -167,7 +167,7 @@ def test_given_memory_asks_no_device(monkeypatch):
 
 def test_a_cpu_is_asked_without_torch_and_gives_the_cache_two_gib(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 7 * GIB)
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 7 * GIB)
     assert find_device(RunConfig(device="cpu")) == Memory("cpu", 7 * GIB, 2 * GIB, is_cpu=True)
     assert find_device(RunConfig(device="cpu"), GIB) == Memory("cpu", GIB, 2 * GIB, is_cpu=True)
 
@@ -188,6 +188,6 @@ def test_free_memory_of_a_gpu_is_asked_for(monkeypatch):
 
 
 def test_what_is_known_of_types_is_what_runs_know():
-    assert {name: dtype.itemsize for name, dtype in data_types.KV_CACHE_DTYPES.items()} == {
+    assert {name: dtype.itemsize for name, dtype in build.KV_CACHE_DTYPES.items()} == {
         name: size for name, size in DTYPE_BYTES.items() if name in KV_CACHE_DTYPES
     }

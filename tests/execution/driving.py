@@ -24,6 +24,7 @@ from ifbbench.engine.sampling_params import (
     SamplingParams,
     StopConditions,
 )
+from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.llama import ForwardInputs, Gpt2Model, LlamaModel
 
@@ -257,7 +258,7 @@ def driver_of(
 ) -> Driver:
     """A driver over a fresh executor whose slots hold sequences of up to `longest` tokens."""
     num_blocks = num_slots * max_beams * -(-longest // tokens_per_block) + 3
-    executor = ModelExecutor(model, num_slots, num_blocks, tokens_per_block)
+    executor = ModelExecutor(model, one_window_layout(model.config, num_blocks, tokens_per_block), num_slots)
     return Driver(executor, num_slots, num_blocks, seed, max_beams)
 
 
@@ -267,7 +268,7 @@ def layout_driver(
     """A driver over a fresh executor with the cache `layout`; each window has blocks for `num_slots` sequences."""
     first, *others = layout.windows
     max_beams = first.attention_window.max_beam_width
-    executor = ModelExecutor(model, num_slots, 0, 0, layout=layout, kv_cache_dtype=kv_cache_dtype)
+    executor = ModelExecutor(model, layout, num_slots, kv_cache_dtype=kv_cache_dtype)
     driver = Driver(executor, num_slots, first.num_blocks, seed, max_beams)
     driver.attention_window = first.attention_window
     driver.window_tables = tuple(

@@ -182,7 +182,7 @@ def test_beams_in_the_blocks_of_the_engine_are_those_of_a_dense_decoder(
             tokens_per_block=4, num_blocks=layout.num_blocks, max_beam_width=beam_width, chunk_unit=4,
             windows=(layout,),
         )  # fmt: skip
-        executor = ModelExecutor(model, config.num_slots, 0, 0, layout=CacheLayout((layout,)))
+        executor = ModelExecutor(model, CacheLayout((layout,)), config.num_slots)
         requests = [
             Request(index, len(prompt), new_tokens, prompt_tokens=prompt, beam_width=beam_width, index=index)
             for index, (prompt, (_, new_tokens)) in enumerate(zip(prompts, lengths, strict=True))

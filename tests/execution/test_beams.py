@@ -10,8 +10,9 @@ import torch
 from ifbbench.engine.batch import Batch, BeamInputs, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
-from ifbbench.execution.beams import STAND_IN_SCORE, best_candidates, rows_to_copy
+from ifbbench.execution.cache_windows import one_window_layout, rows_to_copy
 from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.execution.sampling import STAND_IN_SCORE, best_candidates
 from tests.execution.driving import FakeRequest, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint, reference_logits
 
@@ -113,7 +114,7 @@ def test_batches_without_outputs_have_no_candidates(tmp_path: Path) -> None:
 def test_generation_without_what_the_search_decided_is_an_error(tmp_path: Path) -> None:
     model, _ = checkpoint(tmp_path)
     one = np.zeros(1, np.int32)
-    executor = ModelExecutor(model, 1, 8, 4)
+    executor = ModelExecutor(model, one_window_layout(model.config, 8, 4), 1)
     with pytest.raises(ValueError, match="beam width 2 without beams"):
         executor.submit(Batch(0, (), one, one + 4, np.zeros((1, 2, 4), np.int32), beam_width=2, num_candidates=4))
 

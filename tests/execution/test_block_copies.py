@@ -7,7 +7,7 @@ import torch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.execution.block_copies import independent_runs, run_copies
+from ifbbench.execution.cache_windows import copy_blocks, independent_copies
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
@@ -51,7 +51,7 @@ def test_copies_are_as_if_one_by_one(seed: int) -> None:
         if kind is OFFLOAD:
             stored[window].add(destination)
         copies.append(BlockCopy(kind, source, destination, SIZE, window))
-    run_copies(copies, caches, CPU)
+    copy_blocks(copies, caches, CPU)
     for window, layers in enumerate(((0, 2), (1,))):
         expected = torch.from_numpy(device[window]).repeat_interleave(SIZE).float()
         for layer in layers:
@@ -62,7 +62,7 @@ def test_copies_are_as_if_one_by_one(seed: int) -> None:
 
 def test_independent_copies_go_together() -> None:
     def lengths(*pairs: tuple[CopyKind, int, int]) -> list[int]:
-        return [len(run) for run in independent_runs([BlockCopy(*pair, SIZE) for pair in pairs])]
+        return [len(run) for run in independent_copies([BlockCopy(*pair, SIZE) for pair in pairs])]
 
     assert lengths() == []
     assert lengths((DEVICE, 0, 1), (DEVICE, 2, 3), (DEVICE, 4, 0)) == [3]
@@ -73,7 +73,7 @@ def test_independent_copies_go_together() -> None:
 
 def test_host_copies_need_host_blocks() -> None:
     with pytest.raises(ValueError, match="no host blocks"):
-        run_copies([BlockCopy(OFFLOAD, 0, 0, SIZE)], [numbered_cache(2, 0, (0,))], CPU)
+        copy_blocks([BlockCopy(OFFLOAD, 0, 0, SIZE)], [numbered_cache(2, 0, (0,))], CPU)
 
 
 def driver_with_host(model: LlamaModel) -> Driver:

@@ -10,7 +10,8 @@ import torch
 from ifbbench.api.engine import build_engine
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution import build, device_memory
+from ifbbench.execution import build, device
+from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.model.named_models import SHAPES
@@ -29,7 +30,7 @@ def test_null_has_no_model() -> None:
 
 
 def test_weights_larger_than_memory_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 20_000_000_000)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 20_000_000_000)
     with pytest.raises(InputError, match=r"llama-3\.1-8b take 32,121,044,992 bytes in float32, but 20,000,000,000 are"):
         build_engine(RunConfig(device="cpu", model="llama-3.1-8b"))
 
@@ -60,9 +61,9 @@ def test_kv_memory_follows_the_fraction_of_free_memory_up_to_a_limit(
     loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig(kv_cache_free_gpu_mem_fraction=0.5)
-    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 1000)
     assert build.kv_memory(config, loaded) == 500
-    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 10**15)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 10**15)
     assert build.kv_memory(config, loaded) == 2 * 1024**3
 
 
@@ -95,4 +96,4 @@ def test_what_the_largest_batch_takes_is_no_room_for_a_cache_on_a_gpu(
 def test_executor_from_a_loaded_model() -> None:
     loaded = build.load_model(RunConfig(device="cpu"))
     assert loaded.config == ModelConfig.tiny()
-    build.make_executor(loaded, num_slots=2, num_blocks=4, tokens_per_block=16, max_seq_len=64).close()
+    build.make_executor(loaded, 2, 64, layout=one_window_layout(loaded.config, 4, 16)).close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ifbbench.execution.device_speed import DeviceSpeed
+from ifbbench.execution.device import DeviceSpeed
 from ifbbench.model.gguf_file import GgufFile
 from tests.benchmarks.cpu_engine_runs import ENGINES
 from tests.benchmarks.cpu_engines import Measured, figures, make_checkpoint

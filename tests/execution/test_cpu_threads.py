@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.execution import cpu_threads
-from ifbbench.execution.cpu_threads import granted_processors, use_threads
+from ifbbench.execution import host
+from ifbbench.execution.host import granted_processors, use_threads
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,8 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A system of control groups, empty at first."""
-    monkeypatch.setattr(cpu_threads, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu_threads, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
     return tmp_path
 
 
@@ -67,10 +67,10 @@ def test_no_control_groups(system: Path) -> None:
 
 
 def test_what_the_user_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "granted_processors", lambda: 1)
+    monkeypatch.setattr(host, "granted_processors", lambda: 1)
     assert use_threads(3) == torch.get_num_threads() == 3
     assert use_threads(None) == torch.get_num_threads() == 1
-    monkeypatch.setattr(cpu_threads, "granted_processors", lambda: None)
+    monkeypatch.setattr(host, "granted_processors", lambda: None)
     torch.set_num_threads(2)
     assert use_threads(None) == torch.get_num_threads() == 2
 

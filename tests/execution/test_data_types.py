@@ -8,7 +8,7 @@ import torch
 from ifbbench.api.engine import build_engine
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution.data_types import check_data_types, compute_dtype, product_maker
+from ifbbench.execution.build import check_data_types, compute_dtype, product_maker
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.linear import Fp8Linear, make_linear
 from ifbbench.model.weights import random_weights

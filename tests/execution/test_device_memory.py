@@ -9,8 +9,8 @@ import torch
 from ifbbench.api.engine import build_engine, warm_up
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution import build, device_memory
-from ifbbench.execution.device_memory import OutOfMemory, is_out_of_memory, needing_memory
+from ifbbench.execution import build, device
+from ifbbench.execution.device import OutOfMemory, is_out_of_memory, needing_memory
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.llama import LlamaModel
 from tests.execution.driving import driver_of, requests_of
@@ -28,7 +28,7 @@ def out_of_memory(*_: object, **__: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 123_456_789)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 123_456_789)
 
 
 def expect(work: Callable[[], object], *words: str) -> None:

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from ifbbench.execution.host_memory import available_host_bytes, keep_freed_memory
+from ifbbench.execution.host import available_host_bytes, keep_freed_memory
 
 # In a process of its own, as a run is: a heap that thousands of tests have used has no end to grow at.
 FAULTS_OF_LARGE_TENSORS = """
 import resource, torch
-from ifbbench.execution.host_memory import keep_freed_memory
+from ifbbench.execution.host import keep_freed_memory
 keep_freed_memory()
 faults = []
 for _ in range(50):

@@ -8,7 +8,8 @@ from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build
-from ifbbench.execution.data_types import KV_CACHE_DTYPES
+from ifbbench.execution.build import KV_CACHE_DTYPES
+from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.model.kv_cache import ContiguousKvCache, PagedKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
@@ -71,7 +72,7 @@ def test_host_blocks_hold_what_the_device_holds() -> None:
 @pytest.mark.parametrize("name", [None, *KV_CACHE_DTYPES])
 def test_executors_by_the_names_of_data_types(name: str | None) -> None:
     loaded = build.load_model(RunConfig(dtype="float32", device="cpu"))
-    executor = build.make_executor(loaded, 2, 4, 16, 64, kv_cache_dtype=name)
+    executor = build.make_executor(loaded, 2, 64, layout=one_window_layout(loaded.config, 4, 16), kv_cache_dtype=name)
     (window,) = executor._cache.windows
     keys, _ = window.cache.gather(0, torch.zeros(1, 1, dtype=torch.int64), 16)
     assert (keys.shape, keys.dtype) == ((1, 4, 16, 32), torch.float32)

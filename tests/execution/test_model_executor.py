@@ -7,7 +7,7 @@ import torch
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
 from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import SamplingParams
-from ifbbench.errors import InputError
+from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig
@@ -94,7 +94,7 @@ def test_batches_under_way_are_answered_in_the_order_of_their_submission(model: 
 
 
 def test_collect_without_submit_is_an_error(model: LlamaModel) -> None:
-    executor = ModelExecutor(model, 1, 4, 4)
+    executor = ModelExecutor(model, one_window_layout(SMALL, 4, 4), 1)
     with pytest.raises(RuntimeError, match="no iteration"):
         executor.collect()
     executor.submit(empty_batch(np.zeros((1, 1, 4), np.int32)))
@@ -159,11 +159,6 @@ def test_a_batch_under_way_is_what_its_requests_were_when_it_was_submitted(model
     while driver.under_way:
         driver.collect()
     assert [first.outputs, second.outputs] == expected
-
-
-def test_longer_sequences_than_the_model_has_positions_are_refused(model: LlamaModel) -> None:
-    with pytest.raises(InputError, match="512 positions"):
-        ModelExecutor(model, 1, 4, 4, max_seq_len=513)
 
 
 def test_null_executor_makes_no_tokens() -> None:

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from ifbbench.api.batch_manager import BatchManager
 from ifbbench.cli.main import main
-from ifbbench.execution import cpu_threads, host_memory
+from ifbbench.execution import host
 
 LIMITS = {"max_seq_len": 64, "max_tokens": 256, "max_batch_size": 2}
 
@@ -18,8 +18,8 @@ LIMITS = {"max_seq_len": 64, "max_tokens": 256, "max_batch_size": 2}
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """One processor is granted, two threads are set. Collects the calls that set malloc options."""
     before, calls = torch.get_num_threads(), list[str]()
-    monkeypatch.setattr(cpu_threads, "granted_processors", lambda: 1)
-    monkeypatch.setattr(host_memory, "keep_freed_memory", lambda: calls.append("malloc"))
+    monkeypatch.setattr(host, "granted_processors", lambda: 1)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: calls.append("malloc"))
     torch.set_num_threads(2)
     yield calls
     torch.set_num_threads(before)

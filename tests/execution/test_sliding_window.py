@@ -7,7 +7,6 @@ import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.model_executor import ModelExecutor
 from tests.execution.driving import layout_driver, requests_of
@@ -51,14 +50,8 @@ def test_logits_of_transformers(tmp_path: Path, layout: CacheLayout | None) -> N
 def test_the_models_window_is_kept_without_being_told(tmp_path: Path) -> None:
     model, _ = mistral_checkpoint(tmp_path, WINDOW)
     assert model.config.sliding_window == WINDOW
-    (window,) = ModelExecutor(model, 1, 20, 4)._cache.windows
-    assert window.rule.size == WINDOW
-    (window,) = ModelExecutor(model, 1, 20, 4, max_seq_len=WINDOW)._cache.windows
-    assert not window.rule.is_limited
-    assert window.rule.is_straight(torch.arange(WINDOW + 1).numpy()).all()
-
-
-def test_a_layout_cannot_widen_the_models_window(tmp_path: Path) -> None:
-    model, _ = mistral_checkpoint(tmp_path, WINDOW)
-    with pytest.raises(InputError, match="9 is more than the model's sliding window; expected at most 8"):
-        ModelExecutor(model, 1, 20, 4, layout=layout_of(True, WINDOW + 1))
+    (window,) = ModelExecutor(model, one_window_layout(model.config, 20, 4), 1)._cache.windows
+    assert window.attention.size == WINDOW
+    (window,) = ModelExecutor(model, one_window_layout(model.config, 20, 4, WINDOW), 1)._cache.windows
+    assert not window.attention.is_limited
+    assert window.attention.is_straight(torch.arange(WINDOW + 1).numpy()).all()

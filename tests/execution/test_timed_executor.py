@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ifbbench.engine.batch import Batch
+from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.step_profile import StepProfile, StepTimes
 from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig
@@ -28,7 +29,7 @@ def test_the_same_tokens_and_a_time_for_each_part(model: LlamaModel) -> None:
     plain, timed = (requests_of([(9, 3), (20, 3)], SMALL.vocab_size) for _ in range(2))
     driver_of(model, 2, 4, 40).run(plain)
     profile = StepProfile(work_of)
-    driver = Driver(TimedExecutor(model, 2, 40, 4, profile=profile), 2, 40)
+    driver = Driver(TimedExecutor(model, one_window_layout(model.config, 40, 4), 2, profile=profile), 2, 40)
     driver.run(timed)
     assert [request.outputs for request in timed] == [request.outputs for request in plain]
     steps = [profile.take(iteration) for iteration in range(driver.iteration)]
@@ -44,7 +45,7 @@ def test_passes_of_one_iteration_add_up(model: LlamaModel) -> None:
     first, second = requests_of([(9, 3), (5, 3)], SMALL.vocab_size)
     first.slot, second.slot = 0, 1
     profile = StepProfile(work_of)
-    driver = Driver(TimedExecutor(model, 2, 40, 4, profile=profile), 2, 40)
+    driver = Driver(TimedExecutor(model, one_window_layout(model.config, 40, 4), 2, profile=profile), 2, 40)
     driver.submit([(first, 9)], [])
     driver.iteration -= 1
     driver.submit([(second, 5)], [])

@@ -15,14 +15,10 @@ from torch import Tensor
 
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
 from ifbbench.execution import (
-    block_copies,
     cache_windows,
     cuda_graphs,
     model_executor,
-    numbers,
-    penalty,
     sampling,
-    under_way,
 )
 from ifbbench.kernels import cache
 from ifbbench.model import kernel_llama, tensors
@@ -48,7 +44,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                         ("graph_pool_handle", (0, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(cuda_graphs, "CudaGraphRecorder", lambda: _record)
-    monkeypatch.setattr(under_way.OutputsUnderWay, "wait", _zeros)
+    monkeypatch.setattr(model_executor.OutputsInFlight, "wait", _zeros)
     _replace_functions_that_read_values(monkeypatch)
     return started
 
@@ -67,7 +63,7 @@ def _record(work: Any) -> Any:
 
 
 def _replace_functions_that_read_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_llama):
+    for module in (cache_windows, model_executor, sampling, kernel_llama):
         monkeypatch.setattr(module, "to_device", _to_device)
     monkeypatch.setattr(cache_windows.CacheWindows, "_tensor", lambda windows, array: _to_device(array, CUDA))
     for module in (cuda_graphs, tensors):
@@ -118,7 +114,7 @@ def _copied(tensor: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     return tensor
 
 
-def _zeros(outputs: under_way.OutputsUnderWay) -> StepOutputs:
+def _zeros(outputs: model_executor.OutputsInFlight) -> StepOutputs:
     """Zeros in the shapes of `outputs`, which are all on the host."""
     def zeros(tensor: Tensor) -> NDArray[Any]:
         assert not _is_cuda(tensor)

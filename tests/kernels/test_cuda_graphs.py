@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.api import engine as engine_module
-from ifbbench.api.engine import build_engine, warm_up
-from ifbbench.api.generate import generate
+from ifbbench.api.engine import build_engine, generate, warm_up
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout

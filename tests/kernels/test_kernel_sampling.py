@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ifbbench.engine.sampling_params import SamplingParams
-from ifbbench.execution import kernel_sampling
-from ifbbench.execution.kernel_sampling import KernelSampler
-from ifbbench.execution.sampling import uniform_numbers
+from ifbbench.execution.sampling import KernelSampler, uniform_numbers
+from ifbbench.kernels import token_choice
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
@@ -22,7 +21,7 @@ def test_columns_of_any_length_begin_at_16_bytes(
         handed.extend(columns)
         return torch.zeros(len(logits), dtype=torch.int64)
 
-    monkeypatch.setattr(kernel_sampling, "choose_tokens", choose)
+    monkeypatch.setattr(token_choice, "choose_tokens", choose)
     sampler = KernelSampler(8)
     for slot in range(8):
         sampler.assign(slot, SamplingParams(temperature=slot / 4, top_k=slot, top_p=0.5 + slot / 16, seed=slot), 5)
@@ -41,7 +40,7 @@ def test_columns_of_any_length_begin_at_16_bytes(
 def test_a_temperature_too_small_for_float32_is_not_greedy(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_sampling, "choose_tokens", lambda logits, temperatures, *others: temperatures)
+    monkeypatch.setattr(token_choice, "choose_tokens", lambda logits, temperatures, *others: temperatures)
     sampler = KernelSampler(2)
     sampler.assign(0, SamplingParams(temperature=1e-300), 5)
     sampler.assign(1, SamplingParams(), 5)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ifbbench.api.engine import build_engine
-from ifbbench.api.generate import generate
+from ifbbench.api.engine import build_engine, generate
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
