@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ifbbench.errors import InputError
 from ifbbench.recording import run_directory
-from ifbbench.recording.jsonl_writer import JsonLinesWriter
+from ifbbench.recording.lines import JsonLinesWriter
 from ifbbench.report.charts import plot_run
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
@@ -75,10 +75,10 @@ def test_overwriting_leaves_nothing_of_the_other_format(tmp_path: Path) -> None:
 
 def test_flushed_lines_can_be_read_while_the_file_is_open(tmp_path: Path) -> None:
     writer = JsonLinesWriter(tmp_path / "some.jsonl.gz")
-    writer.write({"number": 1})
-    writer.write_lines(['{"number":2}', '{"number":3}'])
+    writer.write([b'{"number":1}'])
+    writer.write([b'{"number":2}', b'{"number":3}'])
     writer.flush()
-    writer.write_line('{"number":4}')
+    writer.write([b'{"number":4}'])
     flushed = gzip.GzipFile(tmp_path / "some.jsonl.gz").read1()
     writer.close()
     assert flushed == b'{"number":1}\n{"number":2}\n{"number":3}\n'
@@ -89,7 +89,7 @@ def test_many_lines_do_not_wait_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     writer = JsonLinesWriter(path)
     for _ in range(50_000):
-        writer.write_line('{"number":1}')
+        writer.write([b'{"number":1}'])
     on_disk = path.stat().st_size
     writer.close()
     assert path.stat().st_size - on_disk < 2**20 < on_disk * 5

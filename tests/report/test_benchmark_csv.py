@@ -4,7 +4,7 @@ import csv
 import json
 from pathlib import Path
 
-from ifbbench.report.benchmark_csv import benchmark_figures, benchmark_lines, write_benchmark_csv
+from ifbbench.report.figures import benchmark_figures, benchmark_lines, write_benchmark_csv
 from ifbbench.report.load import RunData, load_run
 
 # The columns as gptManagerBenchmark writes them.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ifbbench.report.load import RunData, load_run
-from ifbbench.report.profile import profile_figures, profile_sentence
+from ifbbench.report.tables import profile_figures, profile_sentence
 from tests.report.example_runs import write_documentation_run
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ifbbench.report.figures import figures
 from ifbbench.report.load import load_run
-from ifbbench.report.sweep_table import print_sweep
+from ifbbench.report.sweep import print_sweep
 from ifbbench.report.tables import bound_sentence, print_report
 from ifbbench.report.units import bar, count, percent, significant, time_unit
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run

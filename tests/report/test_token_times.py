@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ifbbench.report.figures import IterationClock, inter_token_gaps, output_tokens, token_iterations
 from ifbbench.report.load import load_run
-from ifbbench.report.token_times import IterationClock, inter_token_gaps, output_tokens, token_iterations
 from tests.report.example_runs import timeline, write_documentation_run, write_large_run, write_run
 
 
