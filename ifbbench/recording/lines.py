@@ -265,7 +265,7 @@ class IterationEncoder:
         return (encode(self._line(record)),)
 
     def _line(self, record: IterationRecord) -> InflightLine | StaticLine:
-        return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[arg-type]
+        return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[call-arg,arg-type]
 
     def _details(self, record: IterationRecord) -> IterationDetails:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out

@@ -217,6 +217,8 @@ class RunMetrics:
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
         per_second = 1.0 / span if span > 0 else 0.0
         limits, iterations = dict.fromkeys((*BOUND_BY, *self.bound_by)), max(self.iterations, 1)
+        blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
+        tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
         return {
             "requests": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "duration_s": span,
@@ -232,16 +234,8 @@ class RunMetrics:
             "empty_generation_slots": self.empty_generation_slots,
             "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
             "prefix_hit_rate": self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-            "kv_blocks": {
-                "max": self.max_blocks,
-                "peak_used": self.peak_used_blocks,
-                "tokens_per_block": self.tokens_per_block,
-            },
-            "kv_tokens": {
-                "max": self.max_tokens,
-                "peak_held": self.peak_held_tokens,
-                "peak_filled": self.peak_filled_tokens,
-            },
+            "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)),
+            "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
             "bound_by": {name: self.bound_by[name] / iterations for name in limits},
             "prompt_tokens": self.prompt_tokens,

@@ -32,17 +32,10 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        description: dict[str, Any],
-        total_requests: int,
-        statistics: IterationStatistics,
-        arrival_s: Callable[[Request], float],
-        recording_format: str = RECORDING_FORMATS[0],
-        iteration_stats_every: int = 1,
-        clock: Clock | None = None,
-        profile: StepProfile | None = None,
-    ) -> None:
+        self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
+        arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
+        iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
+    ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
         self._description = description

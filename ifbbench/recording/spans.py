@@ -5,6 +5,7 @@ Each iteration touches only the requests that change what they do in it.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from msgspec import UNSET
@@ -28,6 +29,7 @@ class Phase(StrEnum):
     PAUSED = "paused"
 
 
+@dataclass(slots=True)
 class Span:
     """Consecutive iterations, from `first` on, in which one request does one thing.
 
@@ -35,15 +37,12 @@ class Span:
     phases, 1 once they have yielded an output token that was not there before.
     """
 
-    __slots__ = ("cause", "chunks", "first", "first_output", "phase", "produced")
-
-    def __init__(self, phase: Phase, first: int, cause: str | int | None = None, first_output: int = 0) -> None:
-        self.phase = phase
-        self.first = first
-        self.cause = cause
-        self.first_output = first_output
-        self.chunks: list[int] = []
-        self.produced = 0
+    phase: Phase
+    first: int
+    cause: str | int | None = None
+    first_output: int = 0
+    chunks: list[int] = field(default_factory=list)
+    produced: int = 0
 
 
 class RequestTimeline:
@@ -255,18 +254,20 @@ class SpanTracker:
             if left_out.request.has_left:
                 continue
             timeline = self._timelines[left_out.request.request_id]
-            if timeline.open is not None and timeline.open.phase is Phase.WAITING:
+            if self._set_cause(timeline, str(left_out.limit), record.iteration):
                 blocked[left_out.request.request_id] = timeline
-                self._set_cause(timeline, str(left_out.limit), record.iteration)
         for request_id, timeline in self._blocked.items():
-            if request_id not in blocked and timeline.open is not None and timeline.open.phase is Phase.WAITING:
+            if request_id not in blocked:
                 self._set_cause(timeline, HEAD_OF_LINE, record.iteration)
         self._blocked = blocked
 
-    def _set_cause(self, timeline: RequestTimeline, cause: str, iteration: int) -> None:
-        assert timeline.open is not None
+    def _set_cause(self, timeline: RequestTimeline, cause: str, iteration: int) -> bool:
+        """Set why a request waits; whether it does."""
+        if timeline.open is None or timeline.open.phase is not Phase.WAITING:
+            return False
         if timeline.open.cause != cause:
             self._begin(timeline, Span(Phase.WAITING, iteration, cause))
+        return True
 
     def _begin(self, timeline: RequestTimeline, span: Span) -> None:
         self._write(timeline.begin(span))

@@ -1,4 +1,4 @@
-"""The charts of a run and of a sweep, as PNG and SVG: throughput, KV cache and latency; see also `timeline`, `sweep`."""
+"""The charts of a run and of a sweep, as PNG and SVG. Those of `timeline` and `sweep` are in files of their own."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,6 @@ from ifbbench.report.style import (
     TimeBins,
     draw_limit,
     heading,
-    save,
     styled,
     thousands,
 )  # fmt: skip
@@ -54,7 +53,7 @@ def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
         charts["kv_cache"] = draw_kv_cache
     directory = directory or run.path / "charts"
     with styled():
-        return [path for name, draw in sorted(charts.items()) for path in save(draw(run), directory, name)]
+        return [path for name, draw in sorted(charts.items()) for path in _save(draw(run), directory, name)]
 
 
 def plot_sweep(rows: Sequence[Mapping[str, Any]], over: str, directory: Path) -> list[Path]:
@@ -67,7 +66,16 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], over: str, directory: Path) ->
             f"sweep: not every row has a value of {over!r}; expected the rows of `ifbbench sweep --over {over}=…`."
         )
     with styled():
-        return save(draw_sweep(rows, over), directory, "sweep")
+        return _save(draw_sweep(rows, over), directory, "sweep")
+
+
+def _save(figure: Figure, directory: Path, name: str) -> list[Path]:
+    """Write `figure` as `name`.png and `name`.svg, without dates, so that equal figures are equal files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
+    figure.savefig(png, metadata={"Software": None})
+    figure.savefig(svg, metadata={"Date": None, "Creator": "ifbbench"})
+    return [png, svg]
 
 
 def draw_throughput(run: RunData) -> Figure:
@@ -77,7 +85,16 @@ def draw_throughput(run: RunData) -> Figure:
     bins, iterations = TimeBins.of(run), run.iterations
     _rate(output, bins, output_tokens(run), "generation", "output tokens/s")
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
-    _composition(batch, bins, run)
+    generation = bins.means(iterations["generation_requests"].to_numpy(dtype=float))
+    total = generation + bins.means(iterations["context_requests"].to_numpy(dtype=float))
+    batch.stairs(total, bins.edges, baseline=generation, fill=True, color=PHASE_COLOURS["context"], linewidth=0,
+                 label="in context phase")  # fmt: skip
+    batch.stairs(generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0,
+                 label="in generation phase")  # fmt: skip
+    batch.set_ylabel("requests in the batch")
+    draw_limit(batch, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
+    batch.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    batch.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     bins.label(batch)
     heading(output, "Throughput", run)
     figure.align_ylabels()
@@ -98,70 +115,44 @@ def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) ->
     thousands(axes.yaxis)
 
 
-def _composition(axes: Axes, bins: TimeBins, run: RunData) -> None:
-    iterations = run.iterations
-    generation = bins.means(iterations["generation_requests"].to_numpy(dtype=float))
-    total = generation + bins.means(iterations["context_requests"].to_numpy(dtype=float))
-    axes.stairs(
-        total, bins.edges, baseline=generation, fill=True, color=PHASE_COLOURS["context"], linewidth=0,
-        label="in context phase",
-    )  # fmt: skip
-    axes.stairs(
-        generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0, label="in generation phase"
-    )
-    axes.set_ylabel("requests in the batch")
-    draw_limit(axes, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
-
-
 def draw_kv_cache(run: RunData) -> Figure:
     """Used blocks and the size of the pool above, pauses below."""
     figure = Figure(figsize=(9, 4.6))
     blocks, pauses = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
-    bins = TimeBins.of(run)
-    _blocks(blocks, bins, run)
-    _pauses(pauses, bins, run)
-    bins.label(pauses)
-    heading(blocks, "KV cache", run)
-    figure.align_ylabels()
-    return figure
-
-
-def _blocks(axes: Axes, bins: TimeBins, run: RunData) -> None:
-    iterations = run.iterations
-    pool = float(iterations["max_kv_cache_blocks"].max())
+    bins, iterations = TimeBins.of(run), run.iterations
+    pool, size = (iterations[name].max() for name in ("max_kv_cache_blocks", "tokens_per_kv_cache_block"))
     used = bins.peaks(iterations["used_kv_cache_blocks"].to_numpy(dtype=float))
-    axes.stairs(used, bins.edges, fill=True, color=SERIES[0], alpha=0.25, linewidth=0)
-    axes.stairs(used, bins.edges, baseline=None, color=SERIES[0], linewidth=1.2)
-    axes.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    size = int(iterations["tokens_per_kv_cache_block"].max())
-    axes.annotate(
-        f"pool: {pool:,.0f} blocks of {size} tokens", (0, pool), xycoords=("axes fraction", "data"),
+    blocks.stairs(used, bins.edges, fill=True, color=SERIES[0], alpha=0.25, linewidth=0)
+    blocks.stairs(used, bins.edges, baseline=None, color=SERIES[0], linewidth=1.2)
+    blocks.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    blocks.annotate(
+        f"pool: {pool:,.0f} blocks of {size:.0f} tokens", (0, pool), xycoords=("axes fraction", "data"),
         xytext=(4, 4), textcoords="offset points", color=LIMIT, fontsize=8,
     )  # fmt: skip
-    axes.set_ylabel("KV blocks used")
-    axes.set_ylim(0, pool * 1.14)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    thousands(axes.yaxis)
-    share = axes.secondary_yaxis(
-        "right", functions=(lambda used: np.asarray(used) * (100 / pool), lambda share: np.asarray(share) * (pool / 100))
-    )
+    blocks.set_ylabel("KV blocks used")
+    blocks.set_ylim(0, pool * 1.14)
+    blocks.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    thousands(blocks.yaxis)
+    to_percent, to_blocks = 100 / pool, pool / 100
+    share = blocks.secondary_yaxis("right", functions=(lambda y: np.asarray(y) * to_percent,
+                                                       lambda y: np.asarray(y) * to_blocks))  # fmt: skip
     share.set_ylabel("% of the pool")
     share.set_yticks([0, 25, 50, 75, 100])
     share.spines["right"].set_visible(False)
     share.tick_params(length=0)
-
-
-def _pauses(axes: Axes, bins: TimeBins, run: RunData) -> None:
-    paused = run.iterations["pauses"].to_numpy(dtype=float)
+    paused = iterations["pauses"].to_numpy(dtype=float)
     counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
-    axes.stairs(counts, bins.edges, fill=True, color=SERIES[1], linewidth=0)
-    axes.set_ylabel("pauses" if bins.singly else f"pauses\nper {bins.width}")
-    axes.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+    pauses.stairs(counts, bins.edges, fill=True, color=SERIES[1], linewidth=0)
+    pauses.set_ylabel("pauses" if bins.singly else f"pauses\nper {bins.width}")
+    pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
+    pauses.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
     if not paused.any():
-        axes.text(0.5, 0.5, "no request was paused", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+        pauses.text(0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center",
+                    color=MUTED)  # fmt: skip
+    bins.label(pauses)
+    heading(blocks, "KV cache", run)
+    figure.align_ylabels()
+    return figure
 
 
 def draw_latency(run: RunData) -> Figure:

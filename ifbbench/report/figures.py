@@ -93,11 +93,11 @@ class IterationClock:
 
     def starts(self, iterations: ArrayLike) -> Floats:
         """When these iterations started, in seconds."""
-        return np.interp(np.asarray(iterations, dtype=float), self.numbers, self.start_s)
+        return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.start_s))
 
     def ends(self, iterations: ArrayLike) -> Floats:
         """When these iterations ended, in seconds."""
-        return np.interp(np.asarray(iterations, dtype=float), self.numbers, self.end_s)
+        return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.end_s))
 
 
 def token_iterations(run: RunData) -> dict[str, Integers]:
@@ -126,7 +126,8 @@ def output_tokens(run: RunData) -> Floats:
     spans = _producing(run)
     last = spans["last_iteration"]
     end = int(max(numbers.max(initial=0), last.max() if len(last) else 0))
-    return covering(last - spans["produced"] + 1, last, end)[numbers]
+    of_all: Floats = covering(last - spans["produced"] + 1, last, end)
+    return np.asarray(of_all[numbers])
 
 
 def _producing(run: RunData) -> pd.DataFrame:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
+from msgspec import UnsetType
 from msgspec.json import Decoder
+from msgspec.structs import fields
 from numpy.typing import NDArray
 
 from ifbbench.compressed import DamagedFile, read_pieces
@@ -25,15 +27,12 @@ ITERATION_FIELDS = ("Iteration Counter", "ifbbench")
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
 REQUEST_FIELDS = ("request_id", "outcome")
 # Columns that are in the tables of all runs; further ones where the lines have them.
-NOT_IN_ALL_ITERATIONS = {
-    "ifbbench", "first_left_out", "context_pass_ms", "generation_pass_ms", "schedule_ms", "prepare_ms", "launch_ms",
-    "collect_ms", "device_busy_ms", "flops", "bytes", "padding_tokens",
-}  # fmt: skip
 ITERATION_COLUMNS = (
-    *(name for line in (InflightLine, IterationDetails) for name in line.__struct_fields__
-      if name not in NOT_IN_ALL_ITERATIONS),
+    *(field.name for line in (InflightLine, IterationDetails) for field in fields(line)
+      if field.name not in ("ifbbench", "first_left_out") and UnsetType not in get_args(field.type)),
     "first_left_out_request", "first_left_out_reason", "pauses",
 )  # fmt: skip
+SPAN_COLUMNS = SpanLine.__struct_fields__
 REQUEST_COLUMNS = tuple(name for name in RequestLine.__struct_fields__ if name != "attribution_s")
 NOT_NUMBERS = frozenset({
     "timestamp", "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason",
@@ -44,6 +43,9 @@ UNKNOWN_WHERE_THINNED = (
     "host_ms", "device_ms", "tokens_recomputed", "padding_tokens", "context_pass_ms", "generation_pass_ms",
     "empty_generation_slots", "paused",
 )  # fmt: skip
+
+# Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
+_Column: TypeAlias = "list[Any] | array[Any]"
 
 _decode = Decoder().decode
 
@@ -93,9 +95,8 @@ class RunData:
     @cached_property
     def spans(self) -> pd.DataFrame:
         """A row a span, by request and first iteration; of a killed run also those open when it was last flushed."""
-        open_spans = read_lines(self.path / OPEN_SPANS, SPAN_FIELDS)
-        table = table_of(chain(read_lines(find_lines(self.path, "spans"), SPAN_FIELDS), open_spans),
-                         SpanLine.__struct_fields__)  # fmt: skip
+        paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
+        table = table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), SPAN_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
@@ -104,7 +105,8 @@ class RunData:
     @cached_property
     def requests(self) -> pd.DataFrame:
         """A row a request, by index in the trace; each part of `attribution_s` is a column."""
-        table = table_of(map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS)), REQUEST_COLUMNS)
+        rows = map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS))
+        table = table_of(rows, REQUEST_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         return table.sort_values("index", kind="stable", ignore_index=True)
 
@@ -198,7 +200,7 @@ def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> 
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        value = _decode(text)
+        value: object = _decode(text)
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error})") from error
     if not isinstance(value, dict):
@@ -228,63 +230,45 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.Da
     for NOT_NUMBERS; the type of one that is not among `columns` is that of its first value. Nulls in numbers (times of
     a refused request, blocks of a contiguous cache) become NaN, which every mean leaves out.
     """
-    gathered: dict[str, _Numbers | _Objects] = {
-        name: _Objects() if name in NOT_NUMBERS else _Numbers() for name in columns
-    }
+    table: dict[str, _Column] = {name: [] if name in NOT_NUMBERS else array("q") for name in columns}
     texts: dict[str, str] = {}
     count = 0
     for row in rows:
         for name, value in row.items():
-            column = gathered.get(name)
+            column = table.get(name)
             if column is None:
-                column = gathered[name] = _Numbers() if type(value) in (int, float) else _Objects()
-            if count > len(column.values):
-                column.pad(count)
-            column.append(texts.setdefault(value, value) if type(value) is str else value)
+                column = table[name] = array("q") if type(value) in (int, float) else []
+            if len(column) < count:
+                column = table[name] = _padded(column, count)
+            if type(value) is str:
+                value = texts.setdefault(value, value)  # equal texts are one object
+            try:
+                column.append(value)
+            except (TypeError, OverflowError):
+                column = table[name] = array("d", column)
+                column.append(math.nan if value is None else float(value))
         count += 1
-    for column in gathered.values():
-        column.pad(count)
-    return pd.DataFrame({name: column.values for name, column in gathered.items()})
+    padded = ((name, _padded(column, count)) for name, column in table.items())
+    return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
 
 
-class _Numbers:
-    """A column of integers, from its first other value on of floats; eight bytes each."""
-
-    def __init__(self) -> None:
-        self.values: array[int] | array[float] = array("q")
-
-    def append(self, value: Any) -> None:
-        try:
-            self.values.append(value)
-        except (TypeError, OverflowError):
-            self.values = array("d", self.values)
-            self.values.append(math.nan if value is None else float(value))
-
-    def pad(self, rows: int) -> None:
-        """Make the column this long."""
-        if rows > len(self.values):
-            self.values = array("d", self.values)
-            self.values.extend([math.nan] * (rows - len(self.values)))
-
-
-class _Objects:
-    """A column of anything else."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.append = self.values.append
-
-    def pad(self, rows: int) -> None:
-        """Make the column this long."""
-        self.values.extend([None] * (rows - len(self.values)))
+def _padded(column: _Column, length: int) -> _Column:
+    """`column` with NaN or None in the rows that it lacks."""
+    missing = length - len(column)
+    if missing and not isinstance(column, list):
+        column = column if column.typecode == "d" else array("d", column)
+        column.extend([math.nan] * missing)
+    elif missing:
+        column.extend([None] * missing)
+    return column
 
 
 def _filled(iterations: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """A row for each iteration, from the recorded ones of thinned statistics.
 
-    The batch of the others comes from `spans`, exactly; their times are interpolated. No request was paused in them, and
-    their limit was that of the iteration before, because others are always recorded. The KV cache and the queue keep
-    their last recorded state, and UNKNOWN_WHERE_THINNED is empty.
+    The batch of the others comes from `spans`, exactly; their times are interpolated. No request was paused in
+    them, and their limit was that of the iteration before, because others are always recorded. The KV cache and the
+    queue keep their last recorded state, and UNKNOWN_WHERE_THINNED is empty.
     """
     if iterations.empty:
         return iterations
@@ -300,10 +284,8 @@ def _filled(iterations: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     end_s = np.interp(numbers, recorded, known["start_s"] + known["latency_ms"] / 1000)
     tokens_a_step = (table["budget_used"] - table["total_context_tokens"]) / table["generation_requests"]
     generating = spans[spans["phase"] == "generation"]
-    requests, tokens, generation = (
-        counts[recorded[0] :]
-        for counts in (*_context(spans, last), covering(generating["first_iteration"], generating["last_iteration"], last))
-    )
+    steps = covering(generating["first_iteration"], generating["last_iteration"], last)
+    requests, tokens, generation = (counts[recorded[0] :] for counts in (*_context(spans, last), steps))
     return table.assign(
         start_s=start_s,
         latency_ms=(end_s - start_s) * 1000,

@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ifbbench.report.figures import IterationClock
@@ -21,57 +18,22 @@ INK = "#222222"
 MUTED = "#6B6B6B"
 GRID = "#E3E3E3"
 PHASE_COLOURS = {
-    "context": "#14507A",
-    "generation": "#86BFE3",
-    "recompute": "#D55E00",
-    "paused": "#F7D9A0",
-    "waiting": "#E4E4E4",
+    "context": "#14507A", "generation": "#86BFE3", "recompute": "#D55E00", "paused": "#F7D9A0", "waiting": "#E4E4E4",
     "skipped": "#C4C4C4",
-}
-PHASE_NAMES = {
-    "context": "context",
-    "generation": "generation",
-    "recompute": "recompute after a pause",
-    "paused": "paused",
-    "waiting": "waiting",
-    "skipped": "generation skipped",
-}
-# In a static batch a request that does not run is complete, and its slot is empty.
-STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
+}  # fmt: skip
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 MAX_BINS = 150
 MAX_SINGLE_ITERATIONS = 200
-# Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
-REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
 
 STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlelocation": "left",
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#9A9A9A",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "legend.handlelength": 1.2,
-    "legend.columnspacing": 1.4,
-    "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.06,
-    "savefig.dpi": 150,
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.titlelocation": "left",
+    "axes.labelcolor": INK, "axes.edgecolor": "#9A9A9A", "axes.linewidth": 0.8, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
+    "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 1.2, "legend.columnspacing": 1.4,
+    "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.06, "savefig.dpi": 150,
     # The same run gives the same bytes: element ids come from this salt, not from a random one.
     "svg.hashsalt": "ifbbench",
 }  # fmt: skip
@@ -83,7 +45,7 @@ def styled() -> Any:
 
 
 def heading(top: Axes, what: str, run: RunData) -> None:
-    """The title of a chart with the topmost axes `top`: what it shows, of which run, and the run's policy and limits."""
+    """Put over the topmost axes of a chart: what it shows, of which run, and the run's policy and limits."""
     config = run.config
     names = ("max_batch_size", "max_num_tokens")
     parts = [config.get("policy"), *(f"{name} {config[name]}" for name in names if config.get(name))]
@@ -119,22 +81,6 @@ def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> No
 def thousands(axis: Axis) -> None:
     """Write the numbers of `axis` with thousands separators and without exponents."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-
-
-def save(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Write `figure` as `name`.png and `name`.svg, without dates, so that equal figures are equal files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
-    figure.savefig(png, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None, "Creator": "ifbbench"})
-    return [png, svg]
-
-
-def tint(colour: str, white: float) -> str:
-    """`colour` mixed with `white` (0 to 1) of white; a negative share mixes with black."""
-    target = 1.0 if white > 0 else 0.0
-    red, green, blue = (part + (target - part) * abs(white) for part in to_rgb(colour))
-    return to_hex((red, green, blue))
 
 
 @dataclass(frozen=True)

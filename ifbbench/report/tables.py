@@ -13,13 +13,7 @@ from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData
 from ifbbench.report.units import NOTHING, bar, count, percent, significant, time_unit
 
-LATENCIES = {
-    "queue_time_s": "Queue time",
-    "ttft_s": "TTFT",
-    "itl_s": "ITL",
-    "tpot_s": "TPOT",
-    "e2e_s": "E2E",
-}
+LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
@@ -12,10 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.load import RunData
-from ifbbench.report.style import (
-    INK, LIMIT, MUTED, PHASE_COLOURS, PHASE_NAMES, REQUEST_COLOURS, STATIC_PHASE_NAMES, TimeBins, draw_limit, heading,
-    thousands, tint,
-)  # fmt: skip
+from ifbbench.report.style import INK, LIMIT, MUTED, PHASE_COLOURS, TimeBins, draw_limit, heading, thousands
 
 MAX_ROWS_WITH_LETTERS = 16
 MAX_COLUMNS_WITH_LETTERS = 64
@@ -33,6 +31,14 @@ KEY = {
     "waiting": "grey: waiting",
     "skipped": "pale: skipped",
 }
+# Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
+REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
+PHASE_NAMES = {
+    "context": "context", "generation": "generation", "recompute": "recompute after a pause", "paused": "paused",
+    "waiting": "waiting", "skipped": "generation skipped",
+}  # fmt: skip
+# In a static batch a request that does not run is complete, and its slot is empty.
+STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
 # Later ones are drawn over earlier ones, so that the common and long phases do not hide the rare and short.
 DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recompute")
 BAR_HEIGHT = 0.03
@@ -127,11 +133,18 @@ def _cell_colours(phase: str, colour: str) -> tuple[str, str]:
     """Fill and ink of a cell of a request with this colour."""
     return {
         "context": (colour, "white"),
-        "recompute": (tint(colour, -0.45), "white"),
-        "generation": (tint(colour, 0.68), INK),
+        "recompute": (_tint(colour, -0.45), "white"),
+        "generation": (_tint(colour, 0.68), INK),
         "paused": ("white", colour),
-        "skipped": (tint(colour, 0.9), colour),
+        "skipped": (_tint(colour, 0.9), colour),
     }.get(phase, (PHASE_COLOURS["waiting"], INK))
+
+
+def _tint(colour: str, white: float) -> str:
+    """`colour` mixed with `white` (0 to 1) of white; a negative share mixes with black."""
+    target = 1.0 if white > 0 else 0.0
+    red, green, blue = (part + (target - part) * abs(white) for part in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 def _request_labels(axes: Axes, requests: list[str], run: RunData) -> None:
