@@ -98,7 +98,7 @@ class FastForward:
             return None
         self._change_s = self._next_change(now_s)
         self._stands_until_block = standing is not None and standing.stands_until_block
-        return standing or Plan([], active.generation_rows)
+        return standing or Plan([], active.rows_by_lora)
 
     def _runs_all(self) -> bool:
         """Whether there are generation requests only, and all fit into a batch."""
@@ -111,7 +111,7 @@ class FastForward:
 
     def advance(self) -> Advance | None:
         """Advance as far as is known; None, with nothing changed, if that is not even one iteration."""
-        table, rows = self._active.table, self._active.generation_rows
+        table, rows = self._active.table, self._active.rows_by_lora
         ahead = self._kv_cache.steps_ahead(rows)
         if ahead is None or self._some_make_tokens_again(ahead):
             return None
@@ -138,7 +138,7 @@ class FastForward:
         table = self._active.table
         if not table.any_paused:
             return False
-        return bool((ahead.positions < table.cached_before_pause[self._active.generation_rows]).any())
+        return bool((ahead.positions < table.cached_before_pause[self._active.rows_by_lora]).any())
 
     def _times(self, ahead: StepsAhead, steps: int) -> tuple[Integers, Integers, Integers]:
         """When each iteration starts, is submitted and ends, up to the one before which something changes."""

@@ -98,9 +98,7 @@ class Scheduler:
             raise PolicyFailed(self._policy_name, error) from error
         selected = self._micro_batch.schedule(self._active, fitting)
         held = fitting.held + selected.held
-        rows = self._active.generation_rows
-        if held or fitting.paused:
-            rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
+        rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
         plan = Plan(
             selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected),
             stands_until_block=fitting.stands_until_block,
@@ -136,7 +134,8 @@ class Scheduler:
         )
 
     def _rows_without(self, held: list[Request]) -> NDArray[np.int64]:
-        rows = self._active.generation_rows
+        """Rows of the generation requests but for `held`, in the order of the batch."""
+        rows = self._active.rows_by_lora
         if held:
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows

@@ -28,10 +28,10 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A request that does not run in this iteration, and the limit that keeps it out."""
+    """A request that does not run in this iteration, and why: a `Limit`, or a policy's own word for its reason."""
 
     request: Request
-    limit: Limit
+    limit: Limit | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Pause:
 
     victim: Request
     beneficiary: Request
-    limit: Limit
+    limit: Limit | str
 
 
 @dataclass(slots=True)
