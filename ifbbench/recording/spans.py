@@ -149,7 +149,7 @@ class SpanTracker:
         self._blocked: dict[int, RequestTimeline] = {}
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
-        """Take in one iteration, except for the requests that it completed. starts: of each iteration so far, seconds."""
+        """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
         for request in record.activated:
             if not request.has_left:
                 self._activate(request, record.iteration, starts)

@@ -211,7 +211,7 @@ def _object(text: bytes) -> dict[str, Any]:
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
     details = row.pop("ifbbench")
     left_out = details.pop("first_left_out", None) or {}
-    flat = {snake_case(name): value for name, value in row.items()} | details
+    flat: dict[str, Any] = {snake_case(name): value for name, value in row.items()} | details
     flat["first_left_out_request"] = left_out.get("request_id")
     flat["first_left_out_reason"] = left_out.get("reason")
     flat["pauses"] = len(details.get("paused") or ())
