@@ -126,7 +126,7 @@ def _mark_highest(axes: Axes, point: tuple[float, float] | None, unit: str = "")
 
 
 def _positions(axes: Axes, rows: Sequence[Row], over: str, numeric: bool) -> list[float]:
-    """The position of each row on the x-axis, whose ticks are the values swept."""
+    """The position of each row on the x-axis, with the values swept as ticks."""
     if not numeric:
         positions, labels = [float(number) for number in range(len(rows))], [str(row[over]) for row in rows]
         axes.set_xlim(-0.5, len(rows) - 0.5)

@@ -1,4 +1,4 @@
-"""Runs that are recorded compressed or thinned say the same as those that are not."""
+"""Compressed, thinned and killed runs are read like others."""
 
 import gzip
 from pathlib import Path
@@ -16,7 +16,7 @@ from ifbbench.report.charts import plot_run
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
 from ifbbench.report.tables import print_report
-from tests.recording.virtual_run import limits, lines, run, trace_of
+from tests.recording.virtual_run import Interrupted, limits, lines, run, trace_of
 
 # More than there is memory for: requests are paused, skipped and computed again.
 ROWS = [(0.01 * number, 4 + number % 7, 3 + number % 19) for number in range(60)]
@@ -85,6 +85,24 @@ def test_flushed_lines_can_be_read_while_the_file_is_open(tmp_path: Path) -> Non
     assert gzip.decompress((tmp_path / "some.jsonl.gz").read_bytes()).endswith(b'{"number":4}\n')
 
 
+def test_a_killed_run_is_readable_with_its_open_spans(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    # Killed in the middle, as if the process were gone: nothing is closed.
+    rows = [(0.0, 40, 20)] * 40
+    with pytest.raises(Interrupted):
+        run(trace_of(rows), limits("guaranteed_no_evict"), directory, kill_after=700)
+    data = load_run(directory)
+    assert data.partial
+    assert data.summary is None
+    last_flushed = int(data.iterations["iteration_counter"].max())
+    assert 300 < last_flushed < 700
+    # The requests that were running then are in the spans up to that iteration.
+    running = data.spans[data.spans["last_iteration"] == last_flushed]
+    scheduled = int(data.iterations["scheduled_requests"].iloc[-1])
+    assert int(running["phase"].isin(["context", "generation", "recompute"]).sum()) == scheduled
+    assert not data.spans.duplicated(["request_id", "first_iteration"]).any()
+
+
 def test_many_lines_do_not_wait_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     writer = JsonLinesWriter(path)
@@ -134,10 +152,10 @@ def test_what_thinned_statistics_left_out_is_filled_in(full: RunData, thinned: R
     assert np.abs(thinned.iterations["start_s"] - full.iterations["start_s"]).max() < 1.0
 
 
-def test_figures_of_a_killed_thinned_run_are_those_that_can_be_told(full: RunData, thinned: RunData) -> None:
-    killed, told = RunData(thinned.path, thinned.run, None), RunData(full.path, full.run, None)
+def test_figures_of_a_killed_thinned_run_are_those_that_are_known(full: RunData, thinned: RunData) -> None:
+    killed, complete = RunData(thinned.path, thinned.run, None), RunData(full.path, full.run, None)
     left_out = {"itl_s", "empty_generation_slots", "padding_waste", "kv_blocks"}
-    thin, whole = figures(killed), figures(told)
+    thin, whole = figures(killed), figures(complete)
     assert {name: value for name, value in thin.items() if name not in left_out} == {
         name: value for name, value in whole.items() if name not in left_out
     }

@@ -116,7 +116,7 @@ def run(
         if not _step(manager):
             client.wait()
     while client.done and _step(manager):
-        """Whatever is still under way."""
+        """Collect the iterations in flight."""
     return recorder.close(partial=not client.done)
 
 
