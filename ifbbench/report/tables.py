@@ -42,7 +42,9 @@ def print_report(run: RunData, console: Console) -> None:
         covers = "" if run.summary else " Latencies and throughput cover the requests that completed."
         console.print(f"[yellow]Partial: the run did not reach its end.{covers}[/yellow]")
     if run.recorded_every > 1:
-        console.print(f"[yellow]{_thinned(run)}[/yellow]", highlight=False, soft_wrap=True)
+        covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
+        thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
+        console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     for table in (_throughput_table(known), _latency_table(known), _bound_table(known)):
         console.print(table)
@@ -50,11 +52,6 @@ def print_report(run: RunData, console: Console) -> None:
     console.print(bound_sentence(known, run.config), highlight=False, markup=False, soft_wrap=True)
     _print_profile(run, console)
     _print_failures(run, console)
-
-
-def _thinned(run: RunData) -> str:
-    covers = "The figures are of all." if run.summary else "Of this partial run, ITL and padding are therefore unknown."
-    return f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
 
 
 def settings_line(run: RunData) -> str:

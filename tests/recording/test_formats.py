@@ -169,7 +169,7 @@ def test_reports_and_charts_say_that_statistics_are_thinned(thinned: RunData, tm
     assert "one of 10 iterations has its statistics recorded. The figures are of all." in console.export_text()
     console = Console(record=True, width=200)
     print_report(RunData(thinned.path, thinned.run, None), console)
-    assert "ITL and padding are therefore unknown" in console.export_text()
+    assert "ITL and padding of this partial run are unknown" in console.export_text()
     charts = plot_run(thinned, tmp_path / "charts")
     assert len(charts) == 8
     latency = (tmp_path / "charts" / "latency.svg").read_text()
