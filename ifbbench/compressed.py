@@ -1,4 +1,4 @@
-"""Files that are compressed where their name says so: `.gz` is gzip, anything else is as it is."""
+"""Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise."""
 
 import io
 import tempfile
@@ -8,34 +8,33 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 SUFFIX = ".gz"
-# The quickest: lines of JSON repeat so much that higher levels save little and cost several times as much.
+# The fastest level: lines of JSON are so repetitive that higher levels save little and take several times as long.
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 BUFFER_BYTES = 1 << 16
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name of `path` says that it is compressed."""
+    """Whether `path` is the name of a compressed file."""
     return path.suffix.lower() == SUFFIX
 
 
 def content_path(path: Path) -> Path:
-    """`path` as it would be called if it were not compressed: `a.jsonl` of `a.jsonl.gz`."""
+    """`path` without the suffix of a compressed file: `a.jsonl` for `a.jsonl.gz`."""
     return path.with_suffix("") if is_compressed(path) else path
 
 
 class DamagedFile(ValueError):
-    """A compressed file that does not hold what was once written to it."""
+    """The content of a compressed file is not valid gzip."""
 
 
 class Writer:
-    """Bytes into a new file, gathered into large pieces.
+    """A new file of bytes, buffered.
 
-    mode: `w` replaces a file that is there, `x` refuses to (FileExistsError). OSError if it cannot be written.
+    mode: `w` replaces an existing file, `x` raises FileExistsError. OSError if the file cannot be written.
     """
 
     def __init__(self, path: Path, mode: str = "w") -> None:
-        # Open for as long as the writer is; whoever made it closes it.
         self._file = cast(io.BufferedWriter, path.open(mode + "b", buffering=BUFFER_BYTES))
 
     def write(self, content: bytes) -> None:
@@ -43,7 +42,7 @@ class Writer:
         self._file.write(content)
 
     def flush(self) -> None:
-        """Make all that was written so far readable by others."""
+        """Make everything written so far readable for other processes."""
         self._file.flush()
 
     def close(self) -> None:
@@ -52,10 +51,10 @@ class Writer:
 
 
 class _GzipWriter(Writer):
-    """Compresses what is written. Equal bytes make equal files, whatever they are called and whenever they were made.
+    """A gzip file. Equal content gives equal files: they contain neither name nor date.
 
-    That holds however often they are flushed, too: a flush ends a copy of the compressed stream, so that the file is a
-    whole one, and what is written next takes the place of that end.
+    That also holds for any number of flushes: a flush writes the end of a copy of the compressed stream, so that the
+    file is complete, and the next write replaces that end.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -77,7 +76,7 @@ class _GzipWriter(Writer):
         self._file.close()
 
     def _put(self, end: bytes) -> None:
-        """Write what is packed over the end of the last flush, and `end` behind it."""
+        """Write the packed bytes over the end that the last flush wrote, followed by `end`."""
         self._file.seek(self._packed_end)
         self._file.write(self._packed)
         self._packed_end += len(self._packed)
@@ -88,20 +87,20 @@ class _GzipWriter(Writer):
 
 
 def open_to_write(path: Path, mode: str = "w") -> Writer:
-    """A writer of `path`, which compresses where the name says so; see Writer."""
+    """A writer for `path`, compressing if the name ends in `.gz`; see Writer."""
     return _GzipWriter(path, mode) if is_compressed(path) else Writer(path, mode)
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """The content of `path` in pieces. EOFError behind the last piece of a gzip file that was cut off, DamagedFile
-    where it is none."""
+    """The content of `path` in pieces. EOFError after the last piece of a gzip file that was cut off, DamagedFile if it
+    is not valid gzip."""
     with path.open("rb") as file:
         pieces = iter(lambda: file.read(BUFFER_BYTES), b"")
         yield from _unpacked(pieces) if is_compressed(path) else pieces
 
 
 def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """What gzip members hold, one behind the other."""
+    """The content of all members of a gzip file."""
     unpacker = None
     try:
         for piece in pieces:
@@ -118,15 +117,14 @@ def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
-    """The content of `path` as a file that can be read in any order; that of a compressed one lies in an unnamed file,
-    gone when it is closed.
+    """The content of `path` as a seekable file: for a compressed one an unnamed temporary file, deleted when closed.
 
-    OSError if it cannot be read, DamagedFile if it is none of its kind, EOFError if it was cut off and `accept_cut` is
+    OSError if it cannot be read, DamagedFile if it is not valid gzip, EOFError if it was cut off and `accept_cut` is
     not set.
     """
     if not is_compressed(path):
         return path.open("rb")
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - handed to the caller, who closes it
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         for piece in read_pieces(path):
             unpacked.write(piece)

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ifbbench.calibration.calibrate import Calibration
 from ifbbench.calibration.fit import FitError
-from ifbbench.report.charts.style import INK, MUTED, SERIES, styled, title
+from ifbbench.report.style import INK, MUTED, SERIES, styled, title
 from ifbbench.report.units import percent
 
 KINDS = {"context": SERIES[0], "mixed": SERIES[2], "generation": SERIES[1]}

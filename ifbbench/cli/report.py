@@ -20,7 +20,7 @@ def report(run: Path, output_csv: Path | None) -> None:
 def print_run(directory: Path) -> None:
     """Print the tables and the [BENCHMARK] lines of a run directory."""
     from ifbbench.cli.console import report_console
-    from ifbbench.report.benchmark_csv import benchmark_lines
+    from ifbbench.report.figures import benchmark_lines
     from ifbbench.report.load import load_run
     from ifbbench.report.tables import print_report
 
@@ -32,7 +32,7 @@ def print_run(directory: Path) -> None:
 
 def write_csv(directory: Path, path: Path) -> None:
     """Write a run directory's figures as gptManagerBenchmark's CSV."""
-    from ifbbench.report.benchmark_csv import write_benchmark_csv
+    from ifbbench.report.figures import write_benchmark_csv
     from ifbbench.report.load import load_run
 
     write_benchmark_csv(load_run(directory), path)

@@ -62,7 +62,7 @@ def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
 def _report(directory: Path, quiet: bool) -> None:
     from ifbbench.cli.console import report_console
     from ifbbench.report.charts import plot_sweep
-    from ifbbench.report.sweep_table import print_sweep
+    from ifbbench.report.sweep import print_sweep
     from ifbbench.sweep.table import SWEEP_FILE, read_sweep
 
     table, axis = read_sweep(directory).with_one_axis()

@@ -1,1 +1,1 @@
-"""Recording: a run directory that is valid line by line while the run goes on."""
+"""Recording: a run directory that can be read line by line during the run."""

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, hardware and the revision of the code."""
+"""The environment of a run: versions, hardware and the revision of the code."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ PACKAGES = ("ifbbench", "torch", "triton", "numpy")
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that decide results; None for one that is not installed."""
+    """Versions of Python and of the packages that results depend on; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -33,7 +33,7 @@ def hardware() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit of the checkout that this package runs from, `-dirty` if it was changed; None outside a checkout."""
+    """The commit of the checkout that this package is in, with `-dirty` if it has changes; None outside a checkout."""
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],

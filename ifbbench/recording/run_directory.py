@@ -1,4 +1,4 @@
-"""The run directory: where a run writes, and the guard over what is already there."""
+"""The run directory: its files, and the checks that protect what it already holds."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from ifbbench.errors import InputError
 RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
 OPEN_SPANS = "open_spans.jsonl"
-# Files of one JSON object a line, by their names without suffix: that is the recording format.
+# Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", "spans", "requests", "trace")
 RUN_FILES = (
     "run.json",
@@ -22,7 +22,7 @@ RUN_FILES = (
 
 
 def find_lines(directory: Path, name: str) -> Path:
-    """The file of the lines called `name`, in the format that `directory` has it in; the first format if in none."""
+    """The file of lines called `name`, in the format that `directory` has it in; in the first format if in none."""
     paths = [directory / f"{name}.{recording_format}" for recording_format in RECORDING_FORMATS]
     return next((path for path in paths if path.exists()), paths[0])
 
@@ -33,7 +33,10 @@ def check(path: Path, overwrite: bool) -> None:
     if path.exists() and not path.is_dir():
         raise InputError(f"--output {path}: is a file; expected a directory that does not exist yet.")
     if path.is_dir() and any(path.iterdir()):
-        _check_replaceable(path, overwrite)
+        if not overwrite:
+            raise InputError(f"--output {path}: already holds results; add --overwrite, or give another directory.")
+        if not (path / "run.json").exists():
+            raise InputError(f"--output {path}: holds files that are not of a run; give another directory.")
 
 
 def prepare(path: Path, overwrite: bool) -> Path:
@@ -51,20 +54,13 @@ def prepare(path: Path, overwrite: bool) -> Path:
     return path
 
 
-def _check_replaceable(path: Path, overwrite: bool) -> None:
-    if not overwrite:
-        raise InputError(f"--output {path}: already holds results; add --overwrite, or give another directory.")
-    if not (path / "run.json").exists():
-        raise InputError(f"--output {path}: holds files that are not of a run; give another directory.")
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a whole JSON file at once."""
-    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    """Write a JSON file in one step."""
+    replace_file(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a whole file at once, so that a reader never sees half of it."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that a reader never sees half of it."""
     partial = path.with_suffix(".part")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(content)
     partial.replace(path)

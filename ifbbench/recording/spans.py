@@ -1,36 +1,158 @@
-"""From iterations to spans: follows every active request, touching only those that change what they do."""
+"""Request timelines: the spans of waiting and running of each active request, made from iterations.
+
+Each iteration touches only the requests that change what they do in it.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from msgspec import UNSET
 
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.recording.life import Life, Phase, Span
+from ifbbench.recording.lines import SpanLine, encode
 
 HEAD_OF_LINE = "head_of_line"
 
 
-class SpanTracker:
-    """Keeps the open span of each active request and writes spans as they close.
+class Phase(StrEnum):
+    """What a request does in an iteration."""
 
-    write(line): takes a line of `spans.jsonl`. arrival_s(request): when the trace says that it comes.
+    WAITING = "waiting"
+    CONTEXT = "context"
+    RECOMPUTE = "recompute"
+    GENERATION = "generation"
+    SKIPPED = "skipped"
+    PAUSED = "paused"
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive iterations, from `first` on, in which one request does one thing.
+
+    cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
+    phases, 1 once they have yielded an output token that was not there before.
     """
 
-    def __init__(self, write: Callable[[str], None], arrival_s: Callable[[Request], float]) -> None:
+    phase: Phase
+    first: int
+    cause: str | int | None = None
+    first_output: int = 0
+    chunks: list[int] = field(default_factory=list)
+    produced: int = 0
+
+
+class RequestTimeline:
+    """One request from its arrival to its end, in iterations.
+
+    closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
+    token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
+    produced: the number of these tokens.
+    """
+
+    __slots__ = ("arrival_s", "closed", "last_iteration", "open", "produced", "request", "token_iterations")
+
+    def __init__(self, request: Request, arrival_s: float) -> None:
+        self.request = request
+        self.arrival_s = arrival_s
+        self.open: Span | None = None
+        self.closed: list[tuple[str, int]] = []
+        self.last_iteration = -1
+        self.token_iterations: list[tuple[int, int]] = []
+        self.produced = 0
+
+    def begin(self, span: Span) -> Sequence[bytes]:
+        """Close the open span and open `span`; returns the line of the closed one, none if it lasted no iteration."""
+        line = self.end(span.first - 1)
+        self.open = span
+        return line
+
+    def end(self, last: int, max_produced: int | None = None) -> Sequence[bytes]:
+        """Close the open span after iteration `last`; returns its line, none if it lasted no iteration.
+
+        max_produced: the maximum number of output tokens that it can have produced, where known."""
+        span, self.open = self.open, None
+        if span is None or last < span.first:
+            return ()
+        produced = self._produced_in(span, last)
+        if max_produced is not None:
+            produced = max(0, min(produced, max_produced))
+        if span.phase is Phase.GENERATION and produced:
+            self.token_iterations.append((last - produced + 1, last))
+            self.produced += produced
+        self.closed.append((f"waiting_{span.cause}" if span.phase is Phase.WAITING else span.phase.value, span.first))
+        self.last_iteration = last
+        return (self._line(span, last, produced),)
+
+    def open_line(self, last: int) -> Sequence[bytes]:
+        """The line of the open span as if iteration `last` were its last; none if it is empty."""
+        span = self.open
+        if span is None or last < span.first:
+            return ()
+        return (self._line(span, last, self._produced_in(span, last)),)
+
+    def prompt_complete(self, iteration: int) -> None:
+        """The last context chunk yielded a token in `iteration`."""
+        assert self.open is not None
+        if self.request.num_outputs > self.produced:
+            self.open.produced = 1
+            self.token_iterations.append((iteration, iteration))
+            self.produced += 1
+
+    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
+        """Seconds by what the request did or waited for; they add up to its end-to-end latency.
+
+        A span lasts until the next one begins. Before the first, the request waits for an iteration to begin."""
+        seconds: dict[str, float] = {}
+        name, begin = "waiting_iteration", self.arrival_s
+        for next_name, first in self.closed:
+            seconds[name] = seconds.get(name, 0.0) + starts[first] - begin
+            name, begin = next_name, starts[first]
+        seconds[name] = seconds.get(name, 0.0) + end_s - begin
+        return seconds
+
+    def _produced_in(self, span: Span, last: int) -> int:
+        """Output tokens that the span produced for the first time: those that a pause dropped do not count again."""
+        if span.phase is not Phase.GENERATION:
+            return span.produced
+        again = max(0, self.produced - span.first_output)
+        return max(0, last - span.first + 1 - again)
+
+    def _line(self, span: Span, last: int, produced: int) -> bytes:
+        line = SpanLine(
+            self.request.request_id, span.phase.value, span.first, last, 0, span.cause, UNSET, UNSET, UNSET
+        )
+        if span.phase is Phase.GENERATION:
+            line.tokens, line.first_output, line.produced = last - span.first + 1, span.first_output, produced
+        elif span.chunks:
+            line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
+        return encode(line)
+
+
+class SpanTracker:
+    """Keeps the timeline of each active request and writes spans as they close.
+
+    write(lines): takes lines of `spans.jsonl`. arrival_s(request): its arrival by the trace, in seconds.
+    """
+
+    def __init__(self, write: Callable[[Iterable[bytes]], None], arrival_s: Callable[[Request], float]) -> None:
         self._write = write
         self._arrival_s = arrival_s
-        self._lives: dict[int, Life] = {}
-        self._partial: dict[int, Life] = {}
-        self._held: dict[int, Life] = {}
-        self._blocked: dict[int, Life] = {}
+        # By request id: all active requests; those with a partly computed prompt; generation requests that did not run
+        # in the latest iteration; those that were left out first.
+        self._timelines: dict[int, RequestTimeline] = {}
+        self._partial: dict[int, RequestTimeline] = {}
+        self._held: dict[int, RequestTimeline] = {}
+        self._blocked: dict[int, RequestTimeline] = {}
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
-        """Take in one iteration, but for who is complete with it. `starts`: when each iteration so far began."""
+        """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
         for request in record.activated:
-            if request.has_left:
-                continue
-            self._activate(request, record.iteration, starts)
+            if not request.has_left:
+                self._activate(request, record.iteration, starts)
         if record.paused:
             self._pause(record)
         if record.held or self._held:
@@ -40,122 +162,112 @@ class SpanTracker:
         if record.blocked or self._blocked:
             self._block(record)
 
-    def end(self, request: Request, iteration: int) -> Life:
-        """`request` is complete with `iteration`; returns its life."""
-        life = self._forget(request)
-        assert life is not None
-        self._put(life.end(iteration))
-        return life
+    def end(self, request: Request, iteration: int) -> RequestTimeline:
+        """`request` is complete with `iteration`; returns its timeline."""
+        timeline = self._forget(request)
+        self._write(timeline.end(iteration))
+        return timeline
 
     def drop(self, request: Request, iteration: int) -> None:
         """`request` left before its end, the next iteration being `iteration`."""
-        if request.request_id in self._lives and self._lives[request.request_id].request is request:
-            life = self._forget(request)
-            assert life is not None
-            # An iteration that failed made no token, though it ran.
-            self._put(life.end(iteration - 1, most_produced=request.num_outputs - life.produced))
+        timeline = self._timelines.get(request.request_id)
+        if timeline is not None and timeline.request is request:
+            self._forget(request)
+            # An iteration that failed produced no token, though it ran.
+            self._write(timeline.end(iteration - 1, max_produced=request.num_outputs - timeline.produced))
 
-    def _forget(self, request: Request) -> Life | None:
-        for group in (self._partial, self._held, self._blocked):
-            group.pop(request.request_id, None)
-        return self._lives.pop(request.request_id, None)
-
-    def _still_here(self, requests: Iterable[Request]) -> dict[int, Life]:
-        """Those of `requests` that have not left since the iteration was scheduled, by id."""
-        ids = [request.request_id for request in requests if not request.has_left]
-        return {request_id: self._lives[request_id] for request_id in ids}
-
-    def open_lines(self, last_iteration: int) -> Iterator[str]:
-        """What is still open, as if it ended with `last_iteration`."""
-        for life in self._lives.values():
-            line = life.open_line(last_iteration)
-            if line is not None:
-                yield line
+    def open_lines(self, last_iteration: int) -> Iterator[bytes]:
+        """The lines of all open spans, as if they ended with `last_iteration`."""
+        for timeline in self._timelines.values():
+            yield from timeline.open_line(last_iteration)
 
     def close(self, last_iteration: int) -> None:
-        """The run stops here: write what is still open."""
-        for life in self._lives.values():
-            self._put(life.end(last_iteration))
+        """Write all open spans: the run ends with `last_iteration`."""
+        for timeline in self._timelines.values():
+            self._write(timeline.end(last_iteration))
+
+    def _forget(self, request: Request) -> RequestTimeline:
+        for group in (self._partial, self._held, self._blocked):
+            group.pop(request.request_id, None)
+        return self._timelines.pop(request.request_id)
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
-        life = self._lives[request.request_id] = Life(request, self._arrival_s(request))
+        timeline = self._timelines[request.request_id] = RequestTimeline(request, self._arrival_s(request))
         # While it was in the queue, all places of the batch were taken.
-        queued_from = bisect_left(starts, life.arrival_s)
+        queued_from = bisect_left(starts, timeline.arrival_s)
         if queued_from < iteration:
-            life.begin(Span(Phase.WAITING, queued_from, Limit.BATCH_SIZE.value))
-        self._begin(life, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
+            timeline.begin(Span(Phase.WAITING, queued_from, Limit.BATCH_SIZE.value))
+        self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 
     def _pause(self, record: IterationRecord) -> None:
         for pause in record.paused:
-            if pause.victim.has_left:
+            victim = pause.victim
+            if victim.has_left:
                 continue
-            victim = pause.victim.request_id
-            self._begin(self._lives[victim], Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id))
+            span = Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id)
+            self._begin(self._timelines[victim.request_id], span)
             for group in (self._partial, self._held, self._blocked):
-                group.pop(victim, None)
+                group.pop(victim.request_id, None)
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
-        held = self._still_here(record.held)
-        for request_id, life in self._held.items():
+        ids = [request.request_id for request in record.held if not request.has_left]
+        held = {request_id: self._timelines[request_id] for request_id in ids}
+        for request_id, timeline in self._held.items():
             if request_id not in held:
-                self._begin(life, self._generation_span(life, record.iteration, just_ran=True))
-        for request_id, life in held.items():
+                # The span's first step is part of this iteration, so that its token is counted already.
+                first_output = timeline.request.num_outputs - 1
+                self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
+        for request_id, timeline in held.items():
             if request_id not in self._held:
-                self._begin(life, Span(Phase.SKIPPED, record.iteration))
+                self._begin(timeline, Span(Phase.SKIPPED, record.iteration))
         self._held = held
 
     def _run_context(self, record: IterationRecord) -> None:
         partial_before, self._partial = self._partial, {}
         for chunk in record.context:
-            if chunk.request.has_left:
+            request = chunk.request
+            if request.has_left:
                 continue
-            life = self._lives[chunk.request.request_id]
-            if partial_before:
-                partial_before.pop(chunk.request.request_id, None)
-            phase = Phase.RECOMPUTE if chunk.request.pauses else Phase.CONTEXT
-            span = life.open
+            timeline = self._timelines[request.request_id]
+            partial_before.pop(request.request_id, None)
+            phase = Phase.RECOMPUTE if request.pauses else Phase.CONTEXT
+            span = timeline.open
             if span is None or span.phase is not phase:
                 span = Span(phase, record.iteration)
-                self._begin(life, span)
+                self._begin(timeline, span)
             span.chunks.append(chunk.length)
-            if chunk.is_last:
-                life.prompt_complete(record.iteration)
-                if chunk.request not in record.finished:
-                    self._begin(life, self._generation_span(life, record.iteration + 1, just_ran=False))
-            else:
-                self._partial[chunk.request.request_id] = life
-        for life in partial_before.values():
-            self._begin(life, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))
-
-    @staticmethod
-    def _generation_span(life: Life, first: int, just_ran: bool) -> Span:
-        """`just_ran`: the span's first step is part of the iteration at hand, so its token is counted already."""
-        return Span(Phase.GENERATION, first, first_output=life.request.num_outputs - just_ran)
+            if not chunk.is_last:
+                self._partial[request.request_id] = timeline
+                continue
+            timeline.prompt_complete(record.iteration)
+            if request not in record.finished:
+                span = Span(Phase.GENERATION, record.iteration + 1, first_output=request.num_outputs)
+                self._begin(timeline, span)
+        for timeline in partial_before.values():
+            self._begin(timeline, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))
 
     def _block(self, record: IterationRecord) -> None:
-        """Say of the first one left out what it waits for; all others wait for those before them."""
+        """Set the cause of the requests that were left out first; all others wait for those before them."""
         blocked = {}
         for left_out in record.blocked:
             if left_out.request.has_left:
                 continue
-            life = self._lives[left_out.request.request_id]
-            if life.open is not None and life.open.phase is Phase.WAITING:
-                blocked[left_out.request.request_id] = life
-                self._set_cause(life, str(left_out.limit), record.iteration)
-        for request_id, life in self._blocked.items():
-            if request_id not in blocked and life.open is not None and life.open.phase is Phase.WAITING:
-                self._set_cause(life, HEAD_OF_LINE, record.iteration)
+            timeline = self._timelines[left_out.request.request_id]
+            if self._set_cause(timeline, str(left_out.limit), record.iteration):
+                blocked[left_out.request.request_id] = timeline
+        for request_id, timeline in self._blocked.items():
+            if request_id not in blocked:
+                self._set_cause(timeline, HEAD_OF_LINE, record.iteration)
         self._blocked = blocked
 
-    def _set_cause(self, life: Life, cause: str, iteration: int) -> None:
-        assert life.open is not None
-        if life.open.cause != cause:
-            self._begin(life, Span(Phase.WAITING, iteration, cause))
+    def _set_cause(self, timeline: RequestTimeline, cause: str, iteration: int) -> bool:
+        """Set why a request waits; whether it does."""
+        if timeline.open is None or timeline.open.phase is not Phase.WAITING:
+            return False
+        if timeline.open.cause != cause:
+            self._begin(timeline, Span(Phase.WAITING, iteration, cause))
+        return True
 
-    def _begin(self, life: Life, span: Span) -> None:
-        self._put(life.begin(span))
-
-    def _put(self, line: str | None) -> None:
-        if line is not None:
-            self._write(line)
+    def _begin(self, timeline: RequestTimeline, span: Span) -> None:
+        self._write(timeline.begin(span))

@@ -1,18 +1,27 @@
-"""The figures of a run: those of summary.json or, for a killed run, the same worked out from what it had written."""
+"""The figures of a run: those of summary.json, those of gptManagerBenchmark, and when each output token came.
 
+Of a killed run, the figures of summary.json are computed from what it had written. Token times are not recorded: they
+follow from spans and iterations.
+"""
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.recording.distribution import distribution
-from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST
-from ifbbench.report.load import RunData
-from ifbbench.report.token_times import inter_token_gaps
+from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST, distribution
+from ifbbench.report.load import Floats, RunData, covering
+
+Integers = NDArray[np.int64]
 
 
 def figures(run: RunData) -> dict[str, Any]:
-    """summary.json's figures. Where it is missing they cover the requests completed before the run was killed."""
+    """The figures of summary.json. Where it is missing they cover the requests completed before the run was killed."""
     if run.summary is not None:
         return run.summary
     return _request_figures(run) | _iteration_figures(run) | {"schedule_digest": None, "partial": True}
@@ -23,16 +32,15 @@ def _request_figures(run: RunData) -> dict[str, Any]:
     duration = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else 0.0
     per_second = 1 / duration if duration > 0 else 0.0
     prompt_tokens, output_tokens = int(done["prompt_len"].sum()), int(done["output_len"].sum())
-    failed = len(run.requests) - len(done)
     total = (run.run.get("trace") or {}).get("requests") or len(run.requests)
     return {
-        "requests": {"total": int(total), "completed": len(done), "failed": failed},
+        "requests": {"total": int(total), "completed": len(done), "failed": len(run.requests) - len(done)},
         "duration_s": duration,
         "request_throughput_per_s": len(done) * per_second,
         "output_throughput_tokens_per_s": output_tokens * per_second,
         "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
         **{name: distribution(done[name].dropna().to_numpy(dtype=float)) for name in PER_REQUEST},
-        # Between iterations that were recorded, times are interpolated: good for a drawing, not for percentiles.
+        # The times of iterations that were not recorded are interpolated: good for charts, not for percentiles.
         "itl_s": distribution([] if run.recorded_every > 1 else inter_token_gaps(run)),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
@@ -40,29 +48,10 @@ def _request_figures(run: RunData) -> dict[str, Any]:
     }
 
 
-def _total(table: pd.DataFrame, column: str) -> int:
-    """The sum of a column that need not be there."""
-    return int(table[column].fillna(0).sum()) if column in table else 0
-
-
-def _padding(run: RunData) -> dict[str, int | float | None]:
-    if run.recorded_every > 1:
-        return {"empty_generation_slots": None, "padding_waste": None}
-    empty, padding = (_total(run.iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
-    used = _total(run.iterations, "budget_used")
-    waste = (empty + padding) / (used + empty + padding) if used else 0.0
-    return {"empty_generation_slots": empty, "padding_waste": waste}
-
-
-def _recomputed(run: RunData) -> int:
-    """By iteration; where not each was recorded, by the requests that ended."""
-    if run.recorded_every > 1:
-        return _total(run.requests, "recomputed_tokens")
-    return _total(run.iterations, "tokens_recomputed")
-
-
 def _iteration_figures(run: RunData) -> dict[str, Any]:
-    iterations = run.iterations
+    iterations, thinned = run.iterations, run.recorded_every > 1
+    empty, padding = (_total(iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
+    slots = _total(iterations, "budget_used") + empty + padding
     shares = iterations["bound_by"].value_counts(normalize=True)
     blocks = {
         "max": iterations["max_kv_cache_blocks"].max(),
@@ -71,9 +60,132 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
     }
     return {
         "iterations": len(iterations),
-        **_padding(run),
+        "empty_generation_slots": None if thinned else empty,
+        "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
         "pauses": int(iterations["pauses"].sum()),
-        "recomputed_tokens": _recomputed(run),
+        # Where not each iteration was recorded, those of the requests that ended.
+        "recomputed_tokens": _total(run.requests, "recomputed_tokens") if thinned
+        else _total(iterations, "tokens_recomputed"),
         "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
         "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in dict.fromkeys((*BOUND_BY, *shares.index))},
+    }  # fmt: skip
+
+
+def _total(table: pd.DataFrame, column: str) -> int:
+    """The sum of a column, 0 if there is no such column."""
+    return int(table[column].fillna(0).sum()) if column in table else 0
+
+
+@dataclass(frozen=True)
+class IterationClock:
+    """Iteration number to seconds from run start. Iterations that were not recorded are interpolated."""
+
+    numbers: Floats
+    start_s: Floats
+    end_s: Floats
+
+    @classmethod
+    def of(cls, run: RunData) -> "IterationClock":
+        """The clock of `run`."""
+        start = run.iterations["start_s"].to_numpy(dtype=float)
+        end = start + run.iterations["latency_ms"].to_numpy(dtype=float) / 1000
+        return cls(run.iterations["iteration_counter"].to_numpy(dtype=float), start, end)
+
+    def starts(self, iterations: ArrayLike) -> Floats:
+        """When these iterations started, in seconds."""
+        return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.start_s))
+
+    def ends(self, iterations: ArrayLike) -> Floats:
+        """When these iterations ended, in seconds."""
+        return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.end_s))
+
+
+def token_iterations(run: RunData) -> dict[str, Integers]:
+    """Request id to the iterations that produced its output tokens, in order. Failed requests are left out.
+
+    A span's tokens come in its last iterations: one in each of generation, one at the end of context or recompute.
+    """
+    spans = _producing(run)
+    stretches: dict[str, list[Integers]] = {}
+    columns = (spans[name].tolist() for name in ("request_id", "last_iteration", "produced"))
+    for request, last, produced in zip(*columns, strict=True):
+        stretches.setdefault(request, []).append(np.arange(last - int(produced) + 1, last + 1))
+    return {request: np.concatenate(parts) for request, parts in stretches.items()}
+
+
+def inter_token_gaps(run: RunData) -> Floats:
+    """Every gap between consecutive output tokens of a request, of all requests pooled, in seconds."""
+    clock = IterationClock.of(run)
+    gaps = [np.diff(clock.ends(produced)) for produced in token_iterations(run).values()]
+    return np.concatenate(gaps) if gaps else np.empty(0)
+
+
+def output_tokens(run: RunData) -> Floats:
+    """Output tokens produced in each row of `run.iterations`, those of requests that were still running included."""
+    numbers = run.iterations["iteration_counter"].to_numpy(dtype=np.int64)
+    spans = _producing(run)
+    last = spans["last_iteration"]
+    end = int(max(numbers.max(initial=0), last.max() if len(last) else 0))
+    of_all: Floats = covering(last - spans["produced"] + 1, last, end)
+    return np.asarray(of_all[numbers])
+
+
+def _producing(run: RunData) -> pd.DataFrame:
+    """The spans that produced output tokens, by request and in order of time."""
+    return run.spans[run.spans["produced"].fillna(0) > 0]
+
+
+def benchmark_figures(run: RunData) -> dict[str, float]:
+    """gptManagerBenchmark's figures: name (with unit) to value, in its order.
+
+    Percentiles are its own nearest rank, not the interpolated ones of summary.json. As there, figures of single tokens
+    are given for streaming runs only. Latencies are NaN where no request completed.
+    """
+    done = run.completed
+    total_s = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else math.nan
+    output_tokens = int(done["output_len"].sum())
+    overall = {
+        "num_samples": len(done),
+        "num_error_samples": len(run.requests) - len(done),
+        "total_latency(ms)": total_s * 1000,
+        "seq_throughput(seq/sec)": len(done) / total_s,
+        "token_throughput(token/sec)": output_tokens / total_s,
+        **_spread("sequence_latency(ms)", done["e2e_s"] * 1000),
+        # Without speculative decoding each decoding step of a request yields exactly one token.
+        "avg_acceptance_rate(tokens/decoding steps)": 1.0 if output_tokens else 0.0,
     }
+    if not run.config.get("streaming"):
+        return overall
+    per_token_ms = done["tpot_s"].dropna() * 1000
+    return overall | {
+        **_spread("time_to_first_token(ms)", done["ttft_s"] * 1000),
+        **_spread("inter_token_latency(ms)", per_token_ms),
+        **_spread("user_tokens_per_second(tokens/sec/user)", 1000 / per_token_ms[per_token_ms > 0]),
+    }
+
+
+def benchmark_lines(run: RunData) -> list[str]:
+    """`[BENCHMARK] <name> <value>` for each figure: counts as integers, the others with two decimals."""
+    return [
+        f"[BENCHMARK] {name} {value if isinstance(value, int) else format(value, '.2f')}"
+        for name, value in benchmark_figures(run).items()
+    ]
+
+
+def write_benchmark_csv(run: RunData, path: Path) -> None:
+    """Write a header and one row of `benchmark_figures` to `path`, making its folder."""
+    values = benchmark_figures(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([values.keys(), values.values()])
+
+
+def _spread(name: str, values: ArrayLike) -> dict[str, float]:
+    """Mean, extremes and percentiles by nearest rank: the smallest value with at least so many percent up to it."""
+    ordered = np.sort(np.asarray(values, dtype=float))
+    keys = ("avg", "max", "min", "p99", "p90", "p50")
+    if not ordered.size:
+        return {f"{key}_{name}": math.nan for key in keys}
+    ranks = [ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in (99, 90, 50)]
+    spread = [ordered.mean(), ordered[-1], ordered[0], *ranks]
+    return {f"{key}_{name}": float(value) for key, value in zip(keys, spread, strict=True)}

@@ -1,49 +1,60 @@
-"""A run directory as tables: what every report reads."""
+"""The reader of run directories: files of JSON lines as tables, of finished, killed and thinned runs."""
 
-import re
-from collections.abc import Iterator
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
+import numpy as np
 import pandas as pd
+from msgspec import UnsetType
+from msgspec.json import Decoder
+from msgspec.structs import fields
+from numpy.typing import NDArray
 
+from ifbbench.compressed import DamagedFile, read_pieces
 from ifbbench.errors import InputError
+from ifbbench.recording.lines import InflightLine, IterationDetails, RequestLine, SpanLine, snake_case
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
-from ifbbench.report.jsonl import read_lines, read_object
-from ifbbench.report.row_table import table_of
-from ifbbench.report.thinned import filled
+
+Floats = NDArray[np.float64]
 
 ITERATION_FIELDS = ("Iteration Counter", "ifbbench")
-ITERATION_COLUMNS = (
-    "iteration_counter", "active_request_count", "max_request_count", "max_kv_cache_blocks", "free_kv_cache_blocks",
-    "used_kv_cache_blocks", "tokens_per_kv_cache_block", "scheduled_requests", "context_requests",
-    "generation_requests", "total_context_tokens", "paused_requests", "start_s", "latency_ms", "host_ms", "device_ms",
-    "queued", "waiting", "bound_by", "first_left_out_request", "first_left_out_reason", "paused", "pauses",
-    "tokens_recomputed", "budget_used", "kv_fragmentation",
-)  # fmt: skip
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
-SPAN_COLUMNS = (*SPAN_FIELDS, "cause", "chunks", "first_output", "produced")
 REQUEST_FIELDS = ("request_id", "outcome")
-REQUEST_COLUMNS = (
-    "request_id", "index", "arrival_s", "prompt_len", "output_len", "max_new_tokens", "queue_time_s", "ttft_s",
-    "tpot_s", "e2e_s", "pauses", "recomputed_tokens", "reused_tokens", "outcome", "error",
-    "first_scheduled_s", "first_token_s", "end_s",
+# Columns that are in the tables of all runs; further ones where the lines have them.
+ITERATION_COLUMNS = (
+    *(field.name for line in (InflightLine, IterationDetails) for field in fields(line)
+      if field.name not in ("ifbbench", "first_left_out") and UnsetType not in get_args(field.type)),
+    "first_left_out_request", "first_left_out_reason", "pauses",
 )  # fmt: skip
+SPAN_COLUMNS = SpanLine.__struct_fields__
+REQUEST_COLUMNS = tuple(name for name in RequestLine.__struct_fields__ if name != "attribution_s")
 NOT_NUMBERS = frozenset({
-    "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason", "paused", "phase",
-    "cause", "chunks",
+    "timestamp", "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason",
+    "paused", "phase", "cause", "chunks",
 })  # fmt: skip
+# Columns of `iterations` that are unknown of the iterations that thinned statistics leave out.
+UNKNOWN_WHERE_THINNED = (
+    "host_ms", "device_ms", "tokens_recomputed", "padding_tokens", "context_pass_ms", "generation_pass_ms",
+    "empty_generation_slots", "paused",
+)  # fmt: skip
+
+# Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
+_Column: TypeAlias = "list[Any] | array[Any]"
+
+_decode = Decoder().decode
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run directory.
+    """One run directory. run: run.json. summary: summary.json, None where the run was killed.
 
-    `run` is run.json and `summary` summary.json, None where the run was killed. `partial` says that the run did not
-    reach its end, so that figures cover only what it had done. Tables are read when they are asked for.
+    Tables are read when they are first used. Request ids are texts in them.
     """
 
     path: Path
@@ -52,7 +63,7 @@ class RunData:
 
     @property
     def partial(self) -> bool:
-        """Whether the run broke off."""
+        """Whether the run did not reach its end, so that figures cover only a part of it."""
         return self.summary is None or bool(self.run.get("partial") or self.summary.get("partial"))
 
     @property
@@ -67,69 +78,50 @@ class RunData:
 
     @property
     def recorded_every(self) -> int:
-        """Of how many iterations one is recorded; more than 1 where statistics were thinned."""
+        """One of how many iterations is recorded; more than 1 where statistics were thinned."""
         return int(self.config.get("iteration_stats_every") or 1)
 
     @cached_property
     def iterations(self) -> pd.DataFrame:
-        """A row an iteration, in order of `iteration_counter`. Thinned ones are filled in: see `thinned.filled`.
+        """A row an iteration, in order. Those that thinned statistics leave out are filled in: see `_filled`.
 
-        Fields are in snake_case, those under "ifbbench" beside them, and `pauses` is the number of requests that the
-        iteration paused.
+        Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
         rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), ITERATION_FIELDS))
-        recorded = table_of(rows, ITERATION_COLUMNS, NOT_NUMBERS)
+        recorded = table_of(rows, ITERATION_COLUMNS)
         recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
-        return filled(recorded, self.spans) if self.recorded_every > 1 else recorded
+        return _filled(recorded, self.spans) if self.recorded_every > 1 else recorded
 
     @cached_property
     def spans(self) -> pd.DataFrame:
-        """A row a span, by request and first iteration. Request ids are texts."""
-        rows = chain(read_lines(find_lines(self.path, "spans"), SPAN_FIELDS), self._open_spans())
-        table = table_of(rows, SPAN_COLUMNS, NOT_NUMBERS)
+        """A row a span, by request and first iteration; of a killed run also those open when it was last flushed."""
+        paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
+        table = table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), SPAN_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
-        # Those that were open in the moment of a flush may have been closed in it too.
+        # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
         return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)
 
-    def _open_spans(self) -> Iterator[dict[str, Any]]:
-        """What was going on when a killed run was last flushed."""
-        return read_lines(self.path / OPEN_SPANS, SPAN_FIELDS)
-
     @cached_property
     def requests(self) -> pd.DataFrame:
-        """A row a request, by index in the trace. Request ids are texts; each part of `attribution_s` is a column."""
+        """A row a request, by index in the trace; each part of `attribution_s` is a column."""
         rows = map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS))
-        table = table_of(rows, REQUEST_COLUMNS, NOT_NUMBERS)
+        table = table_of(rows, REQUEST_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         return table.sort_values("index", kind="stable", ignore_index=True)
 
     @property
     def completed(self) -> pd.DataFrame:
-        """The requests that were answered in full: those that latencies are of."""
+        """The requests that have all their tokens: latencies cover these."""
         return self.requests[self.requests["outcome"] == "completed"]
 
 
-def find_runs(path: Path) -> list[Path]:
-    """`path` itself if it is a run directory, or else every run directory below it, by name; InputError if none."""
-    if (path / "run.json").is_file():
-        return [path]
-    found = sorted(file.parent for file in path.rglob("run.json")) if path.is_dir() else []
-    if not found:
-        what = "holds no run" if path.is_dir() else "is not a directory"
-        raise InputError(
-            f"{path}: {what}; expected a directory with run.json, or one above such directories. "
-            "`ifbbench run` writes them, by default below results/."
-        )
-    return found
-
-
 def load_run(path: Path) -> RunData:
-    """The run directory `path`, of a finished or of a killed run; InputError names the file and line at fault, that of
-    a table when it is asked for."""
+    """The run directory at or below `path`. InputError names the file and line at fault, for a table when it is first
+    used."""
     path = find_run(path)
-    summary = read_object(path / "summary.json") if (path / "summary.json").exists() else None
-    return RunData(path, read_object(path / "run.json"), summary)
+    summary = path / "summary.json"
+    return RunData(path, read_object(path / "run.json"), read_object(summary) if summary.exists() else None)
 
 
 def find_run(path: Path) -> Path:
@@ -141,14 +133,89 @@ def find_run(path: Path) -> Path:
     return found[0]
 
 
+def find_runs(path: Path) -> list[Path]:
+    """`path` itself if it is a run directory, otherwise all run directories below it, by name; InputError if none."""
+    if (path / "run.json").is_file():
+        return [path]
+    found = sorted(file.parent for file in path.rglob("run.json")) if path.is_dir() else []
+    if not found:
+        problem = "holds no run" if path.is_dir() else "is not a directory"
+        raise InputError(
+            f"{path}: {problem}; expected a directory with run.json, or one above such directories. "
+            "`ifbbench run` writes them, by default below results/."
+        )
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; InputError if it is not one."""
+    try:
+        return _object(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path}: {error}; expected one JSON object. Restore the file, or run again.") from error
+
+
+def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in `path`, one a line, each with the fields `required`; compressed if the name says so.
+
+    What a killed run was writing is left out: a last line without line end that is not such an object, and the rest of
+    a compressed file that was cut off. Every other bad line raises InputError. A missing file is an empty one: the run
+    was killed before it wrote to it.
+    """
+    if not path.exists():
+        return
+    line_number, rest = 0, b""
+    try:
+        for piece in read_pieces(path):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                line_number += 1
+                if line.strip():
+                    yield _row(path, line_number, line, required)
+    except EOFError:
+        pass  # cut off behind the last whole line
+    except DamagedFile as error:
+        raise InputError(f"{path}: {error}. Restore the file, or remove it to go on without it.") from error
+    try:
+        last = _row(path, line_number + 1, rest, required) if rest.strip() else None
+    except InputError:
+        return
+    if last is not None:
+        yield last
+
+
+def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
+    try:
+        row = _object(line)
+        missing = [name for name in required if name not in row]
+        if missing:
+            raise ValueError(f"field {missing[0]!r} is missing")
+    except ValueError as error:
+        raise InputError(
+            f"{path}, line {line_number}: {error}; expected a JSON object with {', '.join(required)}. "
+            "Restore the file, or remove the line to go on without it."
+        ) from error
+    return row
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value: object = _decode(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    return value
+
+
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
-    flat = {_snake_case(name): value for name, value in row.items() if name != "ifbbench"}
-    extra = dict(row["ifbbench"])
-    left_out = extra.pop("first_left_out", None) or {}
+    details = row.pop("ifbbench")
+    left_out = details.pop("first_left_out", None) or {}
+    flat: dict[str, Any] = {snake_case(name): value for name, value in row.items()} | details
     flat["first_left_out_request"] = left_out.get("request_id")
     flat["first_left_out_reason"] = left_out.get("reason")
-    flat["pauses"] = len(extra.get("paused") or ())
-    return flat | extra
+    flat["pauses"] = len(details.get("paused") or ())
+    return flat
 
 
 def _flat_request(row: dict[str, Any]) -> dict[str, Any]:
@@ -156,5 +223,94 @@ def _flat_request(row: dict[str, Any]) -> dict[str, Any]:
     return row | {f"attribution_s.{name}": seconds for name, seconds in attribution.items()}
 
 
-def _snake_case(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower())
+def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """`rows` with `columns` first, which are there even where no row has them.
+
+    The table is made column by column, for files that would not fit into memory as objects. Columns are numbers except
+    for NOT_NUMBERS; the type of one that is not among `columns` is that of its first value. Nulls in numbers (times of
+    a refused request, blocks of a contiguous cache) become NaN, which every mean leaves out.
+    """
+    table: dict[str, _Column] = {name: [] if name in NOT_NUMBERS else array("q") for name in columns}
+    texts: dict[str, str] = {}
+    count = 0
+    for row in rows:
+        for name, value in row.items():
+            column = table.get(name)
+            if column is None:
+                column = table[name] = array("q") if type(value) in (int, float) else []
+            if len(column) < count:
+                column = table[name] = _padded(column, count)
+            if type(value) is str:
+                value = texts.setdefault(value, value)  # equal texts are one object
+            try:
+                column.append(value)
+            except (TypeError, OverflowError):
+                column = table[name] = array("d", column)
+                column.append(math.nan if value is None else float(value))
+        count += 1
+    padded = ((name, _padded(column, count)) for name, column in table.items())
+    return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
+
+
+def _padded(column: _Column, length: int) -> _Column:
+    """`column` with NaN or None in the rows that it lacks."""
+    missing = length - len(column)
+    if missing and not isinstance(column, list):
+        column = column if column.typecode == "d" else array("d", column)
+        column.extend([math.nan] * missing)
+    elif missing:
+        column.extend([None] * missing)
+    return column
+
+
+def _filled(iterations: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+    """A row for each iteration, from the recorded ones of thinned statistics.
+
+    The batch of the others comes from `spans`, exactly; their times are interpolated. No request was paused in
+    them, and their limit was that of the iteration before, because others are always recorded. The KV cache and the
+    queue keep their last recorded state, and UNKNOWN_WHERE_THINNED is empty.
+    """
+    if iterations.empty:
+        return iterations
+    recorded = iterations["iteration_counter"].to_numpy(dtype=np.int64)
+    last = int(max(recorded[-1], spans["last_iteration"].max() if len(spans) else 0))
+    numbers = np.arange(recorded[0], last + 1)
+    unknown = [name for name in UNKNOWN_WHERE_THINNED if name in iterations]
+    known = iterations.set_index("iteration_counter")
+    table = known.reindex(numbers, method="ffill")
+    table.loc[~np.isin(numbers, recorded), unknown] = None
+    table.loc[~np.isin(numbers, recorded), "pauses"] = 0
+    start_s = np.interp(numbers, recorded, known["start_s"])
+    end_s = np.interp(numbers, recorded, known["start_s"] + known["latency_ms"] / 1000)
+    tokens_a_step = (table["budget_used"] - table["total_context_tokens"]) / table["generation_requests"]
+    generating = spans[spans["phase"] == "generation"]
+    steps = covering(generating["first_iteration"], generating["last_iteration"], last)
+    requests, tokens, generation = (counts[recorded[0] :] for counts in (*_context(spans, last), steps))
+    return table.assign(
+        start_s=start_s,
+        latency_ms=(end_s - start_s) * 1000,
+        context_requests=requests,
+        total_context_tokens=tokens,
+        generation_requests=generation,
+        scheduled_requests=requests + generation,
+        # A step is as many tokens as a request has beams; requests of one run mostly have the same number.
+        budget_used=tokens + generation * tokens_a_step.ffill().fillna(1.0).to_numpy(dtype=float),
+    ).reset_index(names="iteration_counter")
+
+
+def _context(spans: pd.DataFrame, last: int) -> tuple[Floats, Floats]:
+    """Requests and tokens of the context phase in each iteration up to `last`."""
+    with_chunks = spans[spans["phase"].isin(["context", "recompute"])]
+    requests, tokens = np.zeros(last + 1), np.zeros(last + 1)
+    for first, chunks in zip(with_chunks["first_iteration"].tolist(), with_chunks["chunks"], strict=True):
+        requests[first : first + len(chunks)] += 1
+        tokens[first : first + len(chunks)] += chunks
+    return requests, tokens
+
+
+def covering(first: pd.Series, last: pd.Series, end: int) -> Floats:
+    """How many of the stretches [first, last] of iterations contain each iteration up to `end`."""
+    steps = np.zeros(end + 2)
+    np.add.at(steps, first.to_numpy(dtype=np.int64), 1)
+    np.add.at(steps, last.to_numpy(dtype=np.int64) + 1, -1)
+    return np.asarray(steps.cumsum()[:-1], dtype=float)

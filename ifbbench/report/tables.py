@@ -1,7 +1,7 @@
-"""What a run prints when it is done: how fast, how long, what bound it, and what failed."""
+"""The report of a run: throughput, latencies, limits, where the time of a profiled run went, and failures."""
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -11,21 +11,14 @@ from rich.table import Table
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData
-from ifbbench.report.profile import profile_figures, profile_sentence, profile_table
 from ifbbench.report.units import NOTHING, bar, count, percent, significant, time_unit
 
-LATENCIES = {
-    "queue_time_s": "Queue time",
-    "ttft_s": "TTFT",
-    "itl_s": "ITL",
-    "tpot_s": "TPOT",
-    "e2e_s": "E2E",
-}
+LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
-# What the line of settings says of how requests were batched, and when.
-WAYS_OF_BATCHING: dict[str, Callable[[dict[str, Any]], bool]] = {
+# Words in the line of settings, and the runs that have them.
+BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "static batches (V1)": lambda config: config.get("type") == "v1",
     "a pass for each phase": lambda config: config.get("type") == "inflight",
     "overlap": lambda config: bool(config.get("enable_trt_overlap")),
@@ -33,6 +26,11 @@ WAYS_OF_BATCHING: dict[str, Callable[[dict[str, Any]], bool]] = {
     "streaming": lambda config: bool(config.get("streaming")),
 }
 FAILURES_SHOWN = 5
+# Parts of a profiled iteration, by the field that has their time: of a CPU, and of a GPU.
+ON_CPU = {"schedule": "Schedule", "prepare": "Prepare", "device_busy": "Forward pass", "collect": "Collect"}
+ON_GPU = {"schedule": "Schedule", "prepare": "Prepare", "launch": "Launch", "collect": "Wait for the GPU"}
+REST = "Answer, record, wait"
+SCALES = {"T": 1e12, "G": 1e9, "M": 1e6}
 
 
 def print_report(run: RunData, console: Console) -> None:
@@ -44,7 +42,9 @@ def print_report(run: RunData, console: Console) -> None:
         covers = "" if run.summary else " Latencies and throughput cover the requests that completed."
         console.print(f"[yellow]Partial: the run did not reach its end.{covers}[/yellow]")
     if run.recorded_every > 1:
-        console.print(f"[yellow]{_thinned(run)}[/yellow]", highlight=False, soft_wrap=True)
+        covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
+        thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
+        console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     for table in (_throughput_table(known), _latency_table(known), _bound_table(known)):
         console.print(table)
@@ -54,24 +54,19 @@ def print_report(run: RunData, console: Console) -> None:
     _print_failures(run, console)
 
 
-def _thinned(run: RunData) -> str:
-    covers = "The figures are of all." if run.summary else "Of this partial run, ITL and padding are therefore unknown."
-    return f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
-
-
 def settings_line(run: RunData) -> str:
-    """What was run, in one line: trace, policy and limits, model and device."""
+    """The settings of a run in one line: trace, policy and limits, model and device."""
     config, trace = run.config, run.run.get("trace") or {}
     chunking = "chunked context" if config.get("enable_chunked_context") else None
     sizes = [f"{name} {config[name]}" for name in ("max_batch_size", "max_num_tokens") if config.get(name)]
-    ways = [name for name, wanted in WAYS_OF_BATCHING.items() if wanted(config)]
+    types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *ways, where, config.get("dtype")]
+    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, config.get("dtype")]
     return " · ".join(str(part) for part in parts if part)
 
 
 def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
-    """Which limit left requests out or cut their chunks, and how often, in plain words."""
+    """Which limits left requests out or cut their chunks, and how often."""
     shares, failures = known["bound_by"], _failures_sentence(known)
     limits = sorted((name for name in shares if name != "none"), key=lambda name: -shares[name])
     binding = [name for name in limits if shares[name] > 0]
@@ -103,17 +98,23 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
 
+def plain_table(first: str, second: str, *numbers: str) -> Table:
+    """An empty table without lines: two columns of text, and columns of numbers, by their headings."""
+    table = Table(first, second, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
 def _throughput_table(known: dict[str, Any]) -> Table:
     requests, blocks = known["requests"], known.get("kv_blocks") or {}
-    peak, most = blocks.get("peak_used"), blocks.get("max")
+    peak, pool = blocks.get("peak_used"), blocks.get("max")
     completed = f"{count(requests['completed'])} of {count(requests['total'])}"
     if requests["failed"]:
         completed += f" ([red]{count(requests['failed'])} failed[/red])"
     table = Table.grid(padding=(0, 3))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_column(style="dim")
-    table.add_column()
+    for style in ("dim", None, "dim", None):
+        table.add_column(style=style)
     rows = [
         ("Requests completed", completed, "Iterations", count(known["iterations"])),
         ("Duration", f"{significant(known['duration_s'])} s", "Pauses", count(known["pauses"])),
@@ -122,7 +123,7 @@ def _throughput_table(known: dict[str, Any]) -> Table:
         ("Output throughput", f"[bold]{significant(known['output_throughput_tokens_per_s'])} tokens/s[/bold]",
          "Prefix hit rate", percent(known.get("prefix_hit_rate"))),
         ("Total throughput", f"{significant(known['total_throughput_tokens_per_s'])} tokens/s", "KV blocks, peak use",
-         f"{count(peak)} of {count(most)} ({percent(peak / most)})" if peak is not None and most else NOTHING),
+         f"{count(peak)} of {count(pool)} ({percent(peak / pool)})" if peak is not None and pool else NOTHING),
     ]  # fmt: skip
     if known.get("padding_waste"):
         rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",
@@ -133,27 +134,16 @@ def _throughput_table(known: dict[str, Any]) -> Table:
 
 
 def _latency_table(known: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    table.add_column("Latency")
-    table.add_column("")
-    for name in STATISTICS:
-        table.add_column(name, justify="right")
+    table = plain_table("Latency", "", *STATISTICS)
     for key, title in LATENCIES.items():
         values = [(known.get(key) or {}).get(name) for name in STATISTICS]
         unit, scale = time_unit(values)
-        table.add_row(title, f"[dim]{unit}[/dim]", *(significant(_scaled(value, scale)) for value in values))
+        table.add_row(title, f"[dim]{unit}[/dim]", *(significant(value, scale) for value in values))
     return table
 
 
-def _scaled(value: float | None, scale: float) -> float | None:
-    return None if value is None or math.isnan(value) else value * scale
-
-
 def _bound_table(known: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    table.add_column("Iterations bound by")
-    table.add_column("")
-    table.add_column("share", justify="right")
+    table = plain_table("Iterations bound by", "", "share")
     shares = known["bound_by"]
     own = [name for name in shares if name not in LIMIT_NAMES]  # reasons of a user policy
     for name in (*(name for name in LIMIT_NAMES if name != "none"), *own, "none"):
@@ -163,12 +153,87 @@ def _bound_table(known: dict[str, Any]) -> Table:
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What a device did a second while it was busy, in FLOPs or bytes, and the maximum that large operations reach."""
+
+    per_s: float
+    max_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.per_s / self.max_per_s
+
+    def __str__(self) -> str:
+        """`12.3 of 19.8 G`."""
+        letter, scale = next((item for item in SCALES.items() if self.max_per_s >= item[1]), ("M", 1e6))
+        return f"{significant(self.per_s / scale)} of {significant(self.max_per_s / scale)} {letter}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFigures:
+    """Of a whole run. parts: mean seconds an iteration of what the host does, which together are the run's duration.
+
+    device_busy: share of the duration in which the device computes. bandwidth: reached in iterations of generation
+    alone, by weights, keys and values. arithmetic: reached in iterations with context. None where there were none.
+    """
+
+    parts: dict[str, float]
+    device_busy: float
+    bandwidth: Reached | None
+    arithmetic: Reached | None
+
+
+def profile_figures(run: RunData) -> ProfileFigures | None:
+    """The figures of a run with --profile; None of others, and where nothing was run."""
+    limits = run.run.get("device_limits")
+    # The table of iterations is read only then: it is large, and other runs do not need it.
+    if limits is None or (iterations := run.iterations).empty:
+        return None
+    names = ON_CPU if str(run.config.get("device")).startswith("cpu") else ON_GPU
+    ends_s = iterations["start_s"] + iterations["latency_ms"] / 1000
+    duration_s, count = float(ends_s.iloc[-1] - iterations["start_s"].iloc[0]), len(iterations)
+    parts = {title: float(iterations[f"{name}_ms"].sum()) / 1000 / count for name, title in names.items()}
+    parts[REST] = max(0.0, duration_s / count - sum(parts.values()))
+    busy_s = iterations["device_busy_ms"] / 1000
+    has_context = iterations["total_context_tokens"] > 0
+
+    def reached(kind: str, max_per_s: float) -> Reached | None:
+        rows = (has_context if kind == "flops" else ~has_context) & (busy_s > 0)
+        if not rows.any():
+            return None
+        return Reached(float(iterations.loc[rows, kind].sum() / busy_s[rows].sum()), max_per_s)
+
+    return ProfileFigures(
+        parts, float(busy_s.sum()) / duration_s, reached("bytes", limits["bytes_per_s"]),
+        reached("flops", limits["flops_per_s"]),
+    )  # fmt: skip
+
+
+def profile_sentence(profile: ProfileFigures) -> str:
+    """How busy the device was, and with what."""
+    sentence = f"The device was busy {percent(profile.device_busy)} of the time"
+    if (reached := profile.bandwidth) is not None:
+        sentence += (f"; in generation it read and wrote weights, keys and values at {percent(reached.share)} of the "
+                     f"speed of a large copy (MBU, {reached}B/s)")  # fmt: skip
+    if (reached := profile.arithmetic) is not None:
+        sentence += (f"; in iterations with context it computed at {percent(reached.share)} of the speed of a large "
+                     f"matrix product (MFU, {reached}FLOP/s)")  # fmt: skip
+    return f"{sentence}."
+
+
 def _print_profile(run: RunData, console: Console) -> None:
     profile = profile_figures(run)
     if profile is None:
         return
+    unit, scale = time_unit(profile.parts.values())
+    table = plain_table("Where the time goes", "", "share", f"{unit} an iteration")
+    whole = sum(profile.parts.values())
+    for title, seconds in profile.parts.items():
+        share = seconds / whole
+        table.add_row(title, f"[cyan]{bar(share)}[/cyan]", percent(share), significant(seconds, scale))
     console.print()
-    console.print(profile_table(profile))
+    console.print(table)
     console.print()
     console.print(profile_sentence(profile), highlight=False, soft_wrap=True)
 

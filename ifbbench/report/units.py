@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits, and a unit that keeps them short."""
+"""Numbers for reports: three significant digits, and a unit that keeps them short."""
 
 import math
 from collections.abc import Iterable
@@ -7,10 +7,12 @@ NOTHING = "–"
 BAR_CELLS = 24
 
 
-def significant(value: float | None) -> str:
-    """`value` to three significant digits, without exponent: 1,234 · 12.3 · 0.0123; a dash for None or NaN."""
+def significant(value: float | None, scale: float = 1.0) -> str:
+    """`value` times `scale` to three significant digits, without exponent: 1,234 · 12.3 · 0.0123; a dash for None or
+    NaN."""
     if value is None or math.isnan(value):
         return NOTHING
+    value *= scale
     if value == 0:
         return "0"
     decimals = 2 - math.floor(math.log10(abs(value)))
@@ -34,7 +36,7 @@ def percent(share: float | None) -> str:
 
 
 def time_unit(seconds: Iterable[float | None]) -> tuple[str, float]:
-    """The unit (s, ms or µs) that suits the middle of these durations, and how many of it make a second."""
+    """The unit (s, ms or µs) that suits the middle of these durations, and the number of them in a second."""
     known = sorted(value for value in seconds if value is not None and not math.isnan(value))
     middle = known[len(known) // 2] if known else 1.0
     if middle >= 1:

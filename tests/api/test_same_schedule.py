@@ -7,7 +7,7 @@ import pytest
 
 from ifbbench.api.callbacks import Callbacks
 from ifbbench.engine.records import IterationRecord
-from ifbbench.recording.digest import ScheduleDigest
+from ifbbench.recording.recorder import ScheduleDigest
 from tests.api.client import Client
 from tests.api.managers import TOKENS_PER_BLOCK, manager_of, request_of
 from tests.engine.engine import CheckingExecutor

@@ -40,9 +40,9 @@ def runs(monkeypatch):
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace)
     monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("the report"))
-    monkeypatch.setattr("ifbbench.report.benchmark_csv.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
+    monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
     monkeypatch.setattr(
-        "ifbbench.report.benchmark_csv.write_benchmark_csv", lambda run, path: pretended.csv.append((run, path))
+        "ifbbench.report.figures.write_benchmark_csv", lambda run, path: pretended.csv.append((run, path))
     )
     return pretended
 

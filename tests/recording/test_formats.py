@@ -1,4 +1,4 @@
-"""Runs that are recorded compressed or thinned say the same as those that are not."""
+"""Compressed, thinned and killed runs are read like others."""
 
 import gzip
 from pathlib import Path
@@ -11,12 +11,12 @@ from rich.console import Console
 
 from ifbbench.errors import InputError
 from ifbbench.recording import run_directory
-from ifbbench.recording.jsonl_writer import JsonLinesWriter
+from ifbbench.recording.lines import JsonLinesWriter
 from ifbbench.report.charts import plot_run
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
 from ifbbench.report.tables import print_report
-from tests.recording.virtual_run import limits, lines, run, trace_of
+from tests.recording.virtual_run import Interrupted, limits, lines, run, trace_of
 
 # More than there is memory for: requests are paused, skipped and computed again.
 ROWS = [(0.01 * number, 4 + number % 7, 3 + number % 19) for number in range(60)]
@@ -75,21 +75,39 @@ def test_overwriting_leaves_nothing_of_the_other_format(tmp_path: Path) -> None:
 
 def test_flushed_lines_can_be_read_while_the_file_is_open(tmp_path: Path) -> None:
     writer = JsonLinesWriter(tmp_path / "some.jsonl.gz")
-    writer.write({"number": 1})
-    writer.write_lines(['{"number":2}', '{"number":3}'])
+    writer.write([b'{"number":1}'])
+    writer.write([b'{"number":2}', b'{"number":3}'])
     writer.flush()
-    writer.write_line('{"number":4}')
+    writer.write([b'{"number":4}'])
     flushed = gzip.GzipFile(tmp_path / "some.jsonl.gz").read1()
     writer.close()
     assert flushed == b'{"number":1}\n{"number":2}\n{"number":3}\n'
     assert gzip.decompress((tmp_path / "some.jsonl.gz").read_bytes()).endswith(b'{"number":4}\n')
 
 
+def test_a_killed_run_is_readable_with_its_open_spans(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    # Killed in the middle, as if the process were gone: nothing is closed.
+    rows = [(0.0, 40, 20)] * 40
+    with pytest.raises(Interrupted):
+        run(trace_of(rows), limits("guaranteed_no_evict"), directory, kill_after=700)
+    data = load_run(directory)
+    assert data.partial
+    assert data.summary is None
+    last_flushed = int(data.iterations["iteration_counter"].max())
+    assert 300 < last_flushed < 700
+    # The requests that were running then are in the spans up to that iteration.
+    running = data.spans[data.spans["last_iteration"] == last_flushed]
+    scheduled = int(data.iterations["scheduled_requests"].iloc[-1])
+    assert int(running["phase"].isin(["context", "generation", "recompute"]).sum()) == scheduled
+    assert not data.spans.duplicated(["request_id", "first_iteration"]).any()
+
+
 def test_many_lines_do_not_wait_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     writer = JsonLinesWriter(path)
     for _ in range(50_000):
-        writer.write_line('{"number":1}')
+        writer.write([b'{"number":1}'])
     on_disk = path.stat().st_size
     writer.close()
     assert path.stat().st_size - on_disk < 2**20 < on_disk * 5
@@ -134,10 +152,10 @@ def test_what_thinned_statistics_left_out_is_filled_in(full: RunData, thinned: R
     assert np.abs(thinned.iterations["start_s"] - full.iterations["start_s"]).max() < 1.0
 
 
-def test_figures_of_a_killed_thinned_run_are_those_that_can_be_told(full: RunData, thinned: RunData) -> None:
-    killed, told = RunData(thinned.path, thinned.run, None), RunData(full.path, full.run, None)
+def test_figures_of_a_killed_thinned_run_are_those_that_are_known(full: RunData, thinned: RunData) -> None:
+    killed, complete = RunData(thinned.path, thinned.run, None), RunData(full.path, full.run, None)
     left_out = {"itl_s", "empty_generation_slots", "padding_waste", "kv_blocks"}
-    thin, whole = figures(killed), figures(told)
+    thin, whole = figures(killed), figures(complete)
     assert {name: value for name, value in thin.items() if name not in left_out} == {
         name: value for name, value in whole.items() if name not in left_out
     }
@@ -151,7 +169,7 @@ def test_reports_and_charts_say_that_statistics_are_thinned(thinned: RunData, tm
     assert "one of 10 iterations has its statistics recorded. The figures are of all." in console.export_text()
     console = Console(record=True, width=200)
     print_report(RunData(thinned.path, thinned.run, None), console)
-    assert "ITL and padding are therefore unknown" in console.export_text()
+    assert "ITL and padding of this partial run are unknown" in console.export_text()
     charts = plot_run(thinned, tmp_path / "charts")
     assert len(charts) == 8
     latency = (tmp_path / "charts" / "latency.svg").read_text()

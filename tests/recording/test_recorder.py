@@ -32,7 +32,7 @@ def pressed_run(directory: Path) -> dict[str, Any]:
 @settings(max_examples=60)
 @given(rows=ROWS, policy=st.sampled_from(POLICIES), chunk_unit=st.sampled_from([None, 1, 4]),
        num_blocks=st.integers(16, 40), max_num_tokens=st.integers(44, 80))  # fmt: skip
-def test_spans_tile_every_life(
+def test_spans_tile_every_timeline(
     rows: list[Any], policy: str, chunk_unit: int | None, num_blocks: int, max_num_tokens: int
 ) -> None:
     config = limits(policy, chunk_unit=chunk_unit, num_blocks=num_blocks, max_num_tokens=max_num_tokens,
@@ -129,7 +129,7 @@ def test_what_bound_an_iteration_names_the_first_left_out(directory: Path) -> No
 
 
 def test_latencies_follow_from_the_iterations(directory: Path) -> None:
-    """Two requests of known lengths, alone: every time can be told by hand. A token takes a millisecond."""
+    """Two requests of known lengths, alone: every time is computed by hand. A token takes a millisecond."""
     run(trace_of([(0.0, 10, 3), (0.5, 5, 1)]), limits(), directory)
     first, second = lines(directory, "requests.jsonl")
     assert first["queue_time_s"] == 0.0

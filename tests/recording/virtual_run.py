@@ -35,7 +35,7 @@ class OneAtATime:
             admitted, others = [], active.context
         else:
             admitted, others = active.context[:1], active.context[1:]
-        left_out = LeftOut(others[0], OWN_REASON) if others else None  # type: ignore[arg-type]
+        left_out = LeftOut(others[0], OWN_REASON) if others else None
         return CapacityDecision(admitted, left_out=left_out)
 
 
@@ -116,7 +116,7 @@ def run(
         if not _step(manager):
             client.wait()
     while client.done and _step(manager):
-        """Whatever is still under way."""
+        """Collect the iterations in flight."""
     return recorder.close(partial=not client.done)
 
 

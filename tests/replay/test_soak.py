@@ -16,7 +16,7 @@ from ifbbench.compressed import read_pieces
 from ifbbench.config import CHUNKING_POLICIES, EARLY_STOPPING, POLICIES, RECORDING_FORMATS, RunConfig, settings
 from ifbbench.engine.manager import BatchManager
 from ifbbench.errors import InputError
-from ifbbench.recording.distribution import distribution
+from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
 
 LIMIT_S = 30

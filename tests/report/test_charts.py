@@ -10,11 +10,10 @@ from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
 from ifbbench.report.charts import plot_run, plot_sweep, timeline_cells
-from ifbbench.report.charts.style import styled
-from ifbbench.report.charts.sweep import draw_sweep
-from ifbbench.report.charts.time_axis import MOST_BINS, TimeBins
-from ifbbench.report.charts.timeline import draw_timeline
 from ifbbench.report.load import load_run
+from ifbbench.report.style import MAX_BINS, TimeBins, styled
+from ifbbench.report.sweep import draw_sweep
+from ifbbench.report.timeline import draw_timeline
 from tests.report.example_runs import DOCUMENTATION, PHASES, finish, write_documentation_run, write_large_run, write_run
 
 NAMES = ["kv_cache", "latency", "throughput", "timeline"]
@@ -109,7 +108,7 @@ def test_bins_keep_tokens_and_peaks(tmp_path: Path) -> None:
     bins = TimeBins.of(run)
     tokens = run.iterations["budget_used"].to_numpy(dtype=float)
     used = run.iterations["used_kv_cache_blocks"].to_numpy(dtype=float)
-    assert len(bins.edges) == MOST_BINS + 1
+    assert len(bins.edges) == MAX_BINS + 1
     assert (bins.rates(tokens) * np.diff(bins.edges_s)).sum() == pytest.approx(tokens.sum())
     assert bins.peaks(used).max() == used.max()
 

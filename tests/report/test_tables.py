@@ -1,4 +1,4 @@
-"""What the tables say."""
+"""The tables and sentences of reports."""
 
 import io
 import json
@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from ifbbench.report.figures import figures
-from ifbbench.report.load import load_run
-from ifbbench.report.sweep_table import print_sweep
-from ifbbench.report.tables import bound_sentence, print_report
+from ifbbench.report.load import RunData, load_run
+from ifbbench.report.sweep import print_sweep
+from ifbbench.report.tables import bound_sentence, print_report, profile_figures, profile_sentence
 from ifbbench.report.units import bar, count, percent, significant, time_unit
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 
@@ -146,3 +146,48 @@ def test_numbers_as_people_read_them() -> None:
     assert bar(0.5, 4) == "██  "
     assert bar(1, 4) == "████"
     assert bar(0.0001, 4) == "▏   "
+
+
+def profiled_run(directory: Path, device: str) -> RunData:
+    """Each iteration schedules for 1 ms, prepares for 0.5 and launches for 0.25; the device is busy for 5, and does 1 M
+    FLOPs and moves 2 MB then."""
+    write_documentation_run(directory, device=device)
+    path = directory / "iterations.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["ifbbench"] |= {"schedule_ms": 1.0, "prepare_ms": 0.5, "launch_ms": 0.25, "collect_ms": 4.0,
+                            "device_busy_ms": 5.0, "flops": 1e6, "bytes": 2e6}  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = json.loads((directory / "run.json").read_text())
+    run["device_limits"] = {"flops_per_s": 4e8, "bytes_per_s": 1e9}
+    (directory / "run.json").write_text(json.dumps(run))
+    return load_run(directory)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parts_fill_the_duration(tmp_path: Path, device: str) -> None:
+    run = profiled_run(tmp_path / "run", device)
+    profile = profile_figures(run)
+    assert profile is not None
+    duration_s = run.iterations["latency_ms"].sum() / 1000
+    assert sum(profile.parts.values()) * len(run.iterations) == pytest.approx(duration_s)
+    assert profile.parts["Schedule"] == pytest.approx(0.001)
+    assert profile.parts.get("Launch") == (pytest.approx(0.00025) if device == "cuda" else None)
+    assert profile.parts.get("Forward pass") == (pytest.approx(0.005) if device == "cpu" else None)
+    assert profile.device_busy == pytest.approx(0.005 * len(run.iterations) / duration_s)
+
+
+def test_what_the_device_reached(tmp_path: Path) -> None:
+    profile = profile_figures(profiled_run(tmp_path / "run", "cuda"))
+    assert profile is not None
+    assert profile.bandwidth is not None
+    assert profile.arithmetic is not None
+    assert profile.bandwidth.share == pytest.approx(0.4)  # 2 MB in 5 ms, of 1 GB/s
+    assert profile.arithmetic.share == pytest.approx(0.5)  # 1 M FLOPs in 5 ms, of 400 M
+    sentence = profile_sentence(profile)
+    assert "40 % of the speed of a large copy (MBU, 0.400 of 1.00 GB/s)" in sentence
+    assert "50 % of the speed of a large matrix product (MFU, 200 of 400 MFLOP/s)" in sentence
+
+
+def test_other_runs_have_no_profile(tmp_path: Path) -> None:
+    assert profile_figures(load_run(write_documentation_run(tmp_path / "run"))) is None

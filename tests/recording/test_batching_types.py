@@ -1,4 +1,4 @@
-"""What is recorded of static batches, of two passes, and of overlap: every figure told by hand.
+"""Recordings of static batches, of two passes, and of overlap: every figure is computed by hand.
 
 A batch takes a millisecond for each of its tokens.
 """
@@ -125,7 +125,7 @@ def test_the_schedule_is_that_of_the_fused_type(rows: list[Any], policy: str, nu
 
 
 def test_with_overlap_times_are_those_of_the_collected_tokens(directory: Path) -> None:
-    # 3 tokens more are reserved than the 2 that it makes: a third iteration, of 1 ms, is discarded.
+    # 5 tokens are reserved and 2 produced: a third iteration, of 1 ms, is discarded.
     summary = run(trace_of([(0.0, 4, 2)]), OVERLAP, directory)
     (request,) = lines(directory, "requests.jsonl")
     assert (request["ttft_s"], request["tpot_s"], request["e2e_s"]) == pytest.approx((0.004, 0.001, 0.005))
@@ -156,7 +156,7 @@ def test_with_overlap_times_are_those_of_the_collected_tokens(directory: Path) -
     stops=st.dictionaries(st.integers(1, 40), st.lists(st.integers(100, 110), max_size=3), max_size=4),
     fails_in=st.sets(st.integers(0, 40), max_size=2),
 )
-def test_with_overlap_every_life_adds_up_whatever_happens(
+def test_with_overlap_every_timeline_adds_up_with_stops_and_failures(
     rows: list[Any], policy: str, batching_type: BatchingType, chunk_unit: int | None, num_blocks: int,
     stops: dict[int, list[int]], fails_in: set[int],
 ) -> None:  # fmt: skip
@@ -178,7 +178,7 @@ def test_with_overlap_every_life_adds_up_whatever_happens(
     assert summary["partial"] is False
 
 
-def test_a_paused_request_that_is_stopped_while_its_iteration_is_under_way_is_recorded(directory: Path) -> None:
+def test_a_paused_request_that_is_stopped_while_its_iteration_is_in_flight_is_recorded(directory: Path) -> None:
     config = limits("max_utilization", enable_overlap=True, num_blocks=7)
     rows = [(0.0, 4, 17), (0.0, 4, 17)]
     # Blocks for 28 tokens: both have 12 cached after 9 iterations; for the 13th there is one block left.

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.recording.distribution import counted_distribution, distribution
-from ifbbench.recording.token_gaps import TokenGaps
+from ifbbench.recording.metrics import TokenGaps, counted_distribution, distribution
 
 SECONDS = st.floats(0.0, 1e6, allow_subnormal=False)
 # A request as (iterations until the stretch, its length): 0 iterations between stretches make one gap of one iteration.

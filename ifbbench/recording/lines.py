@@ -1,0 +1,291 @@
+"""The files of JSON lines in a run directory: what each line holds, how it is encoded and written.
+
+msgspec encodes a line in half the time that filling in a template takes. Optional fields are left out where they are
+UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from msgspec import UNSET, Raw, Struct, UnsetType, field
+from msgspec.json import Encoder
+
+from ifbbench.compressed import open_to_write
+from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.statistics import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS, IterationStatistics
+from ifbbench.execution.step_profile import StepProfile
+
+Number = float | Raw
+FRAGMENTATION_DIGITS = 6
+LINES_AT_ONCE = 64
+
+encode = Encoder().encode
+
+
+def number(value: float) -> Number:
+    """`value` as `repr` writes it. msgspec does so too, but for floats below 1e-4 and from 1e16 on (0.00001, 1e16)."""
+    return value if 1e-4 <= abs(value) < 1e16 or value == 0 else Raw(repr(value).encode())
+
+
+@cache
+def snake_case(name: str) -> str:
+    """The field of a line, and the column of a table, for a documented name such as `Used KV cache blocks`."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower())
+
+
+class LeftOutRequest(Struct, gc=False):
+    """The first request that did not run in full. reason: a limit of the engine, or a user policy's own reason."""
+
+    request_id: int
+    reason: str
+
+
+class PausedRequest(Struct, gc=False):
+    """A request that was paused, and the one that it made room for."""
+
+    request_id: int
+    beneficiary: int = field(name="for")
+
+
+class IterationDetails(Struct):
+    """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
+
+    host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
+    iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
+    and are not active. waiting: all that have arrived and are not scheduled.
+    """
+
+    start_s: Number
+    latency_ms: Number
+    host_ms: Number
+    device_ms: Number
+    context_pass_ms: Number | UnsetType
+    generation_pass_ms: Number | UnsetType
+    schedule_ms: Number | UnsetType
+    prepare_ms: Number | UnsetType
+    launch_ms: Number | UnsetType
+    collect_ms: Number | UnsetType
+    device_busy_ms: Number | UnsetType
+    flops: Number | UnsetType
+    bytes: Number | UnsetType
+    queued: int
+    waiting: int
+    bound_by: str
+    first_left_out: LeftOutRequest | None
+    paused: list[PausedRequest]
+    tokens_recomputed: int
+    budget_used: int
+    padding_tokens: int | UnsetType
+    kv_fragmentation: Number
+
+
+class IterationLine(Struct, rename={snake_case(name): name for name in COMMON_FIELDS}):
+    """A line of `iterations.jsonl`: the documented statistics of the batch manager, in their order; those of the
+    batching type and `ifbbench` follow. Counts of blocks are None for a contiguous cache."""
+
+    timestamp: str
+    iteration_counter: int
+    active_request_count: int
+    max_request_count: int
+    max_kv_cache_blocks: int | None
+    free_kv_cache_blocks: int | None
+    used_kv_cache_blocks: int | None
+    tokens_per_kv_cache_block: int | None
+    allocated_total_kv_cache_blocks: int | None
+    allocated_new_kv_cache_blocks: int | None
+    reused_kv_cache_blocks: int | None
+    scheduled_requests: int
+    context_requests: int
+
+
+class InflightLine(IterationLine, rename={snake_case(name): name for name in INFLIGHT_FIELDS}):
+    """With in-flight batching."""
+
+    generation_requests: int
+    total_context_tokens: int
+    microbatch_id: int
+    paused_requests: int
+    ifbbench: IterationDetails
+
+
+class StaticLine(IterationLine, rename={snake_case(name): name for name in STATIC_FIELDS}):
+    """With static batches (V1)."""
+
+    total_generation_tokens: int
+    total_context_tokens: int
+    empty_generation_slots: int
+    ifbbench: IterationDetails
+
+
+class SpanLine(Struct):
+    """A line of `spans.jsonl`: consecutive iterations in which one request does one thing.
+
+    cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
+    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
+    output tokens that were not there before.
+    """
+
+    request_id: int
+    phase: str
+    first_iteration: int
+    last_iteration: int
+    tokens: int
+    cause: str | int | None
+    first_output: int | UnsetType
+    chunks: list[int] | UnsetType
+    produced: int | UnsetType
+
+
+class RequestLine(Struct):
+    """A line of `requests.jsonl`. Times are None, and attribution_s is empty, unless the request completed.
+
+    attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
+    """
+
+    request_id: int
+    index: int
+    arrival_s: Number
+    prompt_len: int
+    output_len: int
+    queue_time_s: Number | None
+    ttft_s: Number | None
+    tpot_s: Number | None
+    e2e_s: Number | None
+    first_scheduled_s: Number | None
+    first_token_s: Number | None
+    end_s: Number | None
+    max_new_tokens: int
+    pauses: int
+    recomputed_tokens: int
+    reused_tokens: int
+    attribution_s: dict[str, Number]
+    outcome: str
+    error: str | None
+
+
+class JsonLinesWriter:
+    """A file of JSON lines, compressed if the path ends in .gz. At most `LINES_AT_ONCE` lines and the buffer of the
+    file are in memory; after `flush` or `close` all lines can be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = open_to_write(path)
+        self._lines: list[bytes] = []
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Append lines, each without its line end."""
+        self._lines.extend(lines)
+        if len(self._lines) >= LINES_AT_ONCE:
+            self._write_gathered()
+
+    def flush(self) -> None:
+        """Make every line readable."""
+        self._write_gathered()
+        self._writer.flush()
+
+    def close(self) -> None:
+        """End the file; every line is readable."""
+        self._write_gathered()
+        self._writer.close()
+
+    def _write_gathered(self) -> None:
+        if self._lines:
+            self._lines.append(b"")  # so that the last line ends too
+            self._writer.write(b"\n".join(self._lines))
+            self._lines.clear()
+
+
+class IterationEncoder:
+    """Encodes the lines of `iterations.jsonl`.
+
+    statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
+    that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
+    of each iteration went.
+    """
+
+    def __init__(self, statistics: IterationStatistics, every: int = 1, profile: StepProfile | None = None) -> None:
+        self._statistics = statistics
+        self._line_type = InflightLine if statistics.names[-1] == INFLIGHT_FIELDS[-1] else StaticLine
+        self._profile = profile
+        self._every = every
+        self._bound_by = ""
+        # The latest iterations, if the last of them was left out.
+        self._latest: IterationRecord | Stretch | None = None
+
+    def record(self, record: IterationRecord, bound_by: str) -> Sequence[bytes]:
+        """The line of one iteration; none if it is left out. bound_by: its limit."""
+        before, self._bound_by = self._bound_by, bound_by
+        if record.iteration % self._every and not record.paused and bound_by == before:
+            self._latest = record
+            return ()
+        self._latest = None
+        return (encode(self._line(record)),)
+
+    def stretch(self, stretch: Stretch, bound_by: str) -> list[bytes]:
+        """The lines of all iterations of a stretch, equal to those of `record`: one line, of which only the fields that
+        differ are set again. Numbers of Python, because stretches are often so short that arrays are slower."""
+        first, cache, every = stretch.first, stretch.first.cache, self._every
+        timestamp_of = self._statistics.format_timestamp
+        changed, self._bound_by = bound_by != self._bound_by, bound_by
+        size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
+        used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
+        free = (cache.max_blocks or 0) - used
+        line = self._line(first)
+        details = line.ifbbench
+        columns = (stretch.start_s, stretch.submit_s, stretch.end_s, stretch.more_blocks)
+        each = zip(*(column.tolist() for column in columns), strict=True)
+        lines = []
+        for iteration, (start_s, submit_s, end_s, more) in enumerate(each, start=first.iteration):
+            if not iteration % every or (changed and iteration == first.iteration):
+                line.timestamp = timestamp_of(stretch.epoch_s + start_s)
+                line.iteration_counter = iteration
+                line.free_kv_cache_blocks = free - more
+                line.used_kv_cache_blocks = used + more
+                line.allocated_total_kv_cache_blocks = total + more
+                line.allocated_new_kv_cache_blocks = new + more
+                details.start_s = number(start_s)
+                details.latency_ms = number((end_s - start_s) * 1000)
+                details.host_ms = number((submit_s - start_s) * 1000)
+                details.device_ms = number((end_s - submit_s) * 1000)
+                fragmentation = max(0.0, 1.0 - filled / (held + more * size))
+                details.kv_fragmentation = number(round(fragmentation, FRAGMENTATION_DIGITS))
+                lines.append(encode(line))
+            filled += first.num_generation
+        left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
+        self._latest = stretch if left_out else None
+        return lines
+
+    def last(self) -> Sequence[bytes]:
+        """The line of the last iteration so far, if it was left out."""
+        if self._latest is None:
+            return ()
+        record = deque(self._latest.records(), 1)[0] if isinstance(self._latest, Stretch) else self._latest
+        return (encode(self._line(record)),)
+
+    def _line(self, record: IterationRecord) -> InflightLine | StaticLine:
+        return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[call-arg,arg-type]
+
+    def _details(self, record: IterationRecord) -> IterationDetails:
+        start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
+        scheduled = len(record.context) + record.num_generation + record.idle
+        details = IterationDetails(
+            number(start_s), number((end_s - start_s) * 1000), number((submit_s - start_s) * 1000),
+            number((end_s - submit_s) * 1000), UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET,
+            record.queued, record.queued + record.active - scheduled, self._bound_by,
+            None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
+            [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
+            record.recomputed, record.budget_used, record.padding or UNSET,
+            number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
+        )  # fmt: skip
+        if record.context_end_s is not None:
+            details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
+            details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)
+        if self._profile is not None:
+            step = self._profile.take(record.iteration)
+            details.schedule_ms = number((submit_s - start_s - step.prepare_s - step.launch_s) * 1000)
+            details.prepare_ms, details.launch_ms = number(step.prepare_s * 1000), number(step.launch_s * 1000)
+            details.collect_ms, details.device_busy_ms = number(step.collect_s * 1000), number(step.device_s * 1000)
+            details.flops, details.bytes = number(step.flops), number(step.bytes)
+        return details

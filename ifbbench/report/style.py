@@ -1,0 +1,158 @@
+"""What all charts share: fonts and colours, headings, the axis of time, and the files written."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import FuncFormatter
+
+from ifbbench.report.figures import IterationClock
+from ifbbench.report.load import Floats, RunData
+from ifbbench.report.units import significant, time_unit
+
+INK = "#222222"
+MUTED = "#6B6B6B"
+GRID = "#E3E3E3"
+PHASE_COLOURS = {
+    "context": "#14507A", "generation": "#86BFE3", "recompute": "#D55E00", "paused": "#F7D9A0", "waiting": "#E4E4E4",
+    "skipped": "#C4C4C4",
+}  # fmt: skip
+LIMIT = "#B3202A"
+LIMIT_DASHES = (0, (4, 3))
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+MAX_BINS = 150
+MAX_SINGLE_ITERATIONS = 200
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.titlelocation": "left",
+    "axes.labelcolor": INK, "axes.edgecolor": "#9A9A9A", "axes.linewidth": 0.8, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
+    "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 1.2, "legend.columnspacing": 1.4,
+    "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.06, "savefig.dpi": 150,
+    # The same run gives the same bytes: element ids come from this salt, not from a random one.
+    "svg.hashsalt": "ifbbench",
+}  # fmt: skip
+
+
+def styled() -> Any:
+    """A context in which figures take this style; after it, the caller's own matplotlib settings hold again."""
+    return mpl.rc_context(STYLE)
+
+
+def heading(top: Axes, what: str, run: RunData) -> None:
+    """Put over the topmost axes of a chart: what it shows, of which run, and the run's policy and limits."""
+    config = run.config
+    names = ("max_batch_size", "max_num_tokens")
+    parts = [config.get("policy"), *(f"{name} {config[name]}" for name in names if config.get(name))]
+    parts += ["chunked context"] if config.get("enable_chunked_context") else []
+    parts += ["partial run"] if run.partial else []
+    parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
+    title(top, f"{what}: {run.name}", " · ".join(str(part) for part in parts if part))
+
+
+def title(top: Axes, text: str, subtitle: str = "") -> None:
+    """Put a bold title and a grey subtitle over `top`, both from its left edge."""
+    top.set_title(text, fontsize=11.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
+    note = top.annotate(subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points",
+                        color=MUTED, fontsize=8.5)  # fmt: skip
+    # The title's padding is its room; in the layout, a long one would squeeze the axes.
+    note.set_in_layout(False)
+
+
+def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> None:
+    """Scale the y-axis for values up to `highest`; draw the setting `name` as a line if it is near, else in words."""
+    near = limit is not None and limit <= 3 * highest
+    axes.set_ylim(0, max(highest * 1.3, (limit or 0) * 1.3 if near else 0.0, 1.0))
+    if limit is None:
+        return
+    if near:
+        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    words = f"{name} {limit:,}" + ("" if near else " (above this scale)")
+    axes.annotate(words, (1, limit if near else 1), xycoords=("axes fraction", "data" if near else "axes fraction"),
+                  xytext=(-3, 3 if near else -3), textcoords="offset points", color=LIMIT, fontsize=8, ha="right",
+                  va="bottom" if near else "top")  # fmt: skip
+
+
+def thousands(axis: Axis) -> None:
+    """Write the numbers of `axis` with thousands separators and without exponents."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+@dataclass(frozen=True)
+class TimeBins:
+    """Consecutive bins of a run's time: its iterations and the gaps between them, or even bins if there are many.
+
+    edges_s: [bins + 1].
+    """
+
+    clock: IterationClock
+    edges_s: Floats
+
+    @classmethod
+    def of(cls, run: RunData) -> "TimeBins":
+        """The bins for the charts of `run`, which has iterations."""
+        clock = IterationClock.of(run)
+        if len(clock.numbers) <= MAX_SINGLE_ITERATIONS:
+            edges = np.unique(np.concatenate([clock.start_s, clock.end_s]))
+        else:
+            edges = np.linspace(clock.start_s[0], clock.end_s.max(), MAX_BINS + 1)
+        if len(edges) < 2 or edges[-1] <= edges[0]:
+            # An executor that answers at once on a virtual clock takes no time at all.
+            edges = np.array([clock.start_s[0], clock.start_s[0] + 1e-3])
+        return cls(clock, edges)
+
+    @cached_property
+    def unit(self) -> tuple[str, float]:
+        """The axis's unit and the number of them in a second."""
+        return time_unit([float(self.edges_s[-1])])
+
+    @property
+    def singly(self) -> bool:
+        """Whether each iteration has a bin of its own."""
+        return len(self.clock.numbers) <= MAX_SINGLE_ITERATIONS
+
+    @property
+    def width(self) -> str:
+        """The width of an even bin, in words."""
+        unit, scale = time_unit([float(self.edges_s[1] - self.edges_s[0])])
+        return f"{significant(float(self.edges_s[1] - self.edges_s[0]) * scale)} {unit}"
+
+    @property
+    def edges(self) -> Floats:
+        """The edges in the unit of the axis."""
+        return self.scaled(self.edges_s)
+
+    def scaled(self, seconds: Floats) -> Floats:
+        """Seconds in the axis's unit."""
+        return seconds * self.unit[1]
+
+    def rates(self, amounts: Floats) -> Floats:
+        """Per-iteration amounts (tokens) as amount per second in each bin, an iteration's spread over its time."""
+        total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(amounts))])
+        times = np.column_stack([self.clock.start_s, self.clock.end_s]).ravel()
+        known = np.column_stack([total[:-1], total[1:]]).ravel()
+        gathered: Floats = np.diff(np.interp(self.edges_s, times, known)) / np.diff(self.edges_s)
+        return gathered
+
+    def means(self, values: Floats) -> Floats:
+        """Per-iteration values (a count of requests) averaged over the time of each bin; 0 between iterations."""
+        return self.rates(values * (self.clock.end_s - self.clock.start_s))
+
+    def peaks(self, values: Floats) -> Floats:
+        """The largest per-iteration value of each bin; a bin in which no iteration ended keeps the value before it."""
+        bins = np.clip(np.searchsorted(self.edges_s, self.clock.end_s) - 1, 0, len(self.edges_s) - 2)
+        peaks = np.full(len(self.edges_s) - 1, -1.0)
+        np.maximum.at(peaks, bins, np.nan_to_num(values))
+        last_known = np.maximum.accumulate(np.where(peaks >= 0, np.arange(len(peaks)), 0))
+        return np.asarray(np.maximum(peaks[last_known], 0.0), dtype=float)
+
+    def label(self, axes: Axes) -> None:
+        """Name the time axis, which spans the run."""
+        axes.set_xlabel(f"time since the start of the run ({self.unit[0]})")
+        thousands(axes.xaxis)
+        axes.set_xlim(min(0.0, float(self.edges[0])), float(self.edges[-1]))
