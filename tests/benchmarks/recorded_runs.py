@@ -76,7 +76,7 @@ RUNS = {
     "tiny_mu": f"default --max_num_samples 24 {TINY} {MU} --enable_chunked_context --max_num_tokens 128 --time_scale 0"
     " --max_tokens_in_paged_kvcache 2048 --responses_json {directory}/responses.json",
 }  # fmt: skip
-NOT_COMPARED = {"versions", "hardware", "git_revision", "name", "source", "wall_s"}
+NOT_COMPARED = {"versions", "hardware", "git_revision", "name", "wall_s"}
 ENDINGS_OF_TIMES = ("_s", "_ms", "_per_s", "Timestamp")
 
 
@@ -110,8 +110,8 @@ def _content(path: Path, in_real_time: bool) -> Any:
         return None
     if path.name == "run.json":
         described = json.loads(path.read_text(encoding="utf-8"))
-        described["config"].pop("output", None)
-        described["config"].pop("responses_json", None)
+        for part, key in (("config", "output"), ("config", "responses_json"), ("trace", "source")):
+            described[part].pop(key, None)
         return _without_times({key: value for key, value in described.items() if key not in NOT_COMPARED}, in_real_time)
     if not in_real_time:
         return hashlib.sha256(path.read_bytes()).hexdigest()
