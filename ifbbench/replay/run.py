@@ -20,11 +20,10 @@ from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.make_request import request_maker
-from ifbbench.workload.columns import columns_of
-from ifbbench.workload.jsonl import write_trace
+from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.tokens import check_vocabulary
-from ifbbench.workload.trace import Trace
+from ifbbench.workload.prompts import check_vocabulary
+from ifbbench.workload.trace import Trace, columns_of
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -51,7 +50,7 @@ def run_trace(source: str | None, config: RunConfig, progress: Progress | None =
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    engine = build_engine(config, columns_of(trace.requests).most_beams)
+    engine = build_engine(config, columns_of(trace.requests).max_beam_width)
     try:
         if engine.makes_tokens:
             check_vocabulary(trace, engine.model.vocab_size)

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,7 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
         of_request.setdefault(span["request_id"], []).append(span)
     for line in done:
         own = of_request.pop(line["request_id"])
-        for before, after in zip(own, own[1:], strict=False):
+        for before, after in pairwise(own):
             assert before["first_iteration"] <= before["last_iteration"] == after["first_iteration"] - 1
         assert own[-1]["last_iteration"] < summary["iterations"]
         phases = Counter(span["phase"] for span in own)

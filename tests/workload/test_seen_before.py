@@ -5,9 +5,8 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.workload.prefix import PREFIX_BLOCK, with_prefix
-from ifbbench.workload.seen_before import tokens_seen_before
-from ifbbench.workload.trace import TraceRequest
+from ifbbench.workload.prompts import tokens_seen_before, with_prefix
+from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 # Few ids and lengths, so that prompts have much in common.
 prefixes = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, PREFIX_BLOCK])), min_size=1, max_size=4)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.workload.prefix import MAX_PREFIX_ID, PREFIX_BLOCK, with_prefix
-from ifbbench.workload.symbols import output_symbol, symbolic_runs
-from ifbbench.workload.trace import TraceRequest
+from ifbbench.workload.prompts import MAX_PREFIX_ID, output_symbol, symbolic_runs, with_prefix
+from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 INT64 = range(-(2**63), 2**63)
 

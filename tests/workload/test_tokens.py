@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.workload.tokens import prompt_tokens
+from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.trace import TraceRequest
 
 
