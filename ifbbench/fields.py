@@ -31,6 +31,8 @@ def integer(
     if type(value) is int and minimum <= value <= maximum:
         return value
     converted: Any = _parsed(value, int) if from_text else value
+    if type(converted) is int and minimum <= converted <= maximum:
+        return converted
     is_integer = isinstance(converted, numbers.Integral) and not isinstance(converted, bool)
     converted = int(converted) if is_integer else None
     if is_integer and minimum <= converted <= maximum:

@@ -108,11 +108,6 @@ def _check_cache(config: RunConfig) -> None:
             "--policy (it then counts requests only) or a paged cache."
         )
     windows = set(parse_windows(config.max_attention_window))
-    if windows and config.window_mode == "cyclic" and (config.max_beam_width or 1) > 1:
-        raise InputError(
-            "--max_attention_window: beams share the blocks that a cyclic window writes over, and how many of their "
-            "own they will take is not known when they start; choose --window_mode linear, or one beam."
-        )
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or len(windows) > 1):
             raise InputError(

@@ -51,11 +51,13 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
         return Memory(config.device, memory_bytes)
     if config.device == CPU:
         return _cpu(memory_bytes)
-    if memory_bytes is not None:
-        return Memory(IMAGINED, memory_bytes)
     if config.hardware is not None:
         hardware = load_hardware(config.hardware)
+        if memory_bytes is not None:
+            return Memory(IMAGINED, memory_bytes, is_cpu=hardware.is_cpu)
         return Memory(config.device, hardware.memory_bytes, is_cpu=hardware.is_cpu)
+    if memory_bytes is not None:
+        return Memory(IMAGINED, memory_bytes)
     # Imported here because torch takes seconds to load.
     import torch
 

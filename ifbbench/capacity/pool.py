@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
 from ifbbench.capacity.device import Device
-from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sizing import blocks_of_memory
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.memory import kv_memory_bytes, weight_bytes_of
+from ifbbench.simulation.memory import kv_bytes_of_all_devices, kv_memory_bytes, shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PoolWindow:
 @dataclass(frozen=True, slots=True)
 class Pool:
     """windows: one, or one for each size of attention window. budget_bytes: the memory that the KV cache may take, None
-    where the settings alone size it. weight_bytes: of the model, in memory beside it."""
+    where the settings alone size it. weight_bytes: of the model, in each device's memory."""
 
     windows: tuple[PoolWindow, ...]
     weight_bytes: int
@@ -89,23 +89,24 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
 
 
 def _memory(config: RunConfig, model: ModelConfig, device: Device) -> tuple[int, int | None]:
-    """Bytes of the weights, and for keys and values. A simulated device's are those of a run on it."""
+    """Bytes of the weights on each device, and for keys and values on all devices together.
+
+    A simulated device's are those of a run on it. Elsewhere the weights are taken off measured memory too, for they are
+    not loaded yet."""
+    shard = shard_of(model, config)
+    weight_bytes = shard.parameter_bytes
     if config.hardware is not None and device.name == config.device:
-        hardware = load_hardware(config.hardware)
-        return weight_bytes_of(model, hardware, config), kv_memory_bytes(model, hardware, config)
-    weight_bytes = int(model.num_parameters * DTYPE_BYTES[config.weight_dtype])
-    return weight_bytes, _budget(config, device, weight_bytes)
-
-
-def _budget(config: RunConfig, device: Device, weight_bytes: int) -> int | None:
-    """Bytes for keys and values. The weights are taken off measured memory too, for they are not loaded yet."""
+        return weight_bytes, kv_memory_bytes(model, load_hardware(config.hardware), config)
     if device.free_bytes is None:
-        return None
+        return weight_bytes, None
     left = device.free_bytes - weight_bytes
     if left <= 0:
+        on_each = " on each device" if config.tp_size * config.pp_size > 1 else ""
         raise InputError(
-            f"the weights of model {config.model} take {weight_bytes:,} bytes in {config.dtype}, {device.name} has "
-            f"{device.free_bytes:,} free; choose a smaller --dtype or model, or give more memory."
+            f"the weights of model {config.model} take {weight_bytes:,} bytes in {config.dtype}{on_each}, "
+            f"{device.name} has {device.free_bytes:,} free; choose a smaller --dtype or model, or give more memory."
         )
     budget = int(config.kv_cache_free_gpu_mem_fraction * left)
-    return budget if device.max_kv_bytes is None else min(budget, device.max_kv_bytes)
+    if device.max_kv_bytes is not None:
+        budget = min(budget, device.max_kv_bytes)
+    return weight_bytes, kv_bytes_of_all_devices(shard, budget)

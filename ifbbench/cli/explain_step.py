@@ -10,7 +10,7 @@ from ifbbench.config import SIMULATED
 
 # Settings that change the answer. The others are taken too, so that the options of a run can be given as they are.
 SHOWN_SETTINGS = ("device", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "kv_cache_free_gpu_mem_fraction",
-                  "max_num_tokens", "max_batch_size")  # fmt: skip
+                  "max_num_tokens", "max_batch_size", "max_attention_window", "window_mode")  # fmt: skip
 SETTING_HELP = {
     "device": "The simulated device: a hardware profile (h100-sxm, or sim:h100-sxm) or a profile's .toml file.",
     "max_num_tokens": "Tokens of the largest iteration, which memory must hold.",
@@ -59,7 +59,7 @@ def explain_step(
 
     Example: ifbbench explain-step llama-3.1-8b --device h100-sxm --context 512@0 --generation 64x2048
     """
-    from ifbbench.simulation.explain import explain, parse_step
+    from ifbbench.planning.explain import explain, parse_step
 
     if options["device"] is not None:
         options["device"] = SIMULATED + options["device"].removeprefix(SIMULATED)
@@ -71,6 +71,6 @@ def explain_step(
         click.echo(json.dumps(explanation.as_dict()))
         return
     from ifbbench.cli.console import report_console
-    from ifbbench.simulation.explain_tables import print_explanation
+    from ifbbench.planning.explain_tables import print_explanation
 
     print_explanation(explanation, report_console())

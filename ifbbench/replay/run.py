@@ -41,16 +41,18 @@ class RunFailed(IfbbenchError):
     """The run broke off; what it had done is on disk."""
 
 
-def run_trace(source: str | None, config: RunConfig, progress: Progress | None = None) -> RunResult:
+def run_trace(
+    source: str | None, config: RunConfig, progress: Progress | None = None, *, owns_process: bool = False
+) -> RunResult:
     """Replay `source` (see `load_trace`) with `config`.
 
-    Raises InputError before anything is written if the input or the settings are bad, and RunFailed if the run breaks
-    off in the middle; its directory then holds what was done, marked partial."""
+    owns_process: see `build_engine`. Raises InputError before anything is written if the input or the settings are bad,
+    and RunFailed if the run breaks off in the middle; its directory then holds what was done, marked partial."""
     trace = load_trace(source, config)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    engine = build_engine(config, columns_of(trace.requests).max_beam_width)
+    engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
     try:
         if engine.makes_tokens:
             check_vocabulary(trace, engine.model.vocab_size)
@@ -128,11 +130,18 @@ def _loop(
     """Step until every request is answered. passes_by_itself: whether the run's time does, so that waits take long."""
     # Whoever watches the run lives in real time, whatever its own clock says.
     clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S
+    idle_at: tuple[int, int] | None = None
     while not client.done:
         if not manager.step() and not client.done:
             if passes_by_itself:
                 recorder.flush()
-            client.wait()
+            counts = (client.handed_out, client.answered)
+            if client.wait():
+                idle_at = None
+            elif counts == idle_at:
+                raise _no_progress(manager, client, total)
+            else:
+                idle_at = counts
         if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = clock.now()
             blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
@@ -140,6 +149,14 @@ def _loop(
     # With overlap, an iteration may still be under way for nobody.
     while manager.step():
         pass
+
+
+def _no_progress(manager: BatchManager, client: ReplayClient, total: int) -> RunFailed:
+    return RunFailed(
+        f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} were "
+        f"fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and {client.queued()} in the "
+        "client. This is a defect of ifbbench: please report it with the command."
+    )
 
 
 def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:

@@ -52,25 +52,28 @@ def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunCo
 
     config: with resolved limits. InputError if the weights do not fit.
     """
-    shard = _shard(model, hardware, config)
+    hardware.check_dtype(config.weight_dtype)
+    shard = shard_of(model, config)
     plan = plan_memory(
         shard, hardware, max_num_tokens=config.max_num_tokens, max_batch_size=config.max_batch_size or 1,
         kv_fraction=config.kv_cache_free_gpu_mem_fraction,
     )  # fmt: skip
-    whole = Shard(model, shard.dtype, shard.kv_cache_dtype)
-    return int(plan.kv_cache * whole.kv_bytes_per_token / shard.kv_bytes_per_token)
+    return kv_bytes_of_all_devices(shard, plan.kv_cache)
 
 
-def weight_bytes_of(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> int:
-    """Bytes of all weights on each device, of the first pipeline stage where they differ."""
-    return _shard(model, hardware, config).parameter_bytes
+def kv_bytes_of_all_devices(shard: Shard, kv_bytes: int) -> int:
+    """What the devices hold together when each has `kv_bytes` for keys and values. Heads that several devices keep
+    count once."""
+    if shard.tp_size == shard.pp_size == 1:
+        return kv_bytes
+    whole = Shard(shard.model, shard.dtype, shard.kv_cache_dtype)
+    return int(kv_bytes * whole.kv_bytes_per_token / shard.kv_bytes_per_token)
 
 
-def _shard(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> Shard:
+def shard_of(model: ModelConfig, config: RunConfig) -> Shard:
+    """Each device's share of `model` under `config` with resolved limits."""
     dtype = config.weight_dtype
-    hardware.check_dtype(dtype)
-    kv_cache_dtype = config.kv_cache_dtype or hardware.kv_dtype(dtype)
-    return Shard(model, dtype, kv_cache_dtype, config.tp_size, config.pp_size)
+    return Shard(model, dtype, config.kv_cache_dtype or dtype, config.tp_size, config.pp_size)
 
 
 def _activation_bytes(shard: Shard, max_num_tokens: int, max_batch_size: int) -> int:

@@ -62,14 +62,14 @@ class StepWork(NamedTuple):
     @classmethod
     def of_windows(cls, batch: Batch, windows: Sequence[tuple[int | None, float]]) -> "StepWork":
         """The work of `batch` in a mean layer. windows: as `of_batch` has them, and the share of layers with each."""
-        if len(windows) == 1:
-            return cls.of_batch(batch, windows[0][0])
         return cls.mean([(cls.of_batch(batch, window), share) for window, share in windows])
 
     @classmethod
     def mean(cls, works: Sequence[tuple["StepWork", float]]) -> "StepWork":
         """The work of a mean layer, from that of some kinds of layers and the share of each. Their attention differs,
         the rest is the same in all."""
+        if len(works) == 1:
+            return works[0][0]
         return works[0][0]._replace(
             attention_pairs=round(sum(work.attention_pairs * share for work, share in works)),
             context_kv_tokens=round(sum(work.context_kv_tokens * share for work, share in works)),

@@ -10,7 +10,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording.run_directory import RESULTS
 from ifbbench.sweep.grid import Axis, Point, grid, point_label
-from ifbbench.sweep.table import ERROR_COLUMN, SWEEP_FILE, Row, make_row, write_sweep
+from ifbbench.sweep.table import ERROR_COLUMN, SWEEP_FILE, Row, make_row, read_sweep, write_sweep
 from ifbbench.workload.load import load_trace
 
 
@@ -81,15 +81,23 @@ def _point_config(base: RunConfig, point: Point, directory: Path) -> RunConfig:
 
 
 def _prepare(directory: Path, overwrite: bool) -> None:
-    """Make `directory`, and with `overwrite` clear it of an earlier sweep's table and runs, and of nothing else."""
+    """Make `directory`. With `overwrite`, delete the table of an earlier sweep and the runs that this table names.
+
+    Nothing else is deleted: `directory` may hold other runs too. InputError if it is not empty and `overwrite` is off,
+    or its sweep.csv is not the table of a sweep.
+    """
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is not a directory; choose another --output.")
     if directory.exists() and any(directory.iterdir()) and not overwrite:
         raise InputError(f"{directory} already holds results; choose another --output, or replace it by --overwrite.")
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / SWEEP_FILE).unlink(missing_ok=True)
-    for run_file in directory.glob("*/run.json"):
-        shutil.rmtree(run_file.parent)
+    if not (directory / SWEEP_FILE).exists():
+        return
+    runs = [directory / name for name in read_sweep(directory).run_names]
+    (directory / SWEEP_FILE).unlink()
+    for run in runs:
+        if (run / "run.json").is_file() and not run.is_symlink():
+            shutil.rmtree(run)
 
 
 def _run_one(source: str | None, config: RunConfig, over: Sequence[str], run_point: RunPoint) -> tuple[Row, bool]:

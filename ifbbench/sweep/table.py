@@ -28,6 +28,16 @@ class SweepTable:
         """The rows of points that have figures."""
         return [row for row in self.rows if not row[ERROR_COLUMN]]
 
+    @property
+    def run_names(self) -> list[str]:
+        """Names of the run directories, each directly below the sweep's own directory.
+
+        Only the last part of `output` counts, because a sweep's directory may have been moved, and only a name that a
+        point can have (`key=value`), so that no row names a directory elsewhere.
+        """
+        names = [Path(str(row.get("output") or "")).name for row in self.rows]
+        return [name for name in names if "=" in name]
+
     def with_one_axis(self) -> tuple["SweepTable", str]:
         """A table with one column that tells its points apart, and that column's name; a grid's joins its settings."""
         if len(self.over) == 1:

@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
+import msgspec
+
 from ifbbench.compressed import DamagedFile, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
@@ -270,16 +272,20 @@ class StoredLines:
             ) from error
 
 
-_decode = json.JSONDecoder().decode
+_decode = msgspec.json.Decoder().decode
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*')
 
 
 def json_object(text: str) -> dict[str, Any]:
     """The JSON object in `text`, or InputError."""
     try:
-        return _checked_object(_decode(text))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"not valid JSON ({error}); expected one JSON object.") from None
+        value = _decode(text)
+    except (ValueError, RecursionError):
+        try:
+            value = json.loads(text)  # takes NaN as well, and has the better messages
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not valid JSON ({error}); expected one JSON object.") from None
+    return _checked_object(value)
 
 
 def _checked_object(value: Any) -> dict[str, Any]:

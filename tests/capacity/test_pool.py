@@ -11,7 +11,7 @@ from ifbbench.capacity.pool import make_pool
 from ifbbench.config import DTYPE_BYTES, KV_CACHE_DTYPES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution import build, data_types, device_memory, host_memory
-from ifbbench.model.config import ModelConfig
+from ifbbench.model.config import ModelConfig, load_model_config
 
 TINY = ModelConfig.tiny()
 GIB = 1024**3
@@ -31,6 +31,12 @@ def test_weights_and_the_free_fraction_come_first():
     assert pool.bytes_per_token == window.bytes_per_token == 2 * 4 * 128 * 4
     assert window.bytes_per_block == 32 * 4096
     assert window.num_blocks == -(-(pool.budget_bytes // 4096) // 32)
+
+
+def test_fp8_weights_leave_embeddings_and_output_layer_in_16_bits():
+    pool = make_pool(resolved(device="cuda", dtype="fp8"), TINY, Memory("cuda", GIB))
+    matrices = TINY.num_layers * TINY.layer_matrix_parameters
+    assert pool.weight_bytes == matrices + 2 * (TINY.num_parameters - matrices)
 
 
 def test_a_device_may_give_the_cache_only_so_much():
@@ -116,6 +122,37 @@ def test_too_little_memory_is_told(free_bytes, words):
     with pytest.raises(InputError) as error:
         make_pool(resolved(), TINY, Memory("here", free_bytes))
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(8, 1), (2, 4), (16, 1)])
+def test_each_gpu_has_its_share_of_the_weights_and_all_of_them_one_cache(tp_size, pp_size):
+    """Memory is given for each GPU, so the cache is the same number of times larger."""
+    config = RunConfig(model="llama-3.3-70b", device="sim:h100-sxm", tp_size=tp_size, pp_size=pp_size)
+    model = load_model_config(config.model)
+    pool = make_pool(resolve_limits(config, 8192, on_cpu=False), model, find_device(config, 70 * GIB))
+    devices = tp_size * pp_size
+    assert pool.weight_bytes == pytest.approx(2 * model.num_parameters / devices, rel=0.05)
+    # With more GPUs than the 8 KV heads, some keep the same keys, which count once.
+    distinct = min(tp_size, 8) * pp_size
+    assert pool.budget_bytes == pytest.approx(0.9 * (70 * GIB - pool.weight_bytes) * distinct, rel=1e-6)
+    plain = make_pool(resolve_limits(config, 8192, on_cpu=False), model, find_device(config))
+    assert plain.weight_bytes == pool.weight_bytes
+
+
+@pytest.mark.parametrize("device", ["cuda", "sim:h100-sxm"])
+def test_quantised_weights_have_embeddings_and_output_layer_in_16_bits(device):
+    config = RunConfig(model="llama-3.1-8b", device=device, dtype="fp8")
+    model = load_model_config(config.model)
+    tables = 2 * model.vocab_size * model.hidden_size
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    pool = make_pool(resolve_limits(config, 8192, on_cpu=False), model, find_device(config, 70 * GIB))
+    assert pool.weight_bytes == model.num_parameters + tables + norms
+
+
+def test_a_simulated_cpu_keeps_the_limits_of_a_cpu_with_other_memory():
+    assert find_device(RunConfig(device="sim:cpu"), GIB).is_cpu
+    with pytest.raises(InputError, match="no hardware profile 'h1000'"):
+        find_device(RunConfig(device="sim:h1000"), GIB)
 
 
 def test_given_memory_asks_no_device(monkeypatch):

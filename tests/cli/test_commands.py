@@ -33,7 +33,7 @@ def runs(monkeypatch):
     """Replaces running, loading and reporting; `failed` requests fail in every run, `calls` are the runs made."""
     pretended = SimpleNamespace(failed=0, calls=[], csv=[])
 
-    def run_trace(source, config, progress):
+    def run_trace(source, config, progress, *, owns_process):
         pretended.calls.append((source, config, progress))
         return Result(Path(config.output), FIGURES, pretended.failed)
 
@@ -49,6 +49,14 @@ def runs(monkeypatch):
 
 def invoke(*arguments: str):
     return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def test_reports_have_the_width_of_other_commands_in_a_pipe(runs, monkeypatch):
+    """A pipe has no width of its own; rich would wrap at 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("x" * 159))
+    assert "x" * 159 in invoke("report", "out").stdout.splitlines()
+    assert "x" * 159 in invoke("run", "trace.jsonl", "--output", "out").stdout.splitlines()
 
 
 def test_run_reports_and_says_where_results_are(runs):

@@ -24,8 +24,7 @@ def replay(case: Case) -> None:
 def _blocks_per_beam(arguments: Mapping[str, Any], expected: Any) -> int:
     length, window = arguments["sequence_length"], arguments["window_size"]
     geometry = CacheGeometry(arguments["tokens_per_block"], window, length, arguments["sink_token_length"])
-    _, blocks = geometry.total_blocks(length, max_new_tokens=0)
-    return blocks
+    return geometry.total_blocks(length, max_new_tokens=0)
 
 
 def _blocks(arguments: Mapping[str, Any], expected: Any) -> int:

@@ -105,6 +105,43 @@ def test_overwrite_replaces_runs_and_nothing_else(tmp_path):
     assert names == ["max_batch_size=16", "notes", "sweep.csv"]
 
 
+def test_overwrite_deletes_only_the_runs_that_the_table_names(tmp_path):
+    """A directory of results holds other runs too: of `run`, of another sweep, and one that merely looks like a
+    point."""
+    directory = tmp_path / "results"
+    sweep(PretendedRuns(), directory, "max_batch_size=8,16")
+    others = [directory / name for name in ("chat", "seed=1", "max_batch_size=32")]
+    for other in others:
+        other.mkdir()
+        (other / "run.json").write_text("{}")
+    sweep(PretendedRuns(), directory, "max_batch_size=16", overwrite=True)
+    assert all((other / "run.json").is_file() for other in others)
+    assert sorted(item.name for item in directory.iterdir()) == sorted(
+        ["max_batch_size=16", "sweep.csv", *(other.name for other in others)]
+    )
+
+
+def test_overwrite_deletes_nothing_outside_of_the_sweep_directory(tmp_path):
+    directory = tmp_path / "s"
+    for name in ("s", "elsewhere", "elsewhere=1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    rows = ["..", str(tmp_path / "elsewhere"), "../elsewhere=1", str(directory), "", "notes=1"]
+    (directory / "sweep.csv").write_text("seed,error,output\n" + "".join(f"1,,{row}\n" for row in rows))
+    (directory / "notes=1").write_text("a file")
+    sweep(PretendedRuns(), directory, "seed=2", overwrite=True)
+    assert (tmp_path / "elsewhere" / "run.json").is_file()
+    assert (tmp_path / "elsewhere=1" / "run.json").is_file()
+    assert (directory / "notes=1").read_text() == "a file"
+
+
+def test_overwrite_refuses_a_table_that_is_no_sweep(tmp_path):
+    (tmp_path / "sweep.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="no column `error`"):
+        sweep(PretendedRuns(), tmp_path, "seed=2", overwrite=True)
+    assert (tmp_path / "sweep.csv").read_text() == "a,b\n1,2\n"
+
+
 @pytest.mark.parametrize("values", [{"output_csv": "a.csv"}, {"responses_json": "a.json"}])
 def test_one_file_for_all_points_is_refused(tmp_path, values):
     with pytest.raises(InputError, match="names one file"):

@@ -59,6 +59,32 @@ class CacheGeometry:
         registered = prompt_len + self.bubble
         return ceil_div(min(registered, self.capacity + self.temporary_window), self.tokens_per_block)
 
+    def private_blocks(self, prompt_len: int) -> range:
+        """Which blocks of a prompt each of several beams has for itself, because its next tokens go there: the one with
+        the prompt's last token, unless that fills it. The others are shared until the window wraps."""
+        if prompt_len < self.sink_token_length:
+            # The next positions are sink positions: they are stored before the bubble.
+            return range(prompt_len // self.tokens_per_block, self.prompt_blocks(prompt_len))
+        last = int(self.places(np.int64(prompt_len + self.bubble - 1)))
+        block, is_full = last // self.tokens_per_block, (last + 1) % self.tokens_per_block == 0
+        return range(block, block if is_full else block + 1)
+
+    def blocks_of_beams(self, prompt_len: int, new_tokens: int, beam_width: int) -> int:
+        """Different blocks of all beams once `new_tokens` have been generated: those that generation has written to
+        are each beam's own, the others are shared."""
+        size, first_in_turn = self.tokens_per_block, self.sink_token_length + self.bubble
+        registered = prompt_len + self.bubble
+        count = max(self.prompt_blocks(prompt_len), ceil_div(min(registered + new_tokens, self.capacity), size))
+        own = set(self.private_blocks(prompt_len))
+        if new_tokens >= self.capacity - first_in_turn:
+            own.update(range(first_in_turn // size, count))
+        elif new_tokens:
+            first, last = (int(place) for place in self.places(np.array([registered, registered + new_tokens - 1])))
+            own.update(range(first // size, count if last < first else last // size + 1))
+            if last < first:
+                own.update(range(first_in_turn // size, last // size + 1))
+        return count + len(own) * (beam_width - 1)
+
     def more_for_beams(self, prompt_len: int, beam_width: int) -> int:
         """Blocks that a prompt takes beyond all estimates where blocks are reused: its last one is then each beam's own
         even if it is full."""
@@ -66,8 +92,11 @@ class CacheGeometry:
 
     def first_chunk_need(self, prompt_len: int, max_new_tokens: int, draft_tokens: int = 0, beam_width: int = 1) -> int:
         """Blocks that a request takes in the iteration of its first context chunk: those of its whole prompt."""
-        tokens = min(prompt_len + min(draft_tokens, max_new_tokens), self.kept_tokens) + self.bubble
-        return tokens // self.tokens_per_block + (beam_width if tokens % self.tokens_per_block else 0)
+        tokens = prompt_len + min(draft_tokens, max_new_tokens)
+        if beam_width > 1:
+            return self.blocks_of_beams(tokens, 0, beam_width)
+        tokens = min(tokens, self.kept_tokens) + self.bubble
+        return ceil_div(tokens, self.tokens_per_block)
 
     def step_needs(
         self,
@@ -88,16 +117,19 @@ class CacheGeometry:
         need[after > self.capacity] = 0
         return need
 
-    def total_blocks(self, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
-        """Blocks that beams share (of the context), and blocks of one beam when the request is complete."""
+    def total_blocks(self, prompt_len: int, max_new_tokens: int) -> int:
+        """Blocks of a request of one beam when it is complete."""
         longest = self.kept_tokens + self.temporary_window
-        context = (min(prompt_len, longest) + self.bubble) // self.tokens_per_block
-        total = ceil_div(min(prompt_len + max_new_tokens, longest) + self.bubble, self.tokens_per_block)
-        return context, total
+        return ceil_div(min(prompt_len + max_new_tokens, longest) + self.bubble, self.tokens_per_block)
 
     def blocks_to_completion(self, prompt_len: int, max_new_tokens: int, held: int = 0, beam_width: int = 1) -> int:
-        """Blocks that a request which holds `held` blocks a beam may still take until all its tokens are made."""
-        context, total = self.total_blocks(prompt_len, max_new_tokens)
-        if held < context:
-            return context - held + (total - context) * beam_width
-        return (total - held) * beam_width
+        """Blocks that a request in its context phase, which holds `held` blocks a beam, may still take until all its
+        tokens are made.
+
+        TensorRT-LLM counts beams as if a window kept the prompt's blocks shared; here those are counted that they take
+        when the window wraps, for what is promised to a request must be there."""
+        if beam_width > 1:
+            # Those that it holds are its prompt's.
+            now = self.blocks_of_beams(prompt_len, 0, beam_width) if held else 0
+            return self.blocks_of_beams(prompt_len, max_new_tokens, beam_width) - now
+        return self.total_blocks(prompt_len, max_new_tokens) - held

@@ -108,7 +108,11 @@ class KvCacheManager:
             may_grow = registered < np.minimum(self._limit[rows], self.geometry.capacity)
             needs: Rows = (starts_block & may_grow).astype(np.int64)
             return needs
-        return self.geometry.step_needs(self.registered[rows], self._limit[rows], draft_tokens, self._beam_width[rows])
+        registered, limit = self.registered[rows], self._limit[rows]
+        needs = self.geometry.step_needs(registered, limit, draft_tokens, self._beam_width[rows])
+        for number in np.flatnonzero((registered >= self.geometry.capacity) & (registered < limit)).tolist():
+            needs[number] = self._overwrite_need(int(rows[number]))
+        return needs
 
     def counted(self, blocks: Rows) -> int:
         """A number, or a sum of numbers, of `step_needs`."""
@@ -137,7 +141,9 @@ class KvCacheManager:
         known = self._known(request)
         if known is None:
             return None
-        search = self._searches.setdefault(request.slot, MissingBlock())
+        search = self._searches.get(request.slot)
+        if search is None or search.request is not request:
+            search = self._searches[request.slot] = MissingBlock(request)
         return self._window.prefixes.find_missing(search, known, request.prompt_len)
 
     # What the loop does.
@@ -176,7 +182,8 @@ class KvCacheManager:
 
     def add_blocks(self, slot: int, count: int, beam_width: int, share_last: bool) -> None:
         """Give `slot` a sequence of `count` blocks, shared by its beams except the last one unless `share_last`."""
-        self._window.add_blocks(slot, count, beam_width, share_last)
+        private = range(count, count) if share_last else range(count - 1, count)
+        self._window.add_blocks(slot, count, beam_width, private)
         self._enter(slot, beam_width)
 
     def add_tokens(self, rows: Rows) -> None:
@@ -230,6 +237,8 @@ class KvCacheManager:
 
         store: of how many of its first tokens the blocks stay findable, a part of the last one included."""
         sequence = self.sequences[slot]
+        # A resumed request has another prompt, and the next request in this slot has another search altogether.
+        self._searches.pop(slot, None)
         if store is not None and len(sequence.beams) == 1 and not self._has_come_round(slot):
             self._store(slot, store, with_partial=True)
         self._window.remove(slot, now_s)
@@ -313,8 +322,18 @@ class KvCacheManager:
         places, size = self.geometry.places(registered), self.geometry.tokens_per_block
         over = (registered >= self.geometry.capacity) & (places % size == 0)
         for slot, index in zip(rows[over].tolist(), (places[over] // size).tolist(), strict=True):
-            if self._window.write_over(slot, index):
+            if taken := self._window.write_over(slot, index):
+                self._blocks_to_come[slot] -= taken
                 self._write_table(slot, index)
+
+    def _overwrite_need(self, slot: int) -> int:
+        """Blocks that a sequence beyond its capacity takes for its next token: if its beams share the block that it
+        overwrites, all of them but one take another."""
+        place = int(self.geometry.places(self.registered[slot]))
+        if place % self.geometry.tokens_per_block:
+            return 0
+        block = self.sequences[slot].beams[0][place // self.geometry.tokens_per_block]
+        return int(self._beam_width[slot]) - 1 if self.blocks.references[block] > 1 else 0
 
     def _store(self, slot: int, num_tokens: int, with_partial: bool = False) -> None:
         if self.reuse.enabled and not self.sequences[slot].is_cyclic:

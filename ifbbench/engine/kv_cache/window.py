@@ -34,9 +34,8 @@ class WindowCache:
         registered = length + geometry.bubble
         is_cyclic = registered >= geometry.kept_tokens
         if known is None or not self._rules.enabled or is_cyclic:
-            ends_within = registered % geometry.tokens_per_block != 0 and registered < geometry.capacity
-            private_last = beam_width > 1 and ends_within
-            self.add_blocks(slot, geometry.prompt_blocks(length), beam_width, not private_last, retention)
+            private = geometry.private_blocks(length) if beam_width > 1 else range(0)
+            self.add_blocks(slot, geometry.prompt_blocks(length), beam_width, private, retention)
             self.sequences[slot].is_cyclic = is_cyclic
             self.sequences[slot].known = None if is_cyclic else known
             return 0
@@ -44,15 +43,19 @@ class WindowCache:
         return self._add_known(slot, length, beam_width, known, retention, may_look_up)
 
     def add_blocks(
-        self, slot: int, count: int, beam_width: int, share_last: bool, retention: Retention = NO_RETENTION
+        self, slot: int, count: int, beam_width: int, private: range, retention: Retention = NO_RETENTION
     ) -> None:
-        """Give `slot` a sequence of `count` new blocks, shared by its beams except the last one unless `share_last`."""
+        """Give `slot` a sequence of `count` new blocks, shared by its beams except those at the indices `private`."""
         self._check_slot(slot)
-        num_shared = count if share_last else max(count - 1, 0)
-        needed = num_shared + (count - num_shared) * beam_width
-        self._check_free(needed)
-        shared = self._take_blocks(0, num_shared, retention, beam_width)
-        beams = [shared + self._take_blocks(num_shared, count, retention) for _ in range(beam_width)]
+        self._check_free(count + len(private) * (beam_width - 1))
+        if not private:
+            beams = [self._take_blocks(0, count, retention, beam_width)]
+            beams += [list(beams[0]) for _ in range(beam_width - 1)]
+        else:
+            before = self._take_blocks(0, private.start, retention, beam_width)
+            own = [self._take_blocks(private.start, private.stop, retention) for _ in range(beam_width)]
+            after = self._take_blocks(private.stop, count, retention, beam_width)
+            beams = [before + blocks + after for blocks in own]
         self.sequences[slot] = Sequence(beams, retention=retention)
 
     def _add_known(
@@ -176,20 +179,20 @@ class WindowCache:
         for beam in self.sequences[slot].beams:
             self.blocks.let_go([beam.pop()], to_front=True)
 
-    def write_over(self, slot: int, index: int) -> bool:
+    def write_over(self, slot: int, index: int) -> int:
         """A token will be written over the block at `index`, for the window has come round. What others need of it
-        stays theirs. Returns whether the sequence has another block there now."""
-        blocks, changed = self.blocks, False
+        stays theirs. Returns how many blocks the sequence has taken to have another one there."""
+        blocks, taken = self.blocks, 0
         for beam in self.sequences[slot].beams:
             block = beam[index]
             if blocks.references[block] > 1:
                 beam[index] = blocks.take(priority=blocks.eviction.priority(block))
                 blocks.tree.key[beam[index]] = blocks.tree.key[block]
                 blocks.let_go([block])
-                changed = True
+                taken += 1
             elif blocks.tree.is_linked(block):
                 blocks.tree.unlink_with_descendants(block)
-        return changed
+        return taken
 
     def remove(self, slot: int, now_s: float = 0.0) -> None:
         """Release all blocks of the sequence, the last ones first, so that tails are reused before heads."""

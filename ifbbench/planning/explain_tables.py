@@ -4,8 +4,8 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from ifbbench.planning.explain import Explanation
 from ifbbench.simulation.cost_model import NANOSECONDS, OperationCost
-from ifbbench.simulation.explain import Explanation
 
 BAR_WIDTH = 20
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -119,7 +119,7 @@ def _sentences(explained: Explanation) -> list[str]:
 
 
 def _memory_table(explained: Explanation) -> Group:
-    memory, step = explained.memory, explained.step
+    memory, step_tokens = explained.memory, explained.step_kv_tokens
     left = memory.total - memory.runtime - memory.weights - memory.activations - memory.kv_cache
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
     table.add_column("memory of a device")
@@ -135,10 +135,10 @@ def _memory_table(explained: Explanation) -> Group:
     )
     for name, size, note in rows:
         table.add_row(name, scaled(size, "B"), f"[dim]{note}[/dim]")
-    share = step.kv_tokens / explained.kv_tokens if explained.kv_tokens else float("inf")
+    share = step_tokens / explained.kv_tokens if explained.kv_tokens else float("inf")
     fits = (
-        f"This batch takes {step.kv_tokens:,} of these tokens, {100 * share:.0f} %."
+        f"This batch takes {step_tokens:,} of these tokens, {100 * share:.0f} %."
         if share <= 1
-        else f"[red]This batch does not fit: it takes {step.kv_tokens:,} tokens of KV cache.[/red]"
+        else f"[red]This batch does not fit: it takes {step_tokens:,} tokens of KV cache.[/red]"
     )
     return Group(table, "", fits)

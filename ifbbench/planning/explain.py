@@ -1,16 +1,19 @@
 """Where the time of one iteration goes, for a batch described by its lengths: what `ifbbench explain-step` shows."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ifbbench.api.cache_layout import cache_layout, windows_of_layers
 from ifbbench.config import RunConfig
+from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
-from ifbbench.model.config import load_model_config
+from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.memory import MemoryPlan, plan_memory
+from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork
 
 MAX_REQUESTS = 1_000_000
@@ -33,15 +36,24 @@ class Step:
         return len(self.chunks) + sum(count for count, _ in self.groups)
 
     @property
-    def kv_tokens(self) -> int:
-        """Places in the KV cache that its requests take, new tokens included."""
-        context = sum(start + length for start, length in self.chunks)
-        return context + sum(count * length for count, length in self.groups)
+    def sequences(self) -> list[tuple[int, int]]:
+        """Number of requests and KV length, new tokens included, of the chunks and then of the groups."""
+        return [*((1, start + length) for start, length in self.chunks), *self.groups]
 
-    def work(self, window: int | None) -> StepWork:
-        """Each chunk is taken to be its prompt's last."""
+    def work(self, windows: Sequence[tuple[int | None, float]]) -> StepWork:
+        """The work in a mean layer; `windows` as SimulatedExecutor takes them. Each chunk is its prompt's last."""
+        chunks = [(start, length, True) for start, length in self.chunks]
         lengths = [length for count, length in self.groups for _ in range(count)]
-        return StepWork.of_lengths([(start, length, True) for start, length in self.chunks], lengths, window)
+        return StepWork.mean([(StepWork.of_lengths(chunks, lengths, window), share) for window, share in windows])
+
+    def kv_tokens(self, layout: CacheLayout) -> int:
+        """Places in the KV cache that the requests take in a mean layer: a cyclic window keeps no more than itself."""
+        layers = sum(len(window.layers) for window in layout.windows)
+        places = sum(
+            len(window.layers) * count * min(length, window.geometry.kept_tokens)
+            for window in layout.windows for count, length in self.sequences
+        )  # fmt: skip
+        return round(places / layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,8 @@ class Explanation:
     """One iteration, explained.
 
     operations: those that take time, in the order of the forward pass. device_ns, host_ns: nanoseconds of the devices,
-    and of the host's scheduling. memory: of one device. kv_tokens: how many its KV cache holds.
+    and of the host's scheduling. memory: of one device. kv_tokens: how many its KV cache holds. step_kv_tokens: how
+    many of them this batch takes.
     """
 
     model: str
@@ -61,6 +74,7 @@ class Explanation:
     host_ns: int
     memory: MemoryPlan
     kv_tokens: int
+    step_kv_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for `--json`; times in seconds, sizes in bytes."""
@@ -76,7 +90,7 @@ class Explanation:
             "operations": [asdict(operation) for operation in self.operations],
             "device_s": self.device_ns / NANOSECONDS,
             "host_s": self.host_ns / NANOSECONDS,
-            "memory": asdict(self.memory) | {"kv_cache_tokens": self.kv_tokens, "step_tokens": self.step.kv_tokens},
+            "memory": asdict(self.memory) | {"kv_cache_tokens": self.kv_tokens, "step_tokens": self.step_kv_tokens},
         }
 
 
@@ -99,7 +113,8 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
         max_batch_size=config.max_batch_size or DEFAULT_MAX_BATCH_SIZE,
         kv_fraction=config.kv_cache_free_gpu_mem_fraction,
     )  # fmt: skip
-    work = step.work(model.sliding_window)
+    layout = _layout(config, model, cost_model.shard, step)
+    work = step.work(windows_of_layers(layout, model))
     return Explanation(
         model=config.model,
         cost_model=cost_model,
@@ -110,7 +125,17 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
         host_ns=cost_model.host_ns(step.num_requests),
         memory=memory,
         kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token),
+        step_kv_tokens=step.kv_tokens(layout),
     )
+
+
+def _layout(config: RunConfig, model: ModelConfig, shard: Shard, step: Step) -> CacheLayout:
+    """The KV cache of a run with these settings, its number of blocks aside: which layers have which window. A step may
+    be longer than max_seq_len."""
+    longest = max(length for _, length in step.sequences)
+    max_seq_len = max(config.max_seq_len or model.max_position_embeddings, longest)
+    config = config.with_values(max_seq_len=max_seq_len, dtype=shard.dtype, kv_cache_dtype=shard.kv_cache_dtype)
+    return cache_layout(config, model, memory_bytes=None)
 
 
 def parse_step(context: Iterable[str], generation: Iterable[str]) -> Step:

@@ -5,10 +5,13 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.api.engine import build_engine
 from ifbbench.cli.main import main
+from ifbbench.config import from_mapping
 from ifbbench.errors import InputError
-from ifbbench.simulation.explain import Step, parse_step
-from ifbbench.simulation.explain_tables import duration, scaled
+from ifbbench.planning.explain import Step, parse_step
+from ifbbench.planning.explain_tables import duration, scaled
+from tests.simulation.batches import batch_of
 
 STEP = ["llama-3.1-8b", "--dtype", "fp8", "--context", "512@0", "--generation", "64x2048"]
 
@@ -58,6 +61,39 @@ def test_a_batch_that_does_not_fit_is_said_to():
 
     assert result.exit_code == 0, result.output
     assert "This batch does not fit: it takes 512,000 tokens of KV cache." in result.output
+
+
+@pytest.mark.parametrize(
+    ("windows", "kept"),
+    [
+        (["--max_attention_window", "1024"], 64 * 1024),
+        (["--max_attention_window", "1024", "--window_mode", "linear"], 64 * 8015),
+        (["--max_attention_window", "1024,99999"], 64 * (1024 + 8015) // 2),
+        (["--max_attention_window", "99999999"], 64 * 8015),
+    ],
+)
+def test_an_attention_window_makes_the_step_that_a_run_has(windows, kept):
+    step = ["llama-3.1-8b", "--device", "h100-sxm", "--generation", "64x8015"]
+    found = _explained(*step, *windows)
+    settings = dict(zip((name.removeprefix("--") for name in windows[::2]), windows[1::2], strict=True))
+    config = from_mapping({"model": step[0], "device": "sim:h100-sxm", "max_batch_size": 64, **settings})
+    engine = build_engine(config)
+    engine.executor.submit(batch_of([], [8015] * 64))
+    engine.executor.collect()
+    assert found["device_s"] + found["host_s"] == pytest.approx(engine.clock.now(), abs=1e-12)
+    assert found["memory"]["step_tokens"] == kept
+
+
+def test_a_window_limits_the_keys_of_a_chunk():
+    step = ["llama-3.1-8b", "--device", "h100-sxm", "--context", "512@4096"]
+    assert _explained(*step, "--max_attention_window", "1024")["work"]["context_kv_tokens"] == 1023 + 512
+    assert _explained(*step, "--max_attention_window", "1024")["memory"]["step_tokens"] == 1024
+
+
+def test_a_bad_window_is_refused():
+    result = _run(*STEP, "--device", "h100-sxm", "--max_attention_window", "few")
+    assert result.exit_code == 2
+    assert "--max_attention_window: 'few' is not valid" in result.output
 
 
 @pytest.mark.parametrize(

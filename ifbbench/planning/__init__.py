@@ -1,0 +1,1 @@
+"""Questions about many runs or none: what fits, what an iteration costs, sweeps and calibration."""
