@@ -89,7 +89,8 @@ class RunMetrics:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = life.request, life.arrival_s, life.token_iterations
         output_len = sum([last - first + 1 for first, last in stretches])
-        first_scheduled = starts[_first_run(life)]
+        # On a real clock, a request may arrive after the start of the iteration that fetches it.
+        first_scheduled = max(starts[_first_run(life)], arrival_s)
         first, last = ends[stretches[0][0]], ends[stretches[-1][1]]
         # Later than the last token where a static batch held the request back.
         end = ends[life.last_iteration]
