@@ -1,4 +1,4 @@
-"""Validation of single fields, for command line options, files and callers of the library alike.
+"""Validation of single fields, for command line options, files and callers of the library.
 
 A function returns the value as a plain Python value or raises InputError: `NAME is VALUE; expected WHAT.` `name` is the
 field as the user knows it (an option, a key, a column); `located` adds the place (file, line). None counts as missing.

@@ -187,7 +187,7 @@ def parse_timestamp(text: str | None) -> int:
     raise unexpected("TIMESTAMP", text, "a time such as 2023-11-16 18:15:46.6805900")
 
 
-@lru_cache(maxsize=1)  # rows come in order of time, several in most seconds
+@lru_cache(maxsize=1)  # rows are in order of time, several in most seconds
 def _whole_seconds(text: str) -> int:
     """Seconds since 1970, of a time with its zone."""
     return (datetime.fromisoformat(text) - _EPOCH) // timedelta(seconds=1)

@@ -1,4 +1,4 @@
-"""ifbbench's own format: what a row may hold, what it must not, and the way back."""
+"""ifbbench's own format: valid rows, bad rows, and writing."""
 
 import io
 import json
