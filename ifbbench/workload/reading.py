@@ -11,7 +11,8 @@ import re
 import weakref
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
@@ -169,7 +170,11 @@ class JsonLines:
         self._file = file
 
     def first_keys(self) -> set[str]:
-        return _keys(line for _, _, line in islice(self.rows(), ROWS_TO_RECOGNISE))
+        keys: set[str] = set()
+        for _, _, line in islice(self.rows(), ROWS_TO_RECOGNISE):
+            with suppress(InputError):
+                keys |= json_object(line).keys()
+        return keys
 
     def rows(self) -> Iterator[tuple[int, int, str]]:
         """Each line that is not blank."""
@@ -292,17 +297,6 @@ def _checked_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{shown(value)} is not valid; expected a JSON object.")
     return value
-
-
-def _keys(lines: Iterable[str]) -> set[str]:
-    """The keys of those of `lines` that are JSON objects."""
-    keys: set[str] = set()
-    for line in lines:
-        try:
-            keys |= json_object(line).keys()
-        except InputError:
-            continue
-    return keys
 
 
 def _commented_json(text: str) -> Any:

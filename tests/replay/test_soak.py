@@ -20,7 +20,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording.distribution import distribution
 from ifbbench.replay.run import run_trace
 
-LIMIT_S = 30
+LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
 DEVICES = ["null"] * 9 + ["sim:h100-sxm"] * 5 + ["sim:a100-40gb"] * 2 + ["sim:cpu"] * 2 + ["cpu"] * 2
 Draw = Callable[[random.Random], Any]
