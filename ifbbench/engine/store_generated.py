@@ -15,7 +15,7 @@ def filled_blocks(table: RequestTable, kv_cache: KvCache, rows: Rows) -> tuple[l
     """Those of the generation requests in `rows` that filled a block with their latest step, and the number of tokens
     computed of each. To be called before the next step is counted in `generated`."""
     computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 1
-    filled = np.flatnonzero(computed % kv_cache.geometry.tokens_per_block == 0)
+    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block == 0)
     return rows[filled].tolist(), computed[filled].tolist()
 
 

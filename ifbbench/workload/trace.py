@@ -159,6 +159,7 @@ class RequestColumns(Sequence[TraceRequest]):
         their defaults. The columns override what `recall` returns; a prompt longer than `prompt_len` is shortened.
     max_beam_width: an upper bound on the beam width of all requests.
     max_token: an upper bound on the recorded prompt tokens; NO_TOKEN if none is recorded.
+    priority: None if every request has the default.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))
@@ -170,6 +171,7 @@ class RequestColumns(Sequence[TraceRequest]):
     recall: Recall = no_recall
     max_beam_width: int = 1
     max_token: int = NO_TOKEN
+    priority: "Floats | None" = None
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -209,6 +211,7 @@ class RequestColumns(Sequence[TraceRequest]):
                 max_new_tokens=_taken(self.max_new_tokens, order),
                 output_len=_taken(self.output_len, order),
                 origin=_taken(self.origin, order),
+                priority=None if self.priority is None else _taken(self.priority, order),
             )
         start_s = ordered.arrival_s[0]
         return ordered if start_s >= 0 else replace(ordered, arrival_s=seconds(np.asarray(ordered.arrival_s) - start_s))
@@ -221,6 +224,7 @@ class ColumnsBuilder:
         self._columns = RequestColumns()
         self._max_beam_width = 1
         self._max_token = NO_TOKEN
+        self._priority: "Floats | None" = None
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -233,6 +237,10 @@ class ColumnsBuilder:
         columns.prompt_len.append(request.prompt_len)
         columns.max_new_tokens.append(request.max_new_tokens)
         columns.output_len.append(request.output_len)
+        if self._priority is None and request.priority != DEFAULT_PRIORITY:
+            self._priority = seconds([DEFAULT_PRIORITY]) * (len(columns) - 1)
+        if self._priority is not None:
+            self._priority.append(request.priority)
         if request.has_only_numbers:
             columns.origin.append(NO_ORIGIN)
             return
@@ -243,7 +251,10 @@ class ColumnsBuilder:
 
     def columns(self, recall: Recall) -> RequestColumns:
         """The columns of all requests appended so far."""
-        return replace(self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token)
+        return replace(
+            self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token,
+            priority=self._priority,
+        )  # fmt: skip
 
 
 def columns_of(requests: Iterable[TraceRequest]) -> RequestColumns:

@@ -6,7 +6,7 @@ import torch
 
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import GREEDY, NO_STOP_CONDITIONS, OutputOptions
@@ -40,9 +40,9 @@ def window_of(
     size: int, sink: int = 0, tokens_per_block: int = 4, is_cyclic: bool = True, layers: tuple[int, ...] = ALL_LAYERS,
     max_beams: int = 1,
 ) -> WindowLayout:
-    geometry = CacheGeometry(tokens_per_block, size, LONGEST, sink, max_beams, is_cyclic=is_cyclic)
-    blocks = SLOTS * max_beams * geometry.max_blocks_per_sequence
-    return WindowLayout(layers, geometry, blocks)
+    attention_window = AttentionWindow(tokens_per_block, size, LONGEST, sink, max_beams, is_cyclic=is_cyclic)
+    blocks = SLOTS * max_beams * attention_window.max_blocks_per_sequence
+    return WindowLayout(layers, attention_window, blocks)
 
 
 def asking_requests(lengths: list[tuple[int, int]], beam_width: int = 1) -> list[FakeRequest]:
@@ -167,9 +167,9 @@ def test_beams_in_the_blocks_of_the_engine_are_those_of_a_dense_decoder(
     model: LlamaModel, size: int, sink: int, lengths: list[tuple[int, int]]
 ) -> None:
     beam_width = 2
-    geometry = CacheGeometry(4, size, LONGEST, sink, beam_width)
+    attention_window = AttentionWindow(4, size, LONGEST, sink, beam_width)
     # Room for one request and a little more: blocks bind, and max_utilization pauses.
-    layout = WindowLayout(ALL_LAYERS, geometry, beam_width * geometry.max_blocks_per_sequence + 4)
+    layout = WindowLayout(ALL_LAYERS, attention_window, beam_width * attention_window.max_blocks_per_sequence + 4)
     random = np.random.default_rng(size + sink)
     prompts = [random.integers(0, SMALL.vocab_size, length).astype(np.int32) for length, _ in lengths]
     expected = [
@@ -198,8 +198,8 @@ def test_beams_in_the_blocks_of_the_engine_are_those_of_a_dense_decoder(
 def test_long_prompts_are_tiled() -> None:
     config = ModelConfig(97, 32, 1, 4, 2, 8, 48, 2048)
     model = LlamaModel(config, random_weights(config, SEED, CPU, torch.float32))
-    geometry = CacheGeometry(16, 100, 1500, 5)
-    layout = CacheLayout((WindowLayout((0,), geometry, 2 * geometry.max_blocks_per_sequence),))
+    attention_window = AttentionWindow(16, 100, 1500, 5)
+    layout = CacheLayout((WindowLayout((0,), attention_window, 2 * attention_window.max_blocks_per_sequence),))
     requests = requests_of([(1201, 3), (900, 3)], 97)
     for request in requests:
         request.options = ALL_NUMBERS

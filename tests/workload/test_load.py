@@ -160,8 +160,8 @@ def test_new_arrivals_leave_the_lengths_alone():
     [
         ({"request_rate": 2, "time_scale": 0.5}, "--request_rate replaces"),
         ({"enable_exp_delays": True}, "--enable_exp_delays needs a rate"),
-        ({"time_scale": float("inf")}, "--time_scale: inf"),
-        ({"request_rate": float("inf")}, "--request_rate: inf"),
+        ({"time_scale": float("inf")}, "--time_scale is inf"),
+        ({"request_rate": float("inf")}, "--request_rate is inf"),
     ],
 )
 def test_settings_that_contradict_each_other(path, settings, complaint):
