@@ -224,7 +224,7 @@ class ColumnsBuilder:
         self._columns = RequestColumns()
         self._max_beam_width = 1
         self._max_token = NO_TOKEN
-        self._priority: "Floats | None" = None
+        self._priority: Floats | None = None
 
     def __len__(self) -> int:
         return len(self._columns)
