@@ -134,7 +134,7 @@ class Quantiles:
     def __post_init__(self) -> None:
         if [percentile for percentile, _ in self.points[:1] + self.points[-1:]] != [0, 100]:
             raise InputError("quantiles do not go from p0 to p100; give both.")
-        lengths = [fields.number(length, f"p{percentile:g}", minimum=1) for percentile, length in self.points]
+        lengths = [fields.number(length, f"p{percentile:g}", 1) for percentile, length in self.points]
         if lengths != sorted(lengths):
             raise InputError("a higher quantile is below a lower one; expected lengths in ascending order.")
 

@@ -164,7 +164,8 @@ def _chosen(value: Any, tag: str, kinds: Mapping[str, type], name: str) -> Any:
     kind = kinds[fields.choice(numbers.pop(tag, None), f"{name}.{tag}", kinds)]
     if kind is Quantiles:
         with located(name):
-            return Quantiles(tuple(sorted((_percentile(key), length) for key, length in numbers.items())))
+            points = ((_percentile(key), fields.number(length, key, 1)) for key, length in numbers.items())
+            return Quantiles(tuple(sorted(points)))
     known = dataclasses.fields(kind)
     required = [field.name for field in known if field.default is dataclasses.MISSING]
     fields.table(numbers, name, [field.name for field in known], required)

@@ -220,3 +220,14 @@ def test_bundled_chat_in_turns_keeps_the_published_means():
     assert len(trace) / len(list(draw_sessions(spec.sessions, 0, 20_000, spec.arrival))) == pytest.approx(2.0, rel=0.03)
     alone = trace_statistics(draw_trace(replace(spec, sessions=None), 0, ""))
     assert [alone.prompt_tokens.mean, alone.output_tokens.mean] == pytest.approx([69.5, 214.5], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "sha256"),
+    [("chat", "f44428adaa76"), ("long-context", "e00fb7c93e7d"), ("mooncake-conversation", "b1b915a21b4a")],
+)
+def test_identity_of_a_bundled_workload_stays_the_same(name, sha256):
+    """It is recorded in every run.json."""
+    path = bundled_path(name)
+    assert path is not None
+    assert draw_trace(read_spec(path), 0, "", max_num_samples=1).sha256.startswith(sha256)
