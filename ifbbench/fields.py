@@ -1,4 +1,4 @@
-"""Validation of single fields, for command line options, files and callers of the library alike.
+"""Validation of single fields, for command line options, files and callers of the library.
 
 A function returns the value as a plain Python value or raises InputError: `NAME is VALUE; expected WHAT.` `name` is the
 field as the user knows it (an option, a key, a column); `located` adds the place (file, line). None counts as missing.
@@ -31,6 +31,8 @@ def integer(
     if type(value) is int and minimum <= value <= maximum:
         return value
     converted: Any = _parsed(value, int) if from_text else value
+    if type(converted) is int and minimum <= converted <= maximum:
+        return converted
     is_integer = isinstance(converted, numbers.Integral) and not isinstance(converted, bool)
     converted = int(converted) if is_integer else None
     if is_integer and minimum <= converted <= maximum:

@@ -117,8 +117,7 @@ def _requests(
         return list(load_trace(trace, config))
     if input_len is None or output_len is None:
         return []
-    from ifbbench.workload.reserve import Reserve
-    from ifbbench.workload.trace import TraceRequest
+    from ifbbench.workload.trace import Reserve, TraceRequest
 
     request = TraceRequest(0, 0.0, input_len, max_new_tokens=output_len, output_len=output_len)
     return [Reserve(config.reserve).apply(request)]

@@ -164,8 +164,8 @@ def _write_drawn(
     overwrite: bool,
 ) -> None:
     from ifbbench.workload.draw import draw_trace
-    from ifbbench.workload.jsonl import write_trace
-    from ifbbench.workload.spec_file import parse_spec
+    from ifbbench.workload.formats import write_trace
+    from ifbbench.workload.spec import parse_spec
 
     if (arrival == "all_at_once") != (request_rate is None):
         needs = "needs a" if request_rate is None else "takes no"

@@ -13,8 +13,7 @@ from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.response import Response
 from ifbbench.errors import InputError
 from ifbbench.replay.static_emulation import StaticEmulation
-from ifbbench.workload.columns import columns_of
-from ifbbench.workload.trace import Trace, TraceRequest
+from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 MILLISECONDS = 1000
 

@@ -6,8 +6,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.reuse_tokens import NO_IDENTITY, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.replay.client import MakeRequest
-from ifbbench.workload.symbols import output_symbol, symbolic_runs
-from ifbbench.workload.tokens import prompt_tokens
+from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import TraceRequest
 
 RECORDED = "recorded token ids"

@@ -24,11 +24,10 @@ from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.make_request import request_maker
-from ifbbench.workload.columns import columns_of
-from ifbbench.workload.jsonl import write_trace
+from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.tokens import check_vocabulary
-from ifbbench.workload.trace import Trace
+from ifbbench.workload.prompts import check_vocabulary
+from ifbbench.workload.trace import Trace, columns_of
 
 PROGRESS_INTERVAL_S = 0.1
 _log = logging.getLogger("ifbbench")
@@ -58,7 +57,7 @@ def run_trace(
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    engine = build_engine(config, columns_of(trace.requests).most_beams, owns_process=owns_process)
+    engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
             advice = _advice(refusal.limit, engine.config)
@@ -83,7 +82,7 @@ def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -
     admission = AdmissionLimits.of(limits, getattr(policy, "may_pause", True))
     columns = columns_of(trace.requests)
     beams = np.full(len(columns), config.beam_width or 1)
-    if columns.most_beams > 1 and config.beam_width is None:
+    if columns.max_beam_width > 1 and config.beam_width is None:
         beams = np.fromiter((request.beam_width for request in trace), np.int64, len(trace))
     sizes = np.stack([beams, np.asarray(columns.prompt_len), np.asarray(columns.max_new_tokens)])
     # Of the requests with equal prompt lengths, only the longest output is looked at, unless that is refused.

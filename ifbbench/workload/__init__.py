@@ -1,1 +1,1 @@
-"""Workloads: which requests come, when, and how long they are. `load.load_trace` is the one way in."""
+"""Workloads: which requests arrive, when, and how long they are. The entry point is `load.load_trace`."""

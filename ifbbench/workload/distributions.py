@@ -1,144 +1,280 @@
-"""Distributions of lengths: each draws integers of at least 1.
+"""Random lengths, durations and arrival times of a workload, and the streams that they are drawn from.
 
-The first N draws of a longer series are the draws of a series of N, so that a workload can be cut or extended.
+The first N values of a longer series are the values of a series of N, so a workload can be cut or extended.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from enum import IntEnum
 from math import inf, log, sqrt
-from typing import Protocol
+from typing import Annotated, Any, Protocol, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench import fields
 from ifbbench.errors import InputError
-from ifbbench.workload.fields import MAX_LENGTH
+from ifbbench.workload.trace import MAX_LENGTH
 
+Generator = np.random.Generator
 Lengths = NDArray[np.int64]
+Times = NDArray[np.float64]
+
+
+class Stream(IntEnum):
+    """What is drawn. The numbers are part of every recorded result: never change one."""
+
+    INPUT_LENGTH = 0
+    OUTPUT_LENGTH = 1
+    ARRIVAL = 2
+    TOKENS = 3
+    PREFIX = 4
+    POOL_LENGTH = 5
+    POOL_SHARE = 6
+    POOL_CHOICE = 7
+    TURNS = 8
+    THINK_TIME = 9
+
+
+def generator(seed: int, stream: Stream, *key: int) -> Generator:
+    """The generator of one stream, or of its part `key` (such as a request id); equal arguments give equal values."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, *key))))
+
+
+Length = Annotated[int, {"minimum": 1, "maximum": MAX_LENGTH}]
+Positive = Annotated[float, {"above": 0}]
+NotNegative = Annotated[float, {"minimum": 0}]
+
+
+class Limited:
+    """A dataclass that checks its numbers at construction: those of fields annotated with the limits that
+    `fields.integer` or `fields.number` take. A default may be outside of them (`max` is infinite)."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if get_origin(field.type) is Annotated and value != field.default:
+                kind, limits = get_args(field.type)
+                check: Any = fields.integer if kind is int else fields.number
+                check(value, field.name, **limits)
+
+
+def require_order(name: str, value: float, lower_name: str, lower: float) -> None:
+    """InputError if `value` is below `lower`."""
+    if value < lower:
+        raise InputError(f"{name} is {value:g}; expected at least {lower_name} ({lower:g}).")
+
+
+# Lengths in tokens (or turns), at least 1.
 
 
 class LengthDistribution(Protocol):
-    """Draws `count` lengths in tokens; shape [count]."""
+    """Draws `count` integers of at least 1; shape [count]."""
 
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths: ...
+    def draw(self, generator: Generator, count: int) -> Lengths: ...
+
+
+def whole(lengths: NDArray[np.float64]) -> Lengths:
+    """`lengths` rounded to integers from 1 to MAX_LENGTH."""
+    return np.clip(np.rint(lengths), 1, MAX_LENGTH).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Limited):
     """Always `value`."""
 
-    value: int
+    value: Length
 
-    def __post_init__(self) -> None:
-        require(self.value >= 1, f"value {self.value} is below 1")
-
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
+    def draw(self, generator: Generator, count: int) -> Lengths:
         return np.full(count, self.value, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Normal:
-    """Normal, rounded, and at least 1: gptManagerBenchmark's token-norm-dist (prepare_dataset.py)."""
+class Normal(Limited):
+    """Normal, rounded, at least 1: gptManagerBenchmark's token-norm-dist (prepare_dataset.py)."""
 
-    mean: float
-    stdev: float
+    mean: Positive
+    stdev: NotNegative
 
-    def __post_init__(self) -> None:
-        require(self.mean > 0, f"mean {self.mean:g} is not above 0")
-        require(self.stdev >= 0, f"stdev {self.stdev:g} is negative")
-
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
+    def draw(self, generator: Generator, count: int) -> Lengths:
         return whole(generator.normal(self.mean, self.stdev, count))
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Every integer from `min` to `max` alike: gptManagerBenchmark's token-unif-dist (prepare_dataset.py)."""
+class Uniform(Limited):
+    """Integers from `min` to `max`, all equally likely: gptManagerBenchmark's token-unif-dist (prepare_dataset.py)."""
 
-    min: int
-    max: int
+    min: Length
+    max: Length
 
     def __post_init__(self) -> None:
-        require(self.min >= 1, f"min {self.min} is below 1")
-        require(self.max >= self.min, f"max {self.max} is below min {self.min}")
+        super().__post_init__()
+        require_order("max", self.max, "min", self.min)
 
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
+    def draw(self, generator: Generator, count: int) -> Lengths:
         return generator.integers(self.min, self.max, size=count, endpoint=True, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class LogNormal:
-    """Log-normal of the given median and mean (before rounding), cut off at `max`."""
+class Geometric(Limited):
+    """The length of something that ends after each step with the same probability, such as a conversation."""
 
-    median: float
-    mean: float
-    max: float = inf
+    mean: Annotated[float, {"minimum": 1}]
 
-    def __post_init__(self) -> None:
-        require_lognormal(self.median, self.mean)
-        require(self.max >= 1, f"max {self.max:g} is below 1")
-
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
-        return whole(np.minimum(lognormal(generator, self.median, self.mean, count), self.max))
-
-
-@dataclass(frozen=True)
-class Geometric:
-    """How many of something that ends each time with the same probability, such as the turns of a conversation."""
-
-    mean: float
-
-    def __post_init__(self) -> None:
-        require(self.mean >= 1, f"mean {self.mean:g} is below 1")
-
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
+    def draw(self, generator: Generator, count: int) -> Lengths:
         return np.minimum(generator.geometric(1 / self.mean, count), MAX_LENGTH)
 
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Straight lines between known quantiles: `points` are (percentile, length), from p0 to p100."""
+    """Linear interpolation between known quantiles; `points` are (percentile, length), from p0 to p100."""
 
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        percentiles = [percentile for percentile, _ in self.points]
-        lengths = [length for _, length in self.points]
-        require(percentiles[:1] == [0] and percentiles[-1:] == [100], "quantiles do not go from p0 to p100")
-        require(lengths == sorted(lengths), "a higher quantile is below a lower one")
-        require(lengths[0] >= 1, f"p0 {lengths[0]:g} is below 1")
+        if [percentile for percentile, _ in self.points[:1] + self.points[-1:]] != [0, 100]:
+            raise InputError("quantiles do not go from p0 to p100; give both.")
+        lengths = [fields.number(length, f"p{percentile:g}", 1) for percentile, length in self.points]
+        if lengths != sorted(lengths):
+            raise InputError("a higher quantile is below a lower one; expected lengths in ascending order.")
 
-    def draw(self, generator: np.random.Generator, count: int) -> Lengths:
+    def draw(self, generator: Generator, count: int) -> Lengths:
         percentiles, lengths = zip(*self.points, strict=True)
         return whole(np.interp(generator.uniform(0, 100, count), percentiles, lengths))
 
 
-def require_lognormal(median: float, mean: float) -> None:
-    """InputError unless there is a log-normal distribution of this median and mean."""
-    require(median > 0, f"median {median:g} is not above 0")
-    require(mean >= median, f"mean {mean:g} is below median {median:g}")
+# Durations in seconds, at least 0.
 
 
-def lognormal(generator: np.random.Generator, median: float, mean: float, count: int) -> NDArray[np.float64]:
-    """`count` values, log-normal of the given median and mean."""
-    return generator.lognormal(log(median), sqrt(2 * log(mean / median)), count)
+class DurationDistribution(Protocol):
+    """Draws `count` times in seconds; shape [count]."""
+
+    def draw(self, generator: Generator, count: int) -> Times: ...
 
 
-KINDS: dict[str, type[LengthDistribution]] = {
-    "fixed": Fixed,
-    "normal": Normal,
-    "uniform": Uniform,
-    "lognormal": LogNormal,
-    "geometric": Geometric,
+@dataclass(frozen=True)
+class FixedTime(Limited):
+    """Always `value` seconds."""
+
+    value: NotNegative
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        return np.full(count, self.value, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class UniformTime(Limited):
+    """Uniform from `min` to `max`."""
+
+    min: NotNegative
+    max: NotNegative
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_order("max", self.max, "min", self.min)
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        return generator.uniform(self.min, self.max, count)
+
+
+@dataclass(frozen=True)
+class ExponentialTime(Limited):
+    """Exponential with the given mean."""
+
+    mean: NotNegative
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        return generator.exponential(self.mean, count)
+
+
+@dataclass(frozen=True)
+class LogNormalTime(Limited):
+    """Log-normal of the given median and mean, before it is cut off at `max`."""
+
+    median: Positive
+    mean: Positive
+    max: Positive = inf
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_order("mean", self.mean, "median", self.median)
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        spread = sqrt(2 * log(self.mean / self.median))
+        return np.minimum(generator.lognormal(log(self.median), spread, count), self.max)
+
+
+@dataclass(frozen=True)
+class LogNormal(LogNormalTime):
+    """Log-normal lengths: those of LogNormalTime, rounded, at least 1."""
+
+    def draw(self, generator: Generator, count: int) -> Lengths:  # type: ignore[override]
+        return whole(super().draw(generator, count))
+
+
+# Arrival times in seconds; the first is always 0.
+
+
+class ArrivalProcess(Protocol):
+    """Draws `count` arrival times in seconds, ascending; shape [count]."""
+
+    def draw(self, generator: Generator, count: int) -> Times: ...
+
+
+def _after(gaps: Times) -> Times:
+    return np.concatenate((np.zeros(1), np.cumsum(gaps)))
+
+
+@dataclass(frozen=True)
+class AllAtOnce:
+    """Every request at 0."""
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        return np.zeros(count)
+
+
+@dataclass(frozen=True)
+class Constant(Limited):
+    """Equal gaps; `rate` in requests/s."""
+
+    rate: Positive
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        return np.arange(count) / self.rate
+
+
+@dataclass(frozen=True)
+class Poisson(Limited):
+    """Exponential gaps; `rate` in requests/s."""
+
+    rate: Positive
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        return _after(generator.exponential(1 / self.rate, max(count - 1, 0)))
+
+
+@dataclass(frozen=True)
+class Gamma(Limited):
+    """Gamma-distributed gaps; `rate` in requests/s, `cv` the gaps' coefficient of variation (1: Poisson, above:
+    bursts)."""
+
+    rate: Positive
+    cv: Positive
+
+    def draw(self, generator: Generator, count: int) -> Times:
+        variance = self.cv**2
+        return _after(generator.gamma(1 / variance, variance / self.rate, max(count - 1, 0)))
+
+
+# By their names in specifications.
+
+LENGTHS: dict[str, type[LengthDistribution]] = {
+    "fixed": Fixed, "normal": Normal, "uniform": Uniform, "lognormal": LogNormal, "geometric": Geometric,
     "quantiles": Quantiles,
-}
-
-
-def whole(lengths: NDArray[np.float64]) -> Lengths:
-    """Rounded to whole tokens, at least 1."""
-    return np.clip(np.rint(lengths), 1, MAX_LENGTH).astype(np.int64)
-
-
-def require(holds: bool, problem: str) -> None:
-    """InputError with `problem` unless it holds; whoever reads the specification adds where it stands."""
-    if not holds:
-        raise InputError(problem)
+}  # fmt: skip
+DURATIONS: dict[str, type[DurationDistribution]] = {
+    "fixed": FixedTime, "uniform": UniformTime, "exponential": ExponentialTime, "lognormal": LogNormalTime,
+}  # fmt: skip
+ARRIVALS: dict[str, type[ArrivalProcess]] = {
+    "all_at_once": AllAtOnce, "constant": Constant, "poisson": Poisson, "gamma": Gamma,
+}  # fmt: skip

@@ -1,6 +1,5 @@
-"""From what the user names to the requests to replay: the one way into workloads."""
+"""From the name that the user gives to the requests to replay: `load_trace` is the entry point of this package."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,37 +7,37 @@ import numpy as np
 
 from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.workload.arrivals import ArrivalProcess, Constant, Poisson
-from ifbbench.workload.bundled import bundled_names, bundled_path
-from ifbbench.workload.columns import Floats, RequestColumns, columns_of, integers, seconds
+from ifbbench.fields import did_you_mean
+from ifbbench.workload.distributions import ArrivalProcess, Constant, Poisson, Stream, generator
 from ifbbench.workload.draw import draw_trace
-from ifbbench.workload.read import read_trace
-from ifbbench.workload.reserve import Reserve
-from ifbbench.workload.spec_file import SUFFIXES, read_spec
-from ifbbench.workload.streams import Stream, generator
-from ifbbench.workload.trace import Trace, TraceRequest
+from ifbbench.workload.reading import read_trace
+from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
+from ifbbench.workload.spec import read_spec
+from ifbbench.workload.trace import Floats, RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"
+BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
 
 
 def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
     """The requests that `config` asks for, in order of arrival; each is made when it is asked for.
 
-    `source` is a trace file, a workload specification (.yaml, .yml, .toml), a run directory (its requests as
-    replayed), the name of a bundled dataset, or None for the bundled default. A specification is drawn with
-    `config.seed`. InputError if the source cannot be read or the settings contradict each other.
+    source: a trace file, a workload specification (.yaml, .yml, .toml; drawn with `config.seed`), a run directory (its
+        requests as replayed), the name of a bundled dataset, or None for the bundled default.
+
+    InputError if the source cannot be read or the settings contradict each other.
     """
     path, is_recorded = _find(source)
-    if path.suffix.lower() in SUFFIXES:
+    if path.suffix.lower() in SPEC_SUFFIXES:
         trace = draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     else:
         trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, accept_cut=is_recorded)
-    return replace(trace, requests=_with_settings(trace.requests, config))
+    return replace(trace, requests=_with_settings(columns_of(trace.requests), config))
 
 
 def _find(source: str | Path | None) -> tuple[Path, bool]:
-    """The file, and whether it is that of a run directory."""
+    """The file, and whether a run recorded it."""
     name = str(source or DEFAULT_DATASET)
     path = Path(name)
     if source is not None and path.is_file():
@@ -52,12 +51,11 @@ def _find(source: str | Path | None) -> tuple[Path, bool]:
     problem = f"is a directory without {RECORDED_TRACES[0]}" if path.is_dir() else "does not exist"
     raise InputError(
         f"trace {name} {problem}; expected a trace file, a workload specification, a run directory, or one of the "
-        f"bundled datasets {', '.join(bundled_names())}. Check the path."
+        f"bundled datasets {', '.join(bundled_names())}. Check the path.{did_you_mean(name, bundled_names())}"
     )
 
 
-def _with_settings(requests: Sequence[TraceRequest], config: RunConfig) -> RequestColumns:
-    columns = columns_of(requests)
+def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns:
     reserved, outputs = Reserve(config.reserve).columns(columns.max_new_tokens, columns.output_len)
     prompts = columns.prompt_len
     if config.max_prompt_len is not None:
@@ -84,3 +82,29 @@ def _arrivals(recorded_s: Floats, config: RunConfig) -> Floats:
         )
     process: ArrivalProcess = (Poisson if config.enable_exp_delays else Constant)(config.request_rate)
     return seconds(process.draw(generator(config.seed, Stream.ARRIVAL), len(recorded_s)))
+
+
+# Bundled datasets.
+
+
+def bundled_path(name: str) -> Path | None:
+    """The bundled file called `name`, with or without its suffix; None if there is none."""
+    return next((path for path in _bundled_files() if name in (path.name, path.stem)), None)
+
+
+def bundled_names() -> list[str]:
+    """The names of the bundled datasets, without suffixes."""
+    return [path.stem for path in _bundled_files()]
+
+
+def _bundled_files() -> list[Path]:
+    # In an installed package the folder is inside it, in a checkout beside it.
+    package = Path(__file__).parent.parent
+    candidates = (package / "datasets", package.parent / "datasets")
+    for directory in candidates:
+        if directory.is_dir():
+            return sorted(path for path in directory.iterdir() if path.suffix in BUNDLED_SUFFIXES)
+    raise InputError(
+        f"the bundled datasets are missing; expected {' or '.join(map(str, candidates))}. Install ifbbench again, or "
+        "give the path of a trace."
+    )

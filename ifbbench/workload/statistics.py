@@ -1,4 +1,4 @@
-"""What a workload looks like in figures: lengths, arrivals, and how both are spread."""
+"""Statistics of a trace: lengths, arrival rates, and the share of prompt tokens that requests have in common."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.workload.columns import columns_of
-from ifbbench.workload.seen_before import tokens_seen_before
-from ifbbench.workload.trace import Trace
+from ifbbench.workload.prompts import tokens_seen_before
+from ifbbench.workload.trace import Trace, columns_of
 
 HISTOGRAM_BINS = 12
 RATE_WINDOWS = 40
@@ -41,10 +40,11 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """A trace in figures. Rates are over the span from first to last arrival, and None where that is no time.
+    """The figures of a trace. Rates are over the span from first to last arrival, None if all requests arrive at once.
 
-    `seen_before_share` is the share of prompt tokens that an earlier request began with too: no prefix cache hits more.
-    None where the trace tells nothing of its tokens.
+    seen_before_share: share of prompt tokens that an earlier request began with as well, an upper bound on the hit rate
+        of a prefix cache; None if the trace does not say which tokens are equal.
+    rates_per_s: in RATE_WINDOWS windows of `rate_window_s` seconds.
     """
 
     requests: int
@@ -65,7 +65,7 @@ class TraceStatistics:
 
 
 def trace_statistics(trace: Trace) -> TraceStatistics:
-    """The figures of `trace`, which must hold a request."""
+    """The statistics of `trace`, which must have a request."""
     columns = columns_of(trace.requests)
     arrivals_s = np.asarray(columns.arrival_s)
     span_s = float(arrivals_s[-1] - arrivals_s[0])
@@ -88,7 +88,7 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
 
 
 def length_statistics(lengths: Sequence[int]) -> LengthStatistics:
-    """Figures of at least one length, each of at least 1 token."""
+    """Statistics of at least one length, each of at least 1 token."""
     values = np.asarray(lengths, dtype=np.int64)
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
     return LengthStatistics(
@@ -104,7 +104,7 @@ def length_statistics(lengths: Sequence[int]) -> LengthStatistics:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block character a value, from empty (0) to full (the largest)."""
+    """One block character per value, from empty (0) to full (the largest value)."""
     largest = max(values, default=0)
     if largest <= 0:
         return SPARKS[0] * len(values)
@@ -112,7 +112,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def histogram_lines(histogram: Histogram, width: int = 40) -> list[str]:
-    """One line a bin: its range, a bar of at most `width` characters, its count."""
+    """One line per bin: its range, a bar of at most `width` characters, its count."""
     largest = max(histogram.counts)
     ranges = [_range(low, high - 1) for low, high in pairwise(histogram.edges)]
     column = max(map(len, ranges))
@@ -127,7 +127,7 @@ def _range(shortest: int, longest: int) -> str:
 
 
 def _histogram(values: NDArray[np.int64]) -> Histogram:
-    """Bins that grow by a constant factor: lengths are skewed, and in equal bins one long tail hides the rest."""
+    """Bins that grow by a constant factor: lengths are skewed, and in equal bins a long tail would hide the rest."""
     low, high = int(values.min()), int(values.max())
     edges = np.unique(np.rint(np.geomspace(low, high + 1, HISTOGRAM_BINS + 1)).astype(np.int64))
     counts, _ = np.histogram(values, bins=edges)
@@ -135,7 +135,7 @@ def _histogram(values: NDArray[np.int64]) -> Histogram:
 
 
 def _rates(arrivals_s: NDArray[np.float64], span_s: float) -> tuple[float, ...]:
-    """Requests per second in each of RATE_WINDOWS equal windows of the span; none where there is no span."""
+    """Requests per second in each of RATE_WINDOWS equal windows of the span; empty if there is no span."""
     if span_s <= 0:
         return ()
     counts, _ = np.histogram(arrivals_s, bins=RATE_WINDOWS)

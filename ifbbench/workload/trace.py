@@ -1,21 +1,39 @@
-"""A trace: the requests of a workload, with when each arrives and how long it is."""
+"""A trace: the requests of a workload, stored as columns of numbers (36 bytes a request), and what they reserve."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cache
+from math import ceil
+from typing import TypeAlias, TypeVar, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.errors import InputError
+
+PREFIX_BLOCK = 512
+MAX_LENGTH = 2**31 - 1
+MAX_ID = 2**63 - 1
+
+PrefixRun: TypeAlias = tuple[int, int]
+"""A prefix id, and how many of its first tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request as recorded or drawn.
 
-    `arrival_s` is in seconds from the start of the trace. `max_new_tokens` is what the client reserves and all that
-    schedulers may see; `output_len` is how many tokens the request really makes, known to the stop check alone.
-    `prompt_tokens` is None where the trace records only lengths; such prompts are drawn from the seed when needed.
-    `prefix_ids` name the blocks that the prompt begins with, in a trace that tells which tokens are equal without
-    saying what they are; `prefix_lens` are the tokens of each block, where that is not "all, as far as the prompt
-    goes". See `prefix`. `stop_ids` are token ids that end the request, should it make one before `output_len`.
+    arrival_s: seconds from the start of the trace.
+    max_new_tokens: output tokens that the client reserves, all that schedulers may see. output_len: output tokens that
+        the request makes, known to the stop check alone.
+    prompt_tokens: None where the trace records only lengths; such prompts are drawn from the seed when needed.
+    prefix_ids: names of the blocks of PREFIX_BLOCK tokens that the prompt begins with. An id names the same tokens in
+        every request, without saying what they are.
+    prefix_lens: tokens of each block, from its first. None means all, as far as the prompt goes.
+    stop_ids: token ids that end the request if it makes one before `output_len`.
     """
 
     request_id: int
@@ -31,13 +49,60 @@ class TraceRequest:
     prefix_ids: tuple[int, ...] | None = None
     prefix_lens: tuple[int, ...] | None = None
 
+    @property
+    def has_only_numbers(self) -> bool:
+        """Whether the request is no more than its id, arrival and lengths."""
+        return (
+            self.prompt_tokens is None
+            and self.prefix_ids is None
+            and self.beam_width == 1
+            and self.priority == DEFAULT_PRIORITY
+            and self.lora_task_id is None
+            and not self.stop_ids
+        )
+
+    def prefix_runs(self) -> list[PrefixRun]:
+        """The named tokens of the prompt, from its first token; empty if the trace names none."""
+        ids, lens = self.prefix_ids or (), self.prefix_lens
+        if lens is not None:
+            return list(zip(ids, lens, strict=True))
+        runs = [(prefix_id, PREFIX_BLOCK) for prefix_id in ids]
+        excess = len(ids) * PREFIX_BLOCK - self.prompt_len
+        if excess > 0:
+            runs[-1] = (ids[-1], PREFIX_BLOCK - excess)
+        return runs
+
+    def shortened(self, max_prompt_len: int) -> "TraceRequest":
+        """The request with at most the first `max_prompt_len` tokens of its prompt; shared prefixes stay shared."""
+        if self.prompt_len <= max_prompt_len:
+            return self
+        tokens, ids, lens = self.prompt_tokens, self.prefix_ids, self.prefix_lens
+        if lens is not None:
+            starts = np.cumsum((0, *lens)).tolist()
+            kept = (min(length, max_prompt_len - start) for start, length in zip(starts, lens, strict=False))
+            lens = tuple(length for length in kept if length > 0)
+        if ids is not None:
+            ids = ids[: num_blocks(max_prompt_len) if lens is None else len(lens)]
+        return replace(
+            self,
+            prompt_len=max_prompt_len,
+            prompt_tokens=None if tokens is None else tokens[:max_prompt_len],
+            prefix_ids=ids,
+            prefix_lens=lens,
+        )
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of PREFIX_BLOCK tokens that hold `num_tokens`, the last one perhaps in part."""
+    return -(-num_tokens // PREFIX_BLOCK)
+
 
 @dataclass(frozen=True)
 class Trace:
     """Requests in order of arrival, and where they come from.
 
-    `requests` need not be there all at once: those of files and specifications are made one by one when asked for.
-    `sha256` identifies the source: the bytes of the file, or the canonical text of a synthetic specification.
+    requests: those of files and specifications are made one by one when asked for.
+    sha256: of the bytes of the file, or of the canonical text of a specification.
     """
 
     name: str
@@ -51,3 +116,202 @@ class Trace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.requests)
+
+
+# Requests as columns.
+
+Integers: TypeAlias = "array[int]"
+Floats: TypeAlias = "array[float]"
+Recall: TypeAlias = Callable[[int], TraceRequest]
+"""Makes the request of an origin again."""
+
+Number = TypeVar("Number", int, float)
+
+NO_TOKEN = NO_ORIGIN = -1
+ID, LENGTH, SECONDS = "q", "i", "d"
+
+
+def integers(values: ArrayLike) -> Integers:
+    """A column of lengths in tokens."""
+    return array(LENGTH, np.asarray(values, np.int32).tobytes())
+
+
+def seconds(values: ArrayLike) -> Floats:
+    """A column of times."""
+    return array(SECONDS, np.asarray(values, np.float64).tobytes())
+
+
+def _taken(column: "array[Number]", order: NDArray[np.int64]) -> "array[Number]":
+    return array(column.typecode, np.asarray(column)[order].tobytes())
+
+
+def no_recall(origin: int) -> TraceRequest:
+    """For columns of requests that are numbers only."""
+    raise LookupError(f"no request was recorded at {origin}")
+
+
+@dataclass(frozen=True, eq=False)
+class RequestColumns(Sequence[TraceRequest]):
+    """Requests of a trace, each made when it is asked for. A column has one element per request, under the name that
+    the field has in TraceRequest.
+
+    origin: what `recall` finds the other fields of a request by (tokens, prefix, priority), NO_ORIGIN if they all have
+        their defaults. The columns override what `recall` returns; a prompt longer than `prompt_len` is shortened.
+    max_beam_width: an upper bound on the beam width of all requests.
+    max_token: an upper bound on the recorded prompt tokens; NO_TOKEN if none is recorded.
+    priority: None if every request has the default.
+    """
+
+    request_id: Integers = field(default_factory=lambda: array(ID))
+    arrival_s: Floats = field(default_factory=lambda: array(SECONDS))
+    prompt_len: Integers = field(default_factory=lambda: array(LENGTH))
+    max_new_tokens: Integers = field(default_factory=lambda: array(LENGTH))
+    output_len: Integers = field(default_factory=lambda: array(LENGTH))
+    origin: Integers = field(default_factory=lambda: array(ID))
+    recall: Recall = no_recall
+    max_beam_width: int = 1
+    max_token: int = NO_TOKEN
+    priority: "Floats | None" = None
+
+    def __len__(self) -> int:
+        return len(self.request_id)
+
+    @overload
+    def __getitem__(self, index: int) -> TraceRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TraceRequest]: ...
+    def __getitem__(self, index: int | slice) -> TraceRequest | list[TraceRequest]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        origin = self.origin[index]
+        if origin == NO_ORIGIN:
+            return TraceRequest(self.request_id[index], self.arrival_s[index], self.prompt_len[index],
+                                self.max_new_tokens[index], self.output_len[index])  # fmt: skip
+        return replace(
+            self.recall(origin).shortened(self.prompt_len[index]),
+            request_id=self.request_id[index],
+            arrival_s=self.arrival_s[index],
+            max_new_tokens=self.max_new_tokens[index],
+            output_len=self.output_len[index],
+        )
+
+    def by_arrival(self) -> "RequestColumns":
+        """The requests in order of arrival, equal ones as they are here; moved to start at 0 if they start before."""
+        if not len(self):
+            return self
+        arrivals_s = np.asarray(self.arrival_s)
+        ordered = self
+        if not (arrivals_s[1:] >= arrivals_s[:-1]).all():
+            order = np.argsort(arrivals_s, kind="stable")
+            ordered = replace(
+                self,
+                request_id=_taken(self.request_id, order),
+                arrival_s=_taken(self.arrival_s, order),
+                prompt_len=_taken(self.prompt_len, order),
+                max_new_tokens=_taken(self.max_new_tokens, order),
+                output_len=_taken(self.output_len, order),
+                origin=_taken(self.origin, order),
+                priority=None if self.priority is None else _taken(self.priority, order),
+            )
+        start_s = ordered.arrival_s[0]
+        return ordered if start_s >= 0 else replace(ordered, arrival_s=seconds(np.asarray(ordered.arrival_s) - start_s))
+
+
+class ColumnsBuilder:
+    """Gathers requests into columns, one after another."""
+
+    def __init__(self) -> None:
+        self._columns = RequestColumns()
+        self._max_beam_width = 1
+        self._max_token = NO_TOKEN
+        self._priority: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def append(self, request: TraceRequest, origin: int) -> None:
+        """Add `request`. `recall` must find it by `origin`, unless it has only numbers."""
+        columns = self._columns
+        columns.request_id.append(request.request_id)
+        columns.arrival_s.append(request.arrival_s)
+        columns.prompt_len.append(request.prompt_len)
+        columns.max_new_tokens.append(request.max_new_tokens)
+        columns.output_len.append(request.output_len)
+        if self._priority is None and request.priority != DEFAULT_PRIORITY:
+            self._priority = seconds([DEFAULT_PRIORITY]) * (len(columns) - 1)
+        if self._priority is not None:
+            self._priority.append(request.priority)
+        if request.has_only_numbers:
+            columns.origin.append(NO_ORIGIN)
+            return
+        columns.origin.append(origin)
+        self._max_beam_width = max(self._max_beam_width, request.beam_width)
+        if request.prompt_tokens is not None:
+            self._max_token = max(self._max_token, max(request.prompt_tokens))
+
+    def columns(self, recall: Recall) -> RequestColumns:
+        """The columns of all requests appended so far."""
+        return replace(
+            self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token,
+            priority=self._priority,
+        )  # fmt: skip
+
+
+def columns_of(requests: Iterable[TraceRequest]) -> RequestColumns:
+    """`requests` as columns. If they are not columns yet, they are kept in a list, for the fields without a column."""
+    if isinstance(requests, RequestColumns):
+        return requests
+    listed, builder = list(requests), ColumnsBuilder()
+    for index, request in enumerate(listed):
+        builder.append(request, index)
+    return builder.columns(listed.__getitem__)
+
+
+# Reserved tokens.
+
+RESERVE_RULES = "trace, actual, factor:F (a number above 0) or fixed:N (an integer of at least 1)"
+
+
+class Reserve:
+    """The rule that sets the reserved tokens: `trace`, `actual`, `factor:1.5`, `fixed:256` or the like.
+
+    InputError for any other text.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._kind, _, amount = text.partition(":")
+        try:
+            if self._kind == "factor":
+                self._factor = Fraction(amount)  # exact: ceil(1.1 * 10) is 11, as a reader expects, not 12
+            elif self._kind == "fixed":
+                self._factor = Fraction(int(amount))
+            elif text in ("trace", "actual"):
+                self._factor = Fraction(1)
+            else:
+                raise ValueError(text)
+            if not 0 < self._factor <= MAX_LENGTH:
+                raise ValueError(text)
+        except (ValueError, ZeroDivisionError):
+            raise InputError(f"reserve {text!r} is not valid; expected {RESERVE_RULES}.") from None
+
+    def tokens(self, max_new_tokens: int, output_len: int) -> int:
+        """What a request of these lengths reserves, at least 1."""
+        if self._kind == "trace":
+            return max_new_tokens
+        if self._kind == "fixed":
+            return int(self._factor)
+        return min(ceil(self._factor * output_len), MAX_LENGTH)
+
+    def apply(self, request: TraceRequest) -> TraceRequest:
+        """`request` with its reservation; its output is cut off there."""
+        reserved = self.tokens(request.max_new_tokens, request.output_len)
+        return replace(request, max_new_tokens=reserved, output_len=min(request.output_len, reserved))
+
+    def columns(self, max_new_tokens: Integers, output_len: Integers) -> tuple[Integers, Integers]:
+        """`apply` for many requests: the columns `max_new_tokens` and `output_len`."""
+        if self._kind == "trace":
+            reserved = max_new_tokens
+        else:
+            # Cached because lengths repeat and exact arithmetic is slow.
+            reserved = array(LENGTH, map(cache(lambda length: self.tokens(0, length)), output_len))
+        return reserved, integers(np.minimum(reserved, output_len))

@@ -32,7 +32,7 @@ from typing import Any
 from ifbbench.config import RunConfig
 from ifbbench.recording.environment import hardware, versions
 from ifbbench.replay.run import run_trace
-from ifbbench.workload.jsonl import write_trace
+from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import TraceRequest
 
 FIGURES = Path(__file__).parent / "published_figures.csv"

@@ -14,8 +14,7 @@ from ifbbench.engine.request_table import RequestTable
 from ifbbench.engine.response import Response
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.static_emulation import StaticEmulation
-from ifbbench.workload.columns import columns_of
-from ifbbench.workload.trace import Trace, TraceRequest
+from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 
 def make_request(index: int, row: TraceRequest) -> Request:

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
 
-LIMIT_S = 30
+LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
 DEVICES = ["null"] * 9 + ["sim:h100-sxm"] * 5 + ["sim:a100-40gb"] * 2 + ["sim:cpu"] * 2 + ["cpu"] * 2
 Draw = Callable[[random.Random], Any]
@@ -61,14 +62,14 @@ DRAWS: dict[str, Draw] = {
     "enable_chunked_context": lambda draw: draw.choice([None, True, True, False]),
     "context_chunking_policy": sometimes(0.4, *CHUNKING_POLICIES),
     "context_chunk_unit": sometimes(0.4, 1, 2, 4, 8),
-    "max_seq_len": sometimes(0.8, 32, 64, 100, 256),
+    "max_seq_len": sometimes(0.9, 32, 64, 100, 256),
     "max_input_len": sometimes(0.15, 8, 31, 64),
     "max_beam_width": sometimes(0.12, 1, 2, 4),
     "enable_trt_overlap": on_or_off(0.25),
     "static_emulated_batch_size": sometimes(0.15, 1, 2, 5),
     "static_emulated_timeout": lambda draw: draw.choice([0, 1, 2]),
     "tokens_per_block": lambda draw: draw.choice([1, 2, 4, 8, 8, 16, 32]),
-    "max_tokens_in_paged_kvcache": sometimes(0.85, 20, 40, 64, 128, 300, 2_000),
+    "max_tokens_in_paged_kvcache": sometimes(0.95, 20, 40, 64, 128, 300, 2_000),
     "kv_cache_free_gpu_mem_fraction": sometimes(0.1, 0.05, 0.5),
     "enable_kv_cache_reuse": on_or_off(0.4),
     "enable_partial_reuse": on_or_off(0.3, usual=True),
@@ -275,7 +276,7 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
         of_request.setdefault(span["request_id"], []).append(span)
     for line in done:
         own = of_request.pop(line["request_id"])
-        for before, after in zip(own, own[1:], strict=False):
+        for before, after in pairwise(own):
             assert before["first_iteration"] <= before["last_iteration"] == after["first_iteration"] - 1
         assert own[-1]["last_iteration"] < summary["iterations"]
         phases = Counter(span["phase"] for span in own)

@@ -11,7 +11,7 @@ from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.read import read_trace
+from ifbbench.workload.reading import read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47,396,109\n"
 ROW = '{"arrival_s": 0, "prompt_tokens": [1, 2], "output_len": 1}\n'

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.workload.bundled import bundled_path
-from ifbbench.workload.read import read_trace
+from ifbbench.workload.load import bundled_path
+from ifbbench.workload.reading import read_trace
 
 NORMAL = "synth token-norm-dist --num-requests 40 --input-mean 90 --input-stdev 5 --output-mean 20 --output-stdev 2"
 LENGTHS = "--num-requests 40 --input-mean 90 --input-stdev 5 --output-mean 20 --output-stdev 2"
@@ -104,7 +104,7 @@ def test_bad_options_of_prompts_that_share(tmp_path, command, complaint):
         ("--arrival poisson", "--arrival poisson needs a --request-rate"),
         ("--request-rate 3", "--arrival all_at_once takes no --request-rate"),
         ("--reserve much", "reserve 'much' is not valid"),
-        ("--input-max 2", "prompt_len: max 2 is below min 3"),
+        ("--input-max 2", "prompt_len: max is 2; expected at least min (3)"),
         ("--output-min 0", "0 is not in the range x>=1"),
     ],
 )

@@ -8,12 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
-from ifbbench.workload.distributions import Fixed, Geometric, LogNormal, Normal, Quantiles, Uniform
+from ifbbench.workload.distributions import (
+    AllAtOnce,
+    Constant,
+    ExponentialTime,
+    Fixed,
+    FixedTime,
+    Gamma,
+    Geometric,
+    LogNormal,
+    LogNormalTime,
+    Normal,
+    Poisson,
+    Quantiles,
+    Stream,
+    Uniform,
+    UniformTime,
+    generator,
+)
 from ifbbench.workload.draw import draw_trace
-from ifbbench.workload.durations import ExponentialTime, FixedTime, LogNormalTime, UniformTime
 from ifbbench.workload.spec import WorkloadSpec
-from ifbbench.workload.streams import Stream, generator
 
 MANY = 20_000
 SPEC = WorkloadSpec("some", 200, LogNormal(100, 150), Uniform(5, 50), Gamma(4.0, 2.0), "factor:1.5")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.workload.read import read_trace
+from ifbbench.workload.reading import read_trace
 from ifbbench.workload.trace import TraceRequest
 
 
@@ -53,12 +53,12 @@ def test_comments_are_left_out_but_not_in_texts(tmp_path):
 @pytest.mark.parametrize(
     ("sample", "complaint"),
     [
-        ({"output_len": 1}, "field 'input_ids' is missing"),
-        ({"input_ids": "abc", "output_len": 1}, "field 'input_ids' is 'abc'"),
-        ({"input_ids": [1], "output_len": 0}, "field 'output_len' is 0"),
-        ({"input_ids": [1]}, "field 'output_len' is missing"),
-        ({"input_ids": [1], "output_len": 1, "delay": -1}, "field 'delay' is -1"),
-        ({"input_ids": [1], "output_len": 1, "task_id": -2}, "field 'task_id' is -2"),
+        ({"output_len": 1}, "input_ids is missing"),
+        ({"input_ids": "abc", "output_len": 1}, "input_ids is 'abc'"),
+        ({"input_ids": [1], "output_len": 0}, "output_len is 0"),
+        ({"input_ids": [1]}, "output_len is missing"),
+        ({"input_ids": [1], "output_len": 1, "delay": -1}, "delay is -1"),
+        ({"input_ids": [1], "output_len": 1, "task_id": -2}, "task_id is -2"),
         (17, "17 is not valid; expected a JSON object"),
     ],
 )

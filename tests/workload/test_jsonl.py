@@ -1,4 +1,4 @@
-"""ifbbench's own format: what a row may hold, what it must not, and the way back."""
+"""ifbbench's own format: valid rows, bad rows, and writing."""
 
 import io
 import json
@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
-from ifbbench.workload.fields import MAX_ID, MAX_LENGTH
-from ifbbench.workload.jsonl import write_trace
-from ifbbench.workload.read import read_trace
-from ifbbench.workload.trace import TraceRequest
+from ifbbench.workload.formats import write_trace
+from ifbbench.workload.reading import read_trace
+from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, TraceRequest
 
 GOOD = {"arrival_s": 0.5, "prompt_len": 7, "max_new_tokens": 9, "output_len": 4}
 
@@ -47,32 +46,32 @@ def test_rows_come_out_by_arrival_and_stably(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"arrival_s": -0.1}, "'arrival_s' is -0.1"),
-        ({"arrival_s": float("nan")}, "'arrival_s' is nan"),
-        ({"arrival_s": float("inf")}, "'arrival_s' is inf"),
-        ({"arrival_s": 10**400}, "'arrival_s' is 1000"),
-        ({"arrival_s": "soon"}, "'arrival_s' is 'soon'"),
-        ({"arrival_s": True}, "'arrival_s' is True"),
-        ({"arrival_s": None}, "'arrival_s' is missing"),
-        ({"prompt_len": 0}, "'prompt_len' is 0"),
-        ({"prompt_len": 2.5}, "'prompt_len' is 2.5"),
-        ({"prompt_len": "7"}, "'prompt_len' is '7'"),
-        ({"prompt_len": True}, "'prompt_len' is True"),
-        ({"prompt_len": 2**31}, "'prompt_len' is 2147483648"),
-        ({"prompt_len": None}, "'prompt_len' is missing"),
-        ({"prompt_tokens": []}, "'prompt_tokens' is []"),
-        ({"prompt_tokens": [1, -1]}, "'prompt_tokens[1]' is -1"),
-        ({"prompt_tokens": [1, 2.0]}, "'prompt_tokens[1]' is 2.0"),
-        ({"prompt_tokens": [1, 2]}, "'prompt_len' is 7, but 'prompt_tokens' has 2 ids"),
-        ({"output_len": 0}, "'output_len' is 0"),
-        ({"max_new_tokens": -3}, "'max_new_tokens' is -3"),
-        ({"output_len": None, "max_new_tokens": None}, "'output_len' is missing"),
-        ({"request_id": -1}, "'request_id' is -1"),
-        ({"request_id": 0}, "'request_id' is 0, as in line 1"),
-        ({"priority": 1.5}, "'priority' is 1.5"),
-        ({"beam_width": 0}, "'beam_width' is 0"),
-        ({"lora_task_id": "x"}, "'lora_task_id' is 'x'"),
-        ({"stop_ids": [7, -1]}, "'stop_ids[1]' is -1"),
+        ({"arrival_s": -0.1}, "arrival_s is -0.1"),
+        ({"arrival_s": float("nan")}, "arrival_s is nan"),
+        ({"arrival_s": float("inf")}, "arrival_s is inf"),
+        ({"arrival_s": 10**400}, "arrival_s is 1000"),
+        ({"arrival_s": "soon"}, "arrival_s is 'soon'"),
+        ({"arrival_s": True}, "arrival_s is True"),
+        ({"arrival_s": None}, "arrival_s is missing"),
+        ({"prompt_len": 0}, "prompt_len is 0"),
+        ({"prompt_len": 2.5}, "prompt_len is 2.5"),
+        ({"prompt_len": "7"}, "prompt_len is '7'"),
+        ({"prompt_len": True}, "prompt_len is True"),
+        ({"prompt_len": 2**31}, "prompt_len is 2147483648"),
+        ({"prompt_len": None}, "prompt_len is missing"),
+        ({"prompt_tokens": []}, "prompt_tokens is []"),
+        ({"prompt_tokens": [1, -1]}, "prompt_tokens[1] is -1"),
+        ({"prompt_tokens": [1, 2.0]}, "prompt_tokens[1] is 2.0"),
+        ({"prompt_tokens": [1, 2]}, "prompt_len is 7; expected 2, the number of prompt_tokens"),
+        ({"output_len": 0}, "output_len is 0"),
+        ({"max_new_tokens": -3}, "max_new_tokens is -3"),
+        ({"output_len": None, "max_new_tokens": None}, "output_len is missing"),
+        ({"request_id": -1}, "request_id is -1"),
+        ({"request_id": 0}, "request_id is 0, as in line 1"),
+        ({"priority": 1.5}, "priority is 1.5"),
+        ({"beam_width": 0}, "beam_width is 0"),
+        ({"lora_task_id": "x"}, "lora_task_id is 'x'"),
+        ({"stop_ids": [7, -1]}, "stop_ids[1] is -1"),
     ],
 )
 def test_bad_row_is_named_with_line_and_field(tmp_path, change, complaint):
@@ -80,7 +79,7 @@ def test_bad_row_is_named_with_line_and_field(tmp_path, change, complaint):
     with pytest.raises(InputError) as raised:
         read_trace(path)
     message = str(raised.value)
-    assert message.startswith(f"{path}, line 2: field {complaint}")
+    assert message.startswith(f"{path}, line 2: {complaint}")
     assert "--skip-bad-rows" in message
     trace = read_trace(path, skip_bad_rows=True)
     assert (len(trace), trace.skipped_rows) == (1, 1)

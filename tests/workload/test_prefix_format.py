@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.workload.jsonl import write_trace
+from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.prefix import MAX_PREFIX_ID, PREFIX_BLOCK, prefix_runs, runs_of, shortened, with_prefix
-from ifbbench.workload.read import read_trace
-from ifbbench.workload.trace import TraceRequest
+from ifbbench.workload.prompts import MAX_PREFIX_ID, runs_of, with_prefix
+from ifbbench.workload.reading import read_trace
+from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 GOOD = {"arrival_s": 0.5, "prompt_len": 1300, "output_len": 4}
 
@@ -44,14 +44,14 @@ def written(tmp_path, *rows):
 )
 def test_which_tokens_ids_name(tmp_path, fields, expected):
     (request,) = read_trace(written(tmp_path, GOOD | fields))
-    assert prefix_runs(request) == expected
+    assert request.prefix_runs() == expected
     assert request.prompt_len == 1300
 
 
 @given(requests())
 def test_runs_are_kept(drawn):
     request, named = drawn
-    assert prefix_runs(request) == named
+    assert request.prefix_runs() == named
 
 
 @given(requests())
@@ -68,9 +68,9 @@ def test_a_shortened_prompt_keeps_its_first_tokens(drawn, longest):
     def tokens(runs):
         return [(prefix_id, offset) for prefix_id, length in runs for offset in range(length)]
 
-    cut = shortened(request, longest)
+    cut = request.shortened(longest)
     assert cut.prompt_len == min(request.prompt_len, longest)
-    assert tokens(prefix_runs(cut)) == tokens(named)[:longest]
+    assert tokens(cut.prefix_runs()) == tokens(named)[:longest]
 
 
 def test_runs_of_a_text():
@@ -82,7 +82,7 @@ def test_runs_of_a_text():
 def test_max_prompt_len(tmp_path):
     path = written(tmp_path, GOOD | {"prefix_ids": [7, 8, 9]})
     (request,) = load_trace(path, RunConfig(max_prompt_len=600))
-    assert prefix_runs(request) == [(7, 512), (8, 88)]
+    assert request.prefix_runs() == [(7, 512), (8, 88)]
     write_trace([request], tmp_path / "again.jsonl")
     assert list(read_trace(tmp_path / "again.jsonl")) == [request]
 
@@ -90,23 +90,23 @@ def test_max_prompt_len(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"prefix_ids": []}, "'prefix_ids' is []; expected a list of at least one prefix id"),
-        ({"prefix_ids": 3}, "'prefix_ids' is 3"),
-        ({"prefix_ids": [1, -1]}, "'prefix_ids[1]' is -1; expected a prefix id, an integer from 0 to"),
-        ({"prefix_ids": [MAX_PREFIX_ID + 1]}, f"'prefix_ids[0]' is {MAX_PREFIX_ID + 1}"),
-        ({"prefix_ids": [1, True]}, "'prefix_ids[1]' is True"),
-        ({"prefix_ids": [1, 2, 3, 4]}, "'prefix_ids' has 4 ids; expected at most 3 for a prompt of 1300 tokens"),
-        ({"prompt_len": None, "prompt_tokens": [1], "prefix_ids": [1]}, "'prefix_ids' is given beside 'prompt_tokens'"),
-        ({"prefix_lens": [1]}, "'prefix_lens' is given without 'prefix_ids'"),
-        ({"prefix_ids": [1, 2], "prefix_lens": [1]}, "'prefix_lens' has 1 numbers; expected 2"),
-        ({"prefix_ids": [1, 2], "prefix_lens": [0, 1]}, "'prefix_lens[0]' is 0; expected a number of tokens"),
-        ({"prefix_ids": [1, 2], "prefix_lens": [513, 1]}, "'prefix_lens[0]' is 513"),
-        ({"prefix_ids": [1, 2, 3], "prefix_lens": [512] * 3}, "'prefix_lens' adds up to 1536; expected at most"),
+        ({"prefix_ids": []}, "prefix_ids is []; expected a list of at least one prefix id"),
+        ({"prefix_ids": 3}, "prefix_ids is 3"),
+        ({"prefix_ids": [1, -1]}, "prefix_ids[1] is -1; expected an integer from 0 to"),
+        ({"prefix_ids": [MAX_PREFIX_ID + 1]}, f"prefix_ids[0] is {MAX_PREFIX_ID + 1}"),
+        ({"prefix_ids": [1, True]}, "prefix_ids[1] is True"),
+        ({"prefix_ids": [1, 2, 3, 4]}, "prefix_ids has 4 ids; expected at most 3 for a prompt of 1300 tokens"),
+        ({"prompt_len": None, "prompt_tokens": [1], "prefix_ids": [1]}, "prefix_ids is given beside prompt_tokens"),
+        ({"prefix_lens": [1]}, "prefix_lens is given without prefix_ids"),
+        ({"prefix_ids": [1, 2], "prefix_lens": [1]}, "prefix_lens has 1 numbers; expected 2"),
+        ({"prefix_ids": [1, 2], "prefix_lens": [0, 1]}, "prefix_lens[0] is 0; expected an integer from 1 to 512"),
+        ({"prefix_ids": [1, 2], "prefix_lens": [513, 1]}, "prefix_lens[0] is 513"),
+        ({"prefix_ids": [1, 2, 3], "prefix_lens": [512] * 3}, "prefix_lens adds up to 1536; expected at most"),
     ],
 )
 def test_bad_row_is_named_with_line_and_field(tmp_path, fields, complaint):
     path = written(tmp_path, GOOD, GOOD | fields)
     with pytest.raises(InputError) as raised:
         read_trace(path)
-    assert str(raised.value).startswith(f"{path}, line 2: field {complaint}")
+    assert str(raised.value).startswith(f"{path}, line 2: {complaint}")
     assert read_trace(path, skip_bad_rows=True).skipped_rows == 1

@@ -6,16 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from ifbbench.workload.arrivals import AllAtOnce, Poisson
-from ifbbench.workload.distributions import Fixed, Geometric, Uniform
+from ifbbench.workload.distributions import AllAtOnce, ExponentialTime, Fixed, FixedTime, Geometric, Poisson, Uniform
 from ifbbench.workload.draw import draw_trace
-from ifbbench.workload.durations import ExponentialTime, FixedTime
-from ifbbench.workload.prefix import prefix_runs
-from ifbbench.workload.seen_before import tokens_seen_before
-from ifbbench.workload.sessions import Sessions
-from ifbbench.workload.shared_prefix import SharedPrefix
-from ifbbench.workload.spec import WorkloadSpec
-from ifbbench.workload.tokens import prompt_tokens
+from ifbbench.workload.prompts import prompt_tokens, tokens_seen_before
+from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec
 
 SESSIONS = Sessions(Geometric(3.0), ExponentialTime(20.0))
 SPEC = WorkloadSpec("some", 2_000, Uniform(50, 700), Uniform(5, 300), Poisson(0.5), sessions=SESSIONS)
@@ -95,7 +89,7 @@ def test_conversations_that_begin_with_a_shared_prefix(length):
     requests = drawn(replace(TURNS_OF_3, shared_prefix=SharedPrefix(1, Fixed(length))))
     plain = {request.request_id: request for request in drawn(TURNS_OF_3)}
     for request in requests:
-        runs = prefix_runs(request)
+        runs = request.prefix_runs()
         assert runs[:2] == [(0, 512), (1, length - 512)]
         assert request.prompt_len == plain[request.request_id].prompt_len + length
         assert sum(length for _, length in runs) == request.prompt_len

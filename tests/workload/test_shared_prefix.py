@@ -6,14 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ifbbench.workload.arrivals import Poisson
-from ifbbench.workload.distributions import Fixed, Uniform
+from ifbbench.workload.distributions import Fixed, Poisson, Uniform
 from ifbbench.workload.draw import draw_trace
-from ifbbench.workload.prefix import prefix_runs
-from ifbbench.workload.seen_before import tokens_seen_before
-from ifbbench.workload.shared_prefix import SharedPrefix
-from ifbbench.workload.spec import WorkloadSpec
-from ifbbench.workload.tokens import prompt_tokens
+from ifbbench.workload.prompts import prompt_tokens, tokens_seen_before
+from ifbbench.workload.spec import SharedPrefix, WorkloadSpec
 
 SPEC = WorkloadSpec("some", 4_000, Uniform(600, 2_000), Uniform(5, 50), Poisson(4.0))
 SHARED = SharedPrefix(pools=20, len=Uniform(100, 1_500), share=0.8, skew=1.0)
@@ -49,8 +45,8 @@ def test_every_request_of_a_pool_begins_with_the_same_tokens_whatever_their_numb
     assert len(by_pool) == 3
     for request in requests:
         other = by_pool[pool_of(request)]
-        assert prefix_runs(request) == prefix_runs(other)
-        length = sum(length for _, length in prefix_runs(request))
+        assert request.prefix_runs() == other.prefix_runs()
+        length = sum(length for _, length in request.prefix_runs())
         assert 500 <= length <= 900 < 512 * 2
         some, others = (prompt_tokens(each, 1000, seed=0) for each in (request, other))
         assert (some[:length] == others[:length]).all()
@@ -60,7 +56,7 @@ def test_every_request_of_a_pool_begins_with_the_same_tokens_whatever_their_numb
 def test_prompts_are_as_long_as_drawn_or_a_token_more_than_their_prefix():
     plain = list(draw_trace(SPEC, 5, ""))
     for request, without in zip(drawn(), plain, strict=True):
-        prefix_len = sum(length for _, length in prefix_runs(request))
+        prefix_len = sum(length for _, length in request.prefix_runs())
         assert request.prompt_len == max(without.prompt_len, prefix_len + 1)
 
 

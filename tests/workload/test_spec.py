@@ -6,15 +6,10 @@ import pytest
 import yaml
 
 from ifbbench.errors import InputError
-from ifbbench.workload.arrivals import AllAtOnce, Gamma
-from ifbbench.workload.bundled import bundled_path
-from ifbbench.workload.distributions import Fixed, Geometric, Quantiles, Uniform
-from ifbbench.workload.draw import draw_trace
-from ifbbench.workload.durations import LogNormalTime
-from ifbbench.workload.sessions import Sessions
-from ifbbench.workload.shared_prefix import SharedPrefix
-from ifbbench.workload.spec import WorkloadSpec
-from ifbbench.workload.spec_file import parse_spec, read_spec
+from ifbbench.workload.distributions import AllAtOnce, Fixed, Gamma, Geometric, LogNormalTime, Quantiles, Uniform
+from ifbbench.workload.draw import draw_sessions, draw_trace
+from ifbbench.workload.load import bundled_path
+from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec, parse_spec, read_spec
 from ifbbench.workload.statistics import trace_statistics
 
 ONE = {"distribution": "fixed", "value": 1}
@@ -59,7 +54,7 @@ def test_shared_prefixes_and_sessions():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"num_requests": 0}, "num_requests 0 is below 1"),
+        ({"num_requests": 0}, "num_requests is 0; expected an integer of at least 1"),
         ({"num_requests": 2.0}, "num_requests is 2.0; expected an integer"),
         ({"num_requests": True}, "num_requests is True; expected an integer"),
         ({"name": 3}, "name is 3"),
@@ -70,41 +65,80 @@ def test_shared_prefixes_and_sessions():
         ({"prompt_len": {"distribution": "zipf"}}, "prompt_len.distribution is 'zipf'; expected one of fixed, normal"),
         ({"prompt_len": {"distribution": ["fixed"]}}, "prompt_len.distribution is ['fixed']"),
         ({"prompt_len": {"distribution": "fixed"}}, "prompt_len has no key 'value'"),
-        ({"prompt_len": {"distribution": "fixed", "value": 1.5}}, "prompt_len.value is 1.5; expected an integer"),
-        ({"prompt_len": {"distribution": "fixed", "value": 0}}, "prompt_len: value 0 is below 1"),
+        ({"prompt_len": {"distribution": "fixed", "value": 1.5}}, "prompt_len: value is 1.5; expected an integer"),
+        (
+            {"prompt_len": {"distribution": "fixed", "value": 0}},
+            "prompt_len: value is 0; expected an integer from 1 to",
+        ),
         ({"prompt_len": {"distribution": "fixed", "value": 1, "mean": 2}}, "prompt_len has an unknown key 'mean'"),
-        ({"output_len": {"distribution": "uniform", "min": 5, "max": 4}}, "output_len: max 4 is below min 5"),
-        ({"output_len": {"distribution": "normal", "mean": 0, "stdev": 1}}, "output_len: mean 0 is not above 0"),
-        ({"output_len": {"distribution": "normal", "mean": 1, "stdev": -1}}, "output_len: stdev -1 is negative"),
-        ({"output_len": {"distribution": "normal", "mean": ".nan", "stdev": 1}}, "output_len.mean is '.nan'"),
-        ({"output_len": {"distribution": "lognormal", "median": 9, "mean": 8}}, "output_len: mean 8 is below median 9"),
+        (
+            {"output_len": {"distribution": "uniform", "min": 5, "max": 4}},
+            "output_len: max is 4; expected at least min (5)",
+        ),
+        (
+            {"output_len": {"distribution": "normal", "mean": 0, "stdev": 1}},
+            "output_len: mean is 0; expected a finite number above 0",
+        ),
+        (
+            {"output_len": {"distribution": "normal", "mean": 1, "stdev": -1}},
+            "output_len: stdev is -1; expected a finite number of at least 0",
+        ),
+        ({"output_len": {"distribution": "normal", "mean": ".nan", "stdev": 1}}, "output_len: mean is '.nan'"),
+        (
+            {"output_len": {"distribution": "lognormal", "median": 9, "mean": 8}},
+            "output_len: mean is 8; expected at least median (9)",
+        ),
         ({"output_len": {"distribution": "quantiles", "p0": 1, "p50": 2}}, "do not go from p0 to p100"),
         ({"output_len": {"distribution": "quantiles", "p0": 3, "p100": 2}}, "a higher quantile is below a lower one"),
-        ({"output_len": {"distribution": "quantiles", "p0": 0, "p100": 2}}, "p0 0 is below 1"),
-        ({"output_len": {"distribution": "quantiles", "mode": 1}}, "output_len.mode is not known"),
+        (
+            {"output_len": {"distribution": "quantiles", "p0": 0, "p100": 2}},
+            "p0 is 0; expected a finite number of at least 1",
+        ),
+        (
+            {"output_len": {"distribution": "quantiles", "mode": 1}},
+            "output_len: mode is 'mode'; expected a finite number from 0 to 100",
+        ),
         ({"arrival": {"process": "poisson"}}, "arrival has no key 'rate'"),
-        ({"arrival": {"process": "poisson", "rate": 0}}, "arrival: rate 0 is not a finite number above 0"),
-        ({"arrival": {"process": "gamma", "rate": 1, "cv": 0}}, "arrival: cv 0 is not a finite number above 0"),
+        ({"arrival": {"process": "poisson", "rate": 0}}, "arrival: rate is 0; expected a finite number above 0"),
+        ({"arrival": {"process": "gamma", "rate": 1, "cv": 0}}, "arrival: cv is 0; expected a finite number above 0"),
         ({"arrival": {"process": "all_at_once", "rate": 1}}, "arrival has an unknown key 'rate'; expected none"),
-        ({"output_len": {"distribution": "geometric", "mean": 0.5}}, "output_len: mean 0.5 is below 1"),
+        (
+            {"output_len": {"distribution": "geometric", "mean": 0.5}},
+            "output_len: mean is 0.5; expected a finite number of at least 1",
+        ),
         ({"shared_prefix": 3}, "shared_prefix is 3; expected keys and values"),
-        ({"shared_prefix": {"pools": 3}}, "shared_prefix has no key 'len'; expected a number of tokens or a"),
+        ({"shared_prefix": {"pools": 3}}, "shared_prefix has no key 'len'; expected pools, len"),
         ({"shared_prefix": {"len": 3}}, "shared_prefix has no key 'pools'"),
-        ({"shared_prefix": {"pools": 0, "len": 3}}, "shared_prefix: pools 0 is not from 1 to"),
-        ({"shared_prefix": {"pools": 1.5, "len": 3}}, "shared_prefix.pools is 1.5; expected an integer"),
-        ({"shared_prefix": {"pools": 1, "len": 0}}, "shared_prefix.len: value 0 is below 1"),
-        ({"shared_prefix": {"pools": 1, "len": "x"}}, "shared_prefix.len.value is 'x'; expected a finite number"),
-        ({"shared_prefix": {"pools": 1, "len": {}}}, "shared_prefix.len.distribution is None"),
-        ({"shared_prefix": {"pools": 1, "len": 3, "share": 2}}, "shared_prefix: share 2 is not from 0 to 1"),
-        ({"shared_prefix": {"pools": 1, "len": 3, "skew": -1}}, "shared_prefix: skew -1 is negative"),
-        ({"shared_prefix": {"pools": 1, "len": 3, "skew": "x"}}, "shared_prefix.skew is 'x'; expected a finite number"),
+        ({"shared_prefix": {"pools": 0, "len": 3}}, "shared_prefix: pools is 0; expected an integer from 1 to"),
+        ({"shared_prefix": {"pools": 1.5, "len": 3}}, "shared_prefix: pools is 1.5; expected an integer"),
+        ({"shared_prefix": {"pools": 1, "len": 0}}, "shared_prefix.len: value is 0; expected an integer"),
+        ({"shared_prefix": {"pools": 1, "len": "x"}}, "shared_prefix.len: value is 'x'; expected an integer"),
+        (
+            {"shared_prefix": {"pools": 1, "len": {}}},
+            "shared_prefix.len.distribution is missing; expected one of fixed",
+        ),
+        (
+            {"shared_prefix": {"pools": 1, "len": 3, "share": 2}},
+            "shared_prefix: share is 2; expected a finite number from 0 to 1",
+        ),
+        (
+            {"shared_prefix": {"pools": 1, "len": 3, "skew": -1}},
+            "shared_prefix: skew is -1; expected a finite number of at least 0",
+        ),
+        (
+            {"shared_prefix": {"pools": 1, "len": 3, "skew": "x"}},
+            "shared_prefix: skew is 'x'; expected a finite number",
+        ),
         ({"shared_prefix": {"pools": 1, "len": 3, "zipf": 1}}, "shared_prefix has an unknown key 'zipf'"),
         ({"sessions": []}, "sessions is []; expected keys and values"),
         ({"sessions": {"turns": ONE}}, "sessions has no key 'think_time'"),
         ({"sessions": {"think_time": ONE}}, "sessions has no key 'turns'"),
         ({"sessions": {"turns": ONE, "think_time": ONE, "pause": 1}}, "sessions has an unknown key 'pause'"),
         ({"sessions": {"turns": 2, "think_time": ONE}}, "sessions.turns is 2; expected keys and values"),
-        ({"sessions": {"turns": ONE, "think_time": ONE | {"value": -1}}}, "sessions.think_time: value -1 is negative"),
+        (
+            {"sessions": {"turns": ONE, "think_time": ONE | {"value": -1}}},
+            "sessions.think_time: value is -1; expected a finite number of at least 0",
+        ),
         ({"sessions": {"turns": ONE, "think_time": {"distribution": "normal"}}}, "sessions.think_time.distribution is"),
     ],
 )
@@ -129,7 +163,7 @@ def test_required_keys(key):
     [
         ("w.yaml", "a: [1", "not valid YAML"),
         ("w.toml", "a = [1", "not valid TOML"),
-        ("w.yaml", "", "the specification is None; expected keys and values"),
+        ("w.yaml", "", "the specification is missing; expected keys and values"),
         ("w.yaml", "- 1", "the specification is [1]; expected keys and values"),
     ],
 )
@@ -183,6 +217,17 @@ def test_bundled_chat_in_turns_keeps_the_published_means():
     spec = replace(read_spec(path), num_requests=20_000)
     trace = draw_trace(spec, 0, "")
     assert spec.sessions is not None
-    assert len(trace) / len(list(spec.sessions.draw(0, 20_000, spec.arrival))) == pytest.approx(2.0, rel=0.03)
+    assert len(trace) / len(list(draw_sessions(spec.sessions, 0, 20_000, spec.arrival))) == pytest.approx(2.0, rel=0.03)
     alone = trace_statistics(draw_trace(replace(spec, sessions=None), 0, ""))
     assert [alone.prompt_tokens.mean, alone.output_tokens.mean] == pytest.approx([69.5, 214.5], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "sha256"),
+    [("chat", "f44428adaa76"), ("long-context", "e00fb7c93e7d"), ("mooncake-conversation", "b1b915a21b4a")],
+)
+def test_identity_of_a_bundled_workload_stays_the_same(name, sha256):
+    """It is recorded in every run.json."""
+    path = bundled_path(name)
+    assert path is not None
+    assert draw_trace(read_spec(path), 0, "", max_num_samples=1).sha256.startswith(sha256)

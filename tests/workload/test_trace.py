@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.workload.columns import columns_of
-from ifbbench.workload.jsonl import write_trace
+from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.prefix import shortened
-from ifbbench.workload.read import read_trace
-from ifbbench.workload.reserve import Reserve
-from ifbbench.workload.tokens import check_vocabulary
-from ifbbench.workload.trace import TraceRequest
+from ifbbench.workload.prompts import check_vocabulary
+from ifbbench.workload.reading import read_trace
+from ifbbench.workload.trace import Reserve, TraceRequest, columns_of
 
 lengths = st.integers(1, 2_000)
 numbers_only = st.builds(
@@ -59,7 +56,7 @@ def test_a_trace_read_row_by_row_is_the_list_it_was_written_from(tmp_path_factor
     reserve = Reserve(config.reserve)
     expected = [
         replace(
-            reserve.apply(shortened(request, config.max_prompt_len or request.prompt_len)),
+            reserve.apply(request.shortened(config.max_prompt_len or request.prompt_len)),
             arrival_s=request.arrival_s * config.time_scale,
         )
         for request in sorted(requests[: config.max_num_samples], key=lambda request: request.arrival_s)
@@ -68,7 +65,7 @@ def test_a_trace_read_row_by_row_is_the_list_it_was_written_from(tmp_path_factor
     assert [loaded.requests[index] for index in reversed(range(len(loaded)))] == expected[::-1]
     assert loaded.requests[-1] == expected[-1]
     assert loaded.requests[:3] == expected[:3]
-    assert columns_of(loaded.requests).most_beams >= max(request.beam_width for request in expected)
+    assert columns_of(loaded.requests).max_beam_width >= max(request.beam_width for request in expected)
     with pytest.raises(IndexError):
         _ = loaded.requests[len(expected)]
 
@@ -78,8 +75,8 @@ def test_columns_of_a_list_are_the_list(requests):
     columns = columns_of(requests)
     assert list(columns) == requests
     assert columns_of(columns) is columns
-    assert columns.most_beams == max(request.beam_width for request in requests)
-    assert columns.largest_token == max((max(request.prompt_tokens or [-1]) for request in requests), default=-1)
+    assert columns.max_beam_width == max(request.beam_width for request in requests)
+    assert columns.max_token == max((max(request.prompt_tokens or [-1]) for request in requests), default=-1)
 
 
 @pytest.mark.parametrize("row", [{"prompt_tokens": list(range(500))}, {"prompt_len": 500}])
@@ -104,7 +101,7 @@ def test_ids_that_come_twice_in_any_order(tmp_path):
     path = tmp_path / "ids.jsonl"
     rows = [{"request_id": number, "arrival_s": 0, "prompt_len": 1, "output_len": 1} for number in (5, 2, 9, 2, 3, 9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match="line 4: field 'request_id' is 2, as in line 2; expected each id once"):
+    with pytest.raises(InputError, match="line 4: request_id is 2, as in line 2; expected each id once"):
         read_trace(path)
     trace = read_trace(path, skip_bad_rows=True)
     assert ([request.request_id for request in trace], trace.skipped_rows) == ([5, 2, 9, 3], 2)
@@ -116,7 +113,7 @@ def test_a_file_that_changes_while_it_is_replayed(tmp_path):
     path.write_text(row * 3)
     trace = read_trace(path)
     path.write_text("x" * 3 * len(row))
-    with pytest.raises(InputError, match=r"moving\.jsonl was changed while it was being replayed"):
+    with pytest.raises(InputError, match=r"moving\.jsonl was changed during the replay"):
         list(trace)
 
 
