@@ -1,0 +1,180 @@
+"""Validation of single fields, for command line options, files and callers of the library alike.
+
+A function returns the value as a plain Python value or raises InputError: `NAME is VALUE; expected WHAT.` `name` is the
+field as the user knows it (an option, a key, a column); `located` adds the place (file, line). None counts as missing.
+Booleans are never numbers and numbers never booleans; NaN and infinities are refused; integers fit 64 bits.
+from_text: the value may also be given as text, as on a command line or in a CSV file.
+"""
+
+import difflib
+import math
+import numbers
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ifbbench.errors import InputError
+
+MAX_INTEGER = 2**63 - 1
+MAX_NUMBER = sys.float_info.max
+_LONGEST_NUMBER = 400  # characters; Python refuses to parse integers of more than 4,300 digits
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def integer(
+    value: Any, name: str, minimum: int = -MAX_INTEGER - 1, maximum: int = MAX_INTEGER, *, unit: str = "",
+    from_text: bool = False,
+) -> int:  # fmt: skip
+    """`value` as an integer from `minimum` to `maximum`. Integers of NumPy are taken; floats such as 2.0 are not."""
+    if type(value) is int and minimum <= value <= maximum:
+        return value
+    converted: Any = _parsed(value, int) if from_text else value
+    is_integer = isinstance(converted, numbers.Integral) and not isinstance(converted, bool)
+    converted = int(converted) if is_integer else None
+    if is_integer and minimum <= converted <= maximum:
+        return int(converted)
+    # The limit of 64 bits is named only to a value beyond it.
+    upper = maximum if maximum != MAX_INTEGER or (is_integer and converted > maximum) else None
+    lower = minimum if minimum != -MAX_INTEGER - 1 else None
+    raise unexpected(name, value, "an integer" + range_in_words(lower, upper, unit=unit))
+
+
+def number(
+    value: Any, name: str, minimum: float = -MAX_NUMBER, maximum: float = MAX_NUMBER, *, above: float | None = None,
+    below: float | None = None, unit: str = "", from_text: bool = False,
+) -> float:  # fmt: skip
+    """`value` as a finite float from `minimum` to `maximum`, greater than `above` and less than `below`."""
+    converted = _parsed(value, float) if from_text else value
+    kind = type(converted)
+    if kind is not float and kind is not int:
+        is_number = kind is not bool and isinstance(converted, numbers.Real)  # scalars of NumPy, fractions
+        converted = float(converted) if is_number else math.nan
+    if (
+        minimum <= converted <= maximum  # false for NaN and infinities
+        and (above is None or converted > above)
+        and (below is None or converted < below)
+    ):
+        return float(converted)
+    lower = minimum if minimum != -MAX_NUMBER else None
+    upper = maximum if maximum != MAX_NUMBER else None
+    raise unexpected(name, value, "a finite number" + range_in_words(lower, upper, above, below, unit))
+
+
+def text(value: Any, name: str) -> str:
+    """`value`, a text that is not empty."""
+    if isinstance(value, str) and value:
+        return value
+    raise unexpected(name, value, "a text")
+
+
+def boolean(value: Any, name: str, *, from_text: bool = False) -> bool:
+    """`value`, True or False; with `from_text` also true, false, 1 and 0 as texts, in any case."""
+    if type(value) is bool:
+        return value
+    if from_text and isinstance(value, str) and value.lower() in _TRUTH:
+        return _TRUTH[value.lower()]
+    raise unexpected(name, value, "true or false")
+
+
+def choice(
+    value: Any, name: str, choices: Iterable[str], *, aliases: Mapping[str, str] | None = None, pattern: str = "",
+    others: str = "",
+) -> str:  # fmt: skip
+    """The choice that `value` names. Case does not matter, and dashes are underscores.
+
+    aliases: other texts for choices. pattern: a regular expression of texts that are returned as they are, which
+    `others` describes in messages.
+    """
+    known = tuple(choices)
+    if isinstance(value, str):
+        folded = {_folded(one): one for one in known} | {_folded(one): to for one, to in (aliases or {}).items()}
+        if _folded(value) in folded:
+            return folded[_folded(value)]
+        if pattern and re.fullmatch(pattern, value):
+            return value
+    hint = did_you_mean(value, known) if isinstance(value, str) else ""
+    raise InputError(str(unexpected(name, value, f"one of {', '.join((*known, *filter(None, [others])))}")) + hint)
+
+
+def integers(
+    value: Any, name: str, item: str = "integer", minimum: int = -MAX_INTEGER - 1, maximum: int = MAX_INTEGER
+) -> tuple[int, ...]:
+    """`value`, a list of at least one integer from `minimum` to `maximum`; `item` is what one of them is called."""
+    if not isinstance(value, list | tuple) or not value:
+        raise unexpected(name, value, f"a list of at least one {item}")
+    if set(map(type, value)) != {int} or min(value) < minimum or max(value) > maximum:
+        for position, entry in enumerate(value):
+            integer(entry, f"{name}[{position}]", minimum, maximum)
+    return tuple(value)
+
+
+def table(value: Any, name: str, known: Iterable[str] | None = None, required: Iterable[str] = ()) -> dict[str, Any]:
+    """`value`, keys and values of which `required` are given and all are among `known` (None: any)."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise unexpected(name, value, "keys and values")
+    if known is not None:
+        names = tuple(known)
+        for key in value:
+            if key not in names:
+                expected = ", ".join(names) or "none"
+                raise InputError(f"{name} has an unknown key {key!r}; expected {expected}.{did_you_mean(key, names)}")
+    for key in required:
+        if value.get(key) is None:
+            raise InputError(f"{name} has no key {key!r}; expected {', '.join(required)}.")
+    return value
+
+
+def unexpected(name: str, value: Any, expected: str) -> InputError:
+    """The error for a field with this value where `expected` was."""
+    return InputError(f"{name} is {'missing' if value is None else shown(value)}; expected {expected}.")
+
+
+def shown(value: Any) -> str:
+    """`value` as it stands in a message, cut off after 60 characters."""
+    try:
+        characters = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a huge integer"
+    return characters if len(characters) <= 60 else characters[:57] + "..."
+
+
+def range_in_words(
+    minimum: float | None, maximum: float | None, above: float | None = None, below: float | None = None, unit: str = ""
+) -> str:
+    """` of at least 1 and below 10 (tokens)`; empty where there is no limit and no unit."""
+    limits = ((" of at least ", minimum), (" of at most ", maximum), (" above ", above), (" below ", below))
+    words = [f"{word}{limit:{'g' if type(limit) is float else ''}}" for word, limit in limits if limit is not None]
+    if minimum is not None and maximum is not None:
+        words[:2] = [f"{words[0]} to {words[1].split()[-1]}".replace("of at least", "from")]
+    return " and".join(words) + (f" ({unit})" if unit else "")
+
+
+def did_you_mean(word: str, known: Sequence[str], number_of_names: int = 1) -> str:
+    """` Did you mean NAME?` with the known names nearest to `word`; empty if none is near."""
+    near = difflib.get_close_matches(_folded(word), [_folded(one) for one in known], n=number_of_names, cutoff=0.5)
+    names = [next(one for one in known if _folded(one) == match) for match in near]
+    return f" Did you mean {', '.join(names)}?" if names else ""
+
+
+@contextmanager
+def located(place: str, advice: str = "") -> Iterator[None]:
+    """Put `place` (a file, a line) before the message of an InputError raised in the block, and `advice` after it."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}{' ' if advice else ''}{advice}") from None
+
+
+def _parsed(value: Any, kind: Callable[[str], Any]) -> Any:
+    if not isinstance(value, str) or len(value) > _LONGEST_NUMBER or not value.isascii():
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        return value
+
+
+def _folded(word: str) -> str:
+    return word.lower().replace("-", "_")
