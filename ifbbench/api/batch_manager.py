@@ -62,6 +62,10 @@ class BatchManager:
         free_gpu_memory_fraction and so on. enable_trt_overlap, enable_chunked_context, max_batch_size, …
     start: False leaves the thread out; then `step()` is the loop.
 
+    Nothing of the process is changed but the number of PyTorch's threads, where `cpu_threads` asks for one. A program
+    that wants what the command line does on a CPU calls `use_threads(None)` and `keep_freed_memory()` of
+    `ifbbench.execution` itself.
+
     Raises InputError if the parameters do not fit together. A callback that raises is logged, and the loop goes on; if
     one of them, or the executor, fails three times in a row, the loop ends, all requests get an error response, and
     `close()` raises BatchManagerFailed.

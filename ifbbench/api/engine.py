@@ -20,6 +20,7 @@ from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.simulation.shard import Shard
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -53,10 +54,12 @@ class Engine:
         }
 
 
-def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
+def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool = False) -> Engine:
     """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
 
-    beam_width: the most beams of a request, where the settings do not say."""
+    beam_width: the largest of any request, where the settings do not say. owns_process: whether a CPU engine may set
+    malloc options and the number of threads for the whole process; without it only the number that `config` asks for
+    is set."""
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
@@ -75,18 +78,21 @@ def build_engine(config: RunConfig, beam_width: int = 1) -> Engine:
         return simulated_engine(config, model, beam_width)
 
     # Imported here because torch takes seconds to load, and a null device or a bad setting does not need it.
-    from ifbbench.execution import build
-    from ifbbench.execution.cpu_threads import use_threads
+    from ifbbench.execution import build, host_memory
+    from ifbbench.execution.cpu_threads import current_threads, use_threads
     from ifbbench.execution.device_speed import DeviceSpeed
-    from ifbbench.execution.host_memory import keep_freed_memory
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
-        resolved = resolved.with_values(cpu_threads=use_threads(resolved.cpu_threads))
+        threads = resolved.cpu_threads
+        threads = use_threads(threads) if owns_process or threads else current_threads()
+        resolved = resolved.with_values(cpu_threads=threads)
+    weights = Shard(model, resolved.weight_dtype, resolved.kv_cache_dtype or resolved.weight_dtype)
+    build.check_weights_fit(resolved, weights.parameter_bytes, device)
     loaded = build.load_model(resolved)
-    if device.type == "cpu":  # only now, so that what loading frees goes back
-        keep_freed_memory()
+    if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
+        host_memory.keep_freed_memory()
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
     limits = batching_config(resolved, layout, model.vocab_size)
     steps = step_profile(resolved, model, layout) if config.profile else None

@@ -47,10 +47,12 @@ def calibrate(
     overwrite: bool = False,
     quick: bool = False,
     progress: Progress | None = None,
+    owns_process: bool = False,
 ) -> Calibration:
     """Measure the executor that `config` builds, and write its profile to `output`, with a chart (.png) beside it.
 
     output: DEVICE-MODEL.toml in the working directory if None. quick: a few batches only, for a first impression.
+    owns_process: see `build_engine`.
     InputError, before anything is measured, for a device that cannot be measured, settings that do not fit together,
     and an output that exists without `overwrite`.
     """
@@ -60,7 +62,7 @@ def calibrate(
         raise InputError(f"--dtype: {config.dtype} is not calibrated; expected one of {', '.join(TORCH_DTYPES)}.")
     output = output or Path(f"{choose_device(config).type}-{Path(config.model).name}{SUFFIX}")
     chart = chart_beside(output, overwrite)
-    engine = build_engine(config)
+    engine = build_engine(config, owns_process=owns_process)
     try:
         warm_up(engine, progress)
         workloads = scenarios(engine.limits, config.seed, passes=CONTEXT_PASSES[engine.device], quick=quick)

@@ -48,7 +48,8 @@ def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any)
     from ifbbench.cli.progress import progress_line
 
     with progress_line("calibrate", config.quiet) as progress:
-        found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress)
+        found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress,
+                                owns_process=True)  # fmt: skip
     if not config.quiet:
         from ifbbench.calibration.tables import print_calibration
         from ifbbench.cli.console import report_console

@@ -30,7 +30,7 @@ def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | 
 
     tokenizer = load_tokenizer(config.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    engine = build_engine(config)
+    engine = build_engine(config, owns_process=True)
     try:
         outputs = run(engine, encoded, max_new_tokens)
     finally:

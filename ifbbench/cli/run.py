@@ -24,7 +24,7 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
     from ifbbench.replay.run import run_trace
 
     with progress_line("run", config.quiet) as progress:
-        result = run_trace(trace, config, progress)
+        result = run_trace(trace, config, progress, owns_process=True)
     if config.output_csv:
         write_csv(result.directory, Path(config.output_csv))
     if not config.quiet:

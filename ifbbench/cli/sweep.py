@@ -56,7 +56,7 @@ def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
     from ifbbench.replay.run import run_trace
 
     with progress_line(Path(str(config.output)).name, config.quiet) as progress:
-        return run_trace(trace, config, progress)
+        return run_trace(trace, config, progress, owns_process=True)
 
 
 def _report(directory: Path, quiet: bool) -> None:

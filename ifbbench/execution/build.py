@@ -8,13 +8,7 @@ import torch
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
-from ifbbench.execution.data_types import (
-    KV_CACHE_DTYPES,
-    check_data_types,
-    compute_dtype,
-    product_maker,
-    weight_bytes,
-)
+from ifbbench.execution.data_types import KV_CACHE_DTYPES, check_data_types, compute_dtype, product_maker
 from ifbbench.execution.device_memory import (
     LOWER_FOR_CONTIGUOUS_CACHE,
     LOWER_FOR_LARGEST_BATCH,
@@ -57,18 +51,23 @@ def choose_device(config: RunConfig) -> torch.device:
     return torch.device(config.device)
 
 
+def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device) -> None:
+    """InputError, before anything is loaded, if the weights take more than the device's free memory."""
+    free = free_bytes(device)
+    if weight_bytes > free:
+        raise InputError(f"--model: the weights of {config.model} take {weight_bytes:,} bytes in "
+                         f"{config.weight_dtype}, but {free:,} are free on {device}. Choose a smaller model or --dtype, "
+                         "or --device sim:PROFILE.")
+
+
 def load_model(config: RunConfig) -> LoadedModel:
     """The model that `config` names on its device. A built-in shape gets random weights from `config.seed`.
 
-    InputError if the weights do not fit into the device's memory, or it does not have the data types asked for.
+    InputError if the device's memory ends before all weights are there, or it does not have the data types asked for.
     """
     device, dtype = choose_device(config), compute_dtype(config)
     model_config, path = load_model_config(config.model), weights_path(config.model)
     check_data_types(config, model_config, device)
-    needed, free = weight_bytes(config, model_config), free_bytes(device)
-    if needed > free:
-        raise InputError(f"--model: the weights of {config.model} take {needed:,} bytes in {config.weight_dtype}, but "
-                         f"{free:,} are free on {device}. Choose a smaller model or --dtype, or --device sim:PROFILE.")
     make_product = product_maker(config)
     doing = f"loading the weights of {config.model} in {config.weight_dtype}"
     with torch.inference_mode(), needing_memory(doing, LOWER_FOR_WEIGHTS, device):

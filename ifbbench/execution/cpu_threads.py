@@ -20,6 +20,11 @@ def use_threads(wanted: int | None) -> int:
     return threads
 
 
+def current_threads() -> int:
+    """How many threads this process computes with."""
+    return torch.get_num_threads()
+
+
 def granted_processors() -> int | None:
     """How many processors' time the control groups (cgroup v2 or v1) of this process grant it, rounded up; None if they
     set no limit, or there are none."""

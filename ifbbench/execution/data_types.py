@@ -25,12 +25,6 @@ def product_maker(config: RunConfig) -> MakeProduct:
     return Fp8Linear if config.weight_dtype == "fp8" else make_linear
 
 
-def weight_bytes(config: RunConfig, model: ModelConfig) -> int:
-    """Memory of all weights, in bytes; the scales of fp8, four bytes for each row of a matrix, left out."""
-    narrow = model.num_layers * model.layer_matrix_parameters if config.weight_dtype == "fp8" else 0
-    return narrow + (model.num_parameters - narrow) * compute_dtype(config).itemsize
-
-
 def check_data_types(config: RunConfig, model: ModelConfig, device: torch.device) -> None:
     """InputError if `device` does not have the data types of weights or KV cache, or fp8 products not the model's
     sizes."""

@@ -42,16 +42,18 @@ class RunFailed(IfbbenchError):
     """The run broke off; what it had done is on disk."""
 
 
-def run_trace(source: str | None, config: RunConfig, progress: Progress | None = None) -> RunResult:
+def run_trace(
+    source: str | None, config: RunConfig, progress: Progress | None = None, *, owns_process: bool = False
+) -> RunResult:
     """Replay `source` (see `load_trace`) with `config`.
 
-    Raises InputError before anything is written if the input or the settings are bad, and RunFailed if the run breaks
+    owns_process: see `build_engine`. Raises InputError before anything is written if the input or the settings are bad, and RunFailed if the run breaks
     off in the middle; its directory then holds what was done, marked partial."""
     trace = load_trace(source, config)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    engine = build_engine(config, columns_of(trace.requests).most_beams)
+    engine = build_engine(config, columns_of(trace.requests).most_beams, owns_process=owns_process)
     try:
         if engine.makes_tokens:
             check_vocabulary(trace, engine.model.vocab_size)

@@ -31,7 +31,7 @@ def ifbbench(task: Task) -> Iterator[Run]:
     from tests.benchmarks.cpu_own_engine import serve, settings
 
     torch.set_num_threads(task.threads)
-    engine = build_engine(settings(task, "cpu"))
+    engine = build_engine(settings(task, "cpu"), owns_process=True)
     warm_up(engine)
     yield lambda: serve(task, engine.limits, engine.executor)
     engine.executor.close()

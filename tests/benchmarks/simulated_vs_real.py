@@ -54,7 +54,7 @@ WORKLOADS = (
 def figures(workload: Workload, device: str, directory: Path) -> dict[str, Any]:
     """Replay the workload on `device`, and return total time and TTFT p50, in seconds, and the schedule's digest."""
     config = RunConfig(**{**LIMITS, **workload.settings}, device=device, output=str(directory), overwrite=True)
-    summary = run_trace(workload.trace, config).summary
+    summary = run_trace(workload.trace, config, owns_process=True).summary
     return {
         "total_time_s": summary["duration_s"],
         "ttft_p50_s": summary["ttft_s"]["p50"],
@@ -91,7 +91,7 @@ def _rounded(values: Any) -> list[float]:
 def measure(turns: int, directory: Path) -> tuple[Calibration, list[dict[str, Any]]]:
     """Calibrate once, and then run and simulate every workload in every turn."""
     profile = directory / "here.toml"
-    found = calibrate(RunConfig(device="cpu"), profile)
+    found = calibrate(RunConfig(device="cpu"), profile, owns_process=True)
     real: dict[str, list[dict[str, Any]]] = {workload.name: [] for workload in WORKLOADS}
     simulated: dict[str, list[dict[str, Any]]] = {workload.name: [] for workload in WORKLOADS}
     for _ in range(turns):

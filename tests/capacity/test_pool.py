@@ -33,6 +33,12 @@ def test_weights_and_the_free_fraction_come_first():
     assert window.num_blocks == -(-(pool.budget_bytes // 4096) // 32)
 
 
+def test_fp8_weights_leave_embeddings_and_output_layer_in_16_bits():
+    pool = make_pool(resolved(device="cuda", dtype="fp8"), TINY, Memory("cuda", GIB))
+    matrices = TINY.num_layers * TINY.layer_matrix_parameters
+    assert pool.weight_bytes == matrices + 2 * (TINY.num_parameters - matrices)
+
+
 def test_a_device_may_give_the_cache_only_so_much():
     pool = make_pool(resolved(device="cpu"), TINY, Memory("cpu", 100 * GIB, max_kv_bytes=2 * GIB, is_cpu=True))
     assert pool.kv_bytes == 2 * GIB

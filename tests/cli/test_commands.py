@@ -33,7 +33,7 @@ def runs(monkeypatch):
     """Replaces running, loading and reporting; `failed` requests fail in every run, `calls` are the runs made."""
     pretended = SimpleNamespace(failed=0, calls=[], csv=[])
 
-    def run_trace(source, config, progress):
+    def run_trace(source, config, progress, *, owns_process):
         pretended.calls.append((source, config, progress))
         return Result(Path(config.output), FIGURES, pretended.failed)
 

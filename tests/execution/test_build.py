@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ifbbench.api.engine import build_engine
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution import build, device_memory
@@ -30,7 +31,7 @@ def test_null_has_no_model() -> None:
 def test_weights_larger_than_memory_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "available_host_bytes", lambda: 20_000_000_000)
     with pytest.raises(InputError, match=r"llama-3\.1-8b take 32,121,044,992 bytes in float32, but 20,000,000,000 are"):
-        build.load_model(RunConfig(device="cpu", model="llama-3.1-8b"))
+        build_engine(RunConfig(device="cpu", model="llama-3.1-8b"))
 
 
 def test_built_in_shapes_get_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

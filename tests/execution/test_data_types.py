@@ -8,11 +8,12 @@ import torch
 from ifbbench.api.engine import build_engine
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution.data_types import check_data_types, compute_dtype, product_maker, weight_bytes
+from ifbbench.execution.data_types import check_data_types, compute_dtype, product_maker
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.fp8_linear import Fp8Linear
 from ifbbench.model.linear import make_linear
 from ifbbench.model.weights import random_weights
+from ifbbench.simulation.shard import Shard
 
 TINY = ModelConfig.tiny()
 CUDA = torch.device("cuda")
@@ -63,5 +64,6 @@ def test_what_the_weights_are_made_of() -> None:
     products = (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
     narrow = sum(product._weight.nbytes for product in products if isinstance(product, Fp8Linear))
     assert narrow == TINY.layer_matrix_parameters
-    assert weight_bytes(bf16, TINY) - weight_bytes(fp8, TINY) == TINY.num_layers * narrow
-    assert weight_bytes(RunConfig(dtype="float32"), TINY) == 4 * TINY.num_parameters
+    in_bf16, in_fp8, in_float32 = (Shard(TINY, dtype, "bf16").parameter_bytes for dtype in ("bf16", "fp8", "float32"))
+    assert in_bf16 - in_fp8 == TINY.num_layers * narrow
+    assert in_float32 == 4 * TINY.num_parameters
