@@ -11,7 +11,7 @@ from ifbbench.engine.chunking import ChunkLimits
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.lockstep import Lockstep
 from ifbbench.engine.micro_batch import MicroBatch, MicroBatchScheduler
-from ifbbench.engine.policies import CapacityDecision, CapacityPolicy, LeftOut, Limit, Pause
+from ifbbench.engine.policies import CapacityDecision, CapacityPolicy, LeftOut, Limit, Pause, PolicyFailed
 from ifbbench.engine.request import Request
 
 _NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -74,6 +74,7 @@ class Scheduler:
         lockstep: Lockstep | None,
     ) -> None:
         self._policy = policy
+        self._policy_name = config.effective_policy
         self._micro_batch = _micro_batch_scheduler(config)
         self._active = active
         self._kv_cache = kv_cache
@@ -90,7 +91,10 @@ class Scheduler:
             return self._next_static_step(self._lockstep)
         if (plan := self._same_again()) is not None:
             return plan
-        fitting = self._policy.schedule(self._active, self._kv_cache)
+        try:
+            fitting = self._policy.schedule(self._active, self._kv_cache)
+        except Exception as error:  # a user's policy may fail in any way
+            raise PolicyFailed(self._policy_name, error) from error
         selected = self._micro_batch.schedule(self._active, fitting)
         held = fitting.held + selected.held
         rows = self._active.generation_rows

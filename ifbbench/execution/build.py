@@ -56,8 +56,8 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
     free = free_bytes(device)
     if weight_bytes > free:
         raise InputError(f"--model: the weights of {config.model} take {weight_bytes:,} bytes in "
-                         f"{config.weight_dtype}, but {free:,} are free on {device}. Choose a smaller model or --dtype, "
-                         "or --device sim:PROFILE.")
+                         f"{config.weight_dtype}, but {free:,} are free on {device}. Choose a smaller model or "
+                         "--dtype, or --device sim:PROFILE.")
 
 
 def load_model(config: RunConfig) -> LoadedModel:

@@ -47,8 +47,8 @@ def run_trace(
 ) -> RunResult:
     """Replay `source` (see `load_trace`) with `config`.
 
-    owns_process: see `build_engine`. Raises InputError before anything is written if the input or the settings are bad, and RunFailed if the run breaks
-    off in the middle; its directory then holds what was done, marked partial."""
+    owns_process: see `build_engine`. Raises InputError before anything is written if the input or the settings are bad,
+    and RunFailed if the run breaks off in the middle; its directory then holds what was done, marked partial."""
     trace = load_trace(source, config)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)

@@ -101,10 +101,12 @@ def _lora_limits(peft: dict[str, int] | None) -> LoraLimits:
 
 def _cache(case: Case) -> KvCacheManager:
     config = case["config"]["kv_cache"]
+    longest = max(entry["prompt_len"] + entry["max_new_tokens"] for entry in case["requests"])
+    max_seq_len = config.get("max_seq_len") or max(config["attention_window"] or 0, longest + 1)
     geometry = CacheGeometry(
         config["tokens_per_block"],
-        config["attention_window"],
-        config["max_seq_len"],
+        config["attention_window"] or max_seq_len,
+        max_seq_len,
         config["sink_token_length"],
         max(entry["beam_width"] for entry in case["requests"]),
     )

@@ -41,14 +41,16 @@ def _replay_estimate(case: Case) -> None:
 
 def _estimated_cache(arguments: dict[str, Any]) -> tuple[KvCacheManager, Request]:
     """A cache of the stated geometry, and the request, active in it but not started."""
-    window = arguments["attention_window"]
+    length = arguments["prompt_len"] + arguments["max_new_tokens"]
+    max_seq_len = arguments.get("max_seq_len") or max(arguments["attention_window"] or 0, length + 1)
+    window = arguments["attention_window"] or max_seq_len
     temporary = 0
     if arguments.get("paged_context_fmha") and (arguments["max_input_len"] or 0) > window:
         temporary = min(arguments["max_num_tokens"], arguments["max_input_len"] - window)
     geometry = CacheGeometry(
         arguments["tokens_per_block"],
         window,
-        arguments["max_seq_len"],
+        max_seq_len,
         arguments["sink_token_length"],
         arguments["beam_width"],
         temporary,

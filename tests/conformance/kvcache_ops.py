@@ -1,6 +1,6 @@
 """Replays operations on the sequences of one KV cache."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -32,7 +32,8 @@ def replay(case: Case) -> None:
 
 
 def _replay_in(case: Case, config: Mapping[str, Any]) -> None:
-    operations = Operations(config, slots=len({step["id"] for step in case["steps"] if "id" in step}))
+    slots = len({step["id"] for step in case["steps"] if "id" in step})
+    operations = Operations(config, slots, longest_sequence(case["steps"], config["tokens_per_block"]))
     for number, step in enumerate(case["steps"]):
         expected = dict(step.get("expect", {}))
         if expected.pop("throws", False):
@@ -56,13 +57,14 @@ class Known:
 class Operations:
     """Runs the steps of one case on one cache. A sequence's slot is the place of its id among those seen first."""
 
-    def __init__(self, config: Mapping[str, Any], slots: int) -> None:
-        longest = config["tokens_per_block"] * config["primary_blocks"]
-        window = config["attention_window"] or config["max_seq_len"] or 2 * longest
+    def __init__(self, config: Mapping[str, Any], slots: int, longest: int) -> None:
+        """longest: tokens of the longest sequence, where the case does not say what is allowed."""
+        # A sequence that fills its window reuses nothing, and without a window none does.
+        max_seq_len = config.get("max_seq_len") or max(config["attention_window"] or 0, longest + 1)
         geometry = CacheGeometry(
             config["tokens_per_block"],
-            window,
-            config["max_seq_len"] or window,
+            config["attention_window"] or max_seq_len,
+            max_seq_len,
             config["sink_token_length"],
             config["max_beam_width"],
             is_cyclic=config.get("window_mode", "cyclic") == "cyclic",
@@ -200,6 +202,27 @@ class Operations:
 
     def _truncate(self, step: Mapping[str, Any]) -> None:
         self.cache.truncate(_known(step), len(step["tokens"]), step["keep_tokens"])
+
+
+def longest_sequence(steps: Iterable[Mapping[str, Any]], tokens_per_block: int) -> int:
+    """Tokens of the longest sequence that `steps` make, at least 1."""
+    lengths: dict[int, int] = {}
+    longest = 1
+    for step in steps:
+        operation, length = step["op"], lengths.get(step.get("id", -1), 0)
+        if operation == "add_sequence":
+            length = step["length"]
+        elif operation == "block_add_sequence":
+            length = step["num_blocks"] * tokens_per_block
+        elif operation == "append_tokens":
+            length += len(step["tokens"])
+        elif operation in ("kv_add_token", "rewind"):
+            length += step["count"] if operation == "kv_add_token" else -step["count"]
+        else:
+            continue
+        lengths[step["id"]] = length
+        longest = max(longest, length)
+    return longest
 
 
 def _known(step: Mapping[str, Any]) -> KnownTokens:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.micro_batch import MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, LoraLimits
 from ifbbench.engine.request import Request
@@ -53,10 +54,11 @@ class Pool:
     tokens_per_block: int = 10
     max_seq_len: int = 90
     sink: int = 0
+    reuse: bool = False
 
     def cache(self, slots: int) -> KvCacheManager:
         geometry = CacheGeometry(self.tokens_per_block, self.max_seq_len, self.max_seq_len, self.sink)
-        return KvCacheManager(geometry, self.blocks, slots)
+        return KvCacheManager(geometry, self.blocks, slots, reuse=ReuseRules(self.reuse))
 
 
 def capacity_timeline(

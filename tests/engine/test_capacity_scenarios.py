@@ -1,5 +1,6 @@
 """Capacity policies, one small story each. See `scenario.py` for how to read a timeline."""
 
+import numpy as np
 import pytest
 
 from ifbbench.engine.policies import LoraLimits
@@ -150,3 +151,15 @@ def test_a_waiting_higher_priority_blocks_unfinished_chunks_while_others_generat
 def test_unfinished_chunks_go_on_where_a_higher_priority_waits_for_their_blocks(policy):
     requests = [asks(40, 10, chunk=10), asks(30, 30, chunk=30, at=1, priority=0.9), asks(10, 10, at=1)]
     assert capacity_timeline(policy, 4, Pool(9), requests, until=14) == "4:a 9:A 1:bc"
+
+
+@pytest.mark.parametrize("policy", [NO_EVICT, UTILIZE])
+def test_a_prefix_search_ends_with_its_request(policy):
+    """Request d gets the slot of request b; it must be delayed until c has stored the block that both need."""
+    prompts = [[1, 9], [1, 5, 6], [7, 8] * 3, [7, 8]]
+    requests = [
+        asks(len(prompt), 1, at=at, chunk=1 if at in (1, 2) else None, prompt_tokens=np.array(prompt, np.int32))
+        for at, prompt in enumerate(prompts)
+    ]
+    pool = Pool(40, tokens_per_block=1, max_seq_len=10, reuse=True)
+    assert capacity_timeline(policy, 4, pool, requests) == "1:a 1:b 1:bc 5:c 1:d"

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.conformance.__main__ import main
+from tests.conformance import capacity, kvcache
+from tests.conformance.__main__ import judge, main
 
 
 def insertion_case(order, versions=("v1.0",), features=("priority",)):
@@ -80,3 +81,61 @@ def test_a_changed_golden_fact_fails(shared_dir, tmp_path, capsys):
     path.write_text(json.dumps({**golden, "cases": [case]}))
     assert main([str(path)]) == 1
     assert capsys.readouterr().out.startswith(f"FAIL {case['name']} iteration 61, request:")
+
+
+def cache_case(config, steps):
+    defaults = {
+        "secondary_blocks": 0, "attention_window": None, "window_mode": "cyclic", "sink_token_length": 0,
+        "max_beam_width": 1, "enable_block_reuse": False, "enable_partial_reuse": True, "copy_on_partial_reuse": True,
+    }  # fmt: skip
+    return {
+        "name": "Sequences", "kind": "ops", "versions": ["v1.0"], "features": [], "config": {**defaults, **config},
+        "steps": steps,
+    }  # fmt: skip
+
+
+def added(request_id, length, beam_width, free_blocks):
+    return {
+        "op": "add_sequence", "id": request_id, "tokens": None, "length": length, "beam_width": beam_width,
+        "expect": {"free_blocks": free_blocks},
+    }  # fmt: skip
+
+
+def estimate_case(**values):
+    arguments = {
+        "function": "remaining_blocks_to_completion", "prompt_len": 100, "max_new_tokens": 60, "beam_width": 1,
+        "tokens_per_block": 16, "attention_window": 64, "sink_token_length": 0, **values,
+    }  # fmt: skip
+    return {"name": "Estimate", "kind": "blocks_estimate", "versions": ["v1.0"], "features": [], "input": arguments}
+
+
+# A window of 8 tokens in blocks of 4. Blocks are used in turn beyond 8 tokens, with beams beyond 12.
+WINDOWED = {"tokens_per_block": 4, "primary_blocks": 16, "attention_window": 8}
+
+
+@pytest.mark.parametrize("absent", [{}, {"max_seq_len": None}])
+@pytest.mark.parametrize(
+    ("beam_width", "blocks"), [(1, (15, 14, 14)), (2, (15, 13, 11))], ids=["one beam", "two beams"]
+)
+def test_a_case_without_the_longest_sequence_is_replayed_with_its_own(absent, beam_width, blocks):
+    steps = [
+        added(0, 4, beam_width, blocks[0]),
+        {"op": "kv_add_token", "id": 0, "count": 4, "expect": {"free_blocks": blocks[1]}},
+        {"op": "kv_add_token", "id": 0, "count": 4, "expect": {"free_blocks": blocks[2]}},
+    ]
+    case = cache_case({**WINDOWED, "max_beam_width": beam_width, **absent}, steps)
+    assert judge(kvcache.replay, case) == ("PASS", "")
+    assert judge(kvcache.replay, {**case, "steps": [*steps, {"op": "check", "expect": {"free_blocks": 0}}]})[0] == "FAIL"
+
+
+@pytest.mark.parametrize("absent", [{}, {"max_seq_len": None}])
+def test_estimates_and_capacity_cases_do_without_the_longest_sequence(absent, shared_dir):
+    assert judge(kvcache.replay, {**estimate_case(**absent), "expected": 4}) == ("PASS", "")
+    unlimited = estimate_case(attention_window=None, **absent)
+    assert judge(kvcache.replay, {**unlimited, "expected": 10}) == ("PASS", "")
+    golden = json.loads((shared_dir / "golden/capacity.json").read_text())
+    for case in golden["cases"]:
+        if case["kind"] == "scheduler_loop":
+            del case["config"]["kv_cache"]["max_seq_len"]
+            case["config"]["kv_cache"].update(absent)
+            assert judge(capacity.replay, case)[0] != "FAIL", case["name"]

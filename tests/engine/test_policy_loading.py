@@ -4,7 +4,9 @@ import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
+from click.testing import CliRunner
 
+from ifbbench.cli.main import main
 from ifbbench.config import POLICIES
 from ifbbench.engine.policies import POLICY_CLASSES, find_policy
 from ifbbench.engine.policies.load import ENTRY_POINT_GROUP
@@ -32,6 +34,17 @@ class TooMany(Careful):
 class Failing(Careful):
     def __init__(self, max_num_requests):
         raise KeyError("weights")
+
+
+class FailsLater(Careful):
+    def schedule(self, active, kv_cache):
+        if self.limit:
+            return {}["fairness"]
+
+
+class FailsWithin(Careful):
+    def schedule(self, active, kv_cache):
+        return kv_cache.blocks_for("abc")
 
 
 def make(max_num_requests):
@@ -138,3 +151,35 @@ def test_an_entry_point_that_cannot_be_loaded(installed):
 def test_what_is_no_policy_is_refused_by_name(module, name, words):
     error = error_of(name)
     assert all(word in error for word in [f"--policy: {name!r}", *words]), error
+
+
+def line_with(text: str) -> int:
+    """Number of the line of MODULE that contains `text`."""
+    return MODULE[: MODULE.index(text)].count("\n") + 1
+
+
+def run_with(policy: str, tmp_path):
+    arguments = ["run", "--device", "null", "--quiet", "--policy", policy, "--output", str(tmp_path / "run")]
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "error", "line"),
+    [("FailsLater", "KeyError: 'fairness'", '{}["fairness"]'), ("FailsWithin", "AttributeError: ", "blocks_for")],
+)
+def test_a_policy_that_raises_in_a_run_is_named_with_file_and_line(module, tmp_path, attribute, error, line):
+    result = run_with(f"{module}:{attribute}", tmp_path)
+    assert result.exit_code == 1
+    assert f"policy {module}:{attribute} failed: {error}" in result.output
+    assert f"{tmp_path / module}.py, line {line_with(line)})" in result.output
+
+
+def test_a_class_that_cannot_be_made_is_shown_with_file_and_line(module, tmp_path):
+    assert f"{tmp_path / module}.py, line {line_with('raise')})" in error_of(f"{module}:Failing")
+
+
+def test_a_module_that_cannot_be_imported_is_shown_with_file_and_line(module, tmp_path):
+    assert f"{tmp_path}/broken_policies.py, line 1)" in error_of("broken_policies:Careful")
+    (tmp_path / "unreadable_policies.py").write_text("x = 1\nclass\n")
+    error = error_of("unreadable_policies:X")
+    assert f"SyntaxError: invalid syntax ({tmp_path}/unreadable_policies.py, line 2)" in error

