@@ -8,9 +8,8 @@ from ifbbench.engine.batch import Batch
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
-from ifbbench.simulation.least_work import LeastWork, least_work
 from ifbbench.simulation.shard import Shard
-from ifbbench.simulation.step_work import StepWork
+from ifbbench.simulation.step_work import LeastWork, StepWork, least_work
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.executor import SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.memory import kv_memory_bytes
+from ifbbench.simulation.shard import kv_memory_bytes
 
 
 def simulated_engine(config: RunConfig, model: ModelConfig, beam_width: int) -> Engine:
