@@ -198,12 +198,12 @@ def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int
 
 
 def _print(title: str, statistics: "TraceStatistics") -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from ifbbench.cli.console import report_console
     from ifbbench.workload.statistics import histogram_lines, sparkline
 
-    console = Console(highlight=False)
+    console = report_console(highlight=False)
     console.print(title, style="bold", markup=False)
     facts = Table(show_header=False, box=None)
     facts.add_row("requests", f"{statistics.requests:,}" + _skipped(statistics.skipped_rows))

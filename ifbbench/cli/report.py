@@ -17,14 +17,13 @@ def report(run: Path, output_csv: Path | None) -> None:
 
 def print_run(directory: Path) -> None:
     """Print the tables and the [BENCHMARK] lines of a run directory."""
-    from rich.console import Console
-
+    from ifbbench.cli.console import report_console
     from ifbbench.report.benchmark_csv import benchmark_lines
     from ifbbench.report.load import load_run
     from ifbbench.report.tables import print_report
 
     run = load_run(directory)
-    print_report(run, Console())
+    print_report(run, report_console())
     for line in benchmark_lines(run):
         click.echo(line)
 

@@ -43,6 +43,14 @@ class ActiveRequests:
         return merge(self.context, self.generation, key=_ORDER)
 
     @property
+    def rows_by_lora(self) -> Rows:
+        """`generation_rows` in the order of a batch: by LoRA id, none first, in list order within each."""
+        if not self.num_with_lora:
+            return self.generation_rows
+        lora_ids = [-1 if request.lora_task_id is None else request.lora_task_id for request in self.generation]
+        return self.generation_rows[np.argsort(lora_ids, kind="stable")]
+
+    @property
     def mixed_beam_widths(self) -> bool:
         """Whether active requests differ in beam width, so that not all can be in one batch."""
         return len(self._beam_widths) > 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batching_config import LOOK_AHEAD, BatchingConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.request import Request
 
 NextChange = Callable[[float], float | None]
@@ -17,12 +17,12 @@ response lets one come, or none does."""
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """max_seq_len, max_input_len: in tokens. pools: geometry and number of blocks of each attention window. vocab_size:
-    None where no model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
+    """max_seq_len, max_input_len: in tokens. pools: each attention window and its number of blocks. vocab_size: None
+    where no model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
 
     max_seq_len: int
     max_input_len: int
-    pools: tuple[tuple[CacheGeometry, int], ...]
+    pools: tuple[tuple[AttentionWindow, int], ...]
     max_beam_width: int = 1
     vocab_size: int | None = None
     pause_truncates: bool = False
@@ -78,9 +78,9 @@ class AdmissionLimits:
                 " (without chunked context at most max_num_tokens)"
             )
         request.clamp_new_tokens(self.max_seq_len - prompt_len)
-        for geometry, num_blocks in self.pools:
-            needed = geometry.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
-            needed += geometry.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
+        for attention_window, num_blocks in self.pools:
+            needed = attention_window.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
+            needed += attention_window.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
             if needed > num_blocks:
                 return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None
@@ -134,7 +134,7 @@ class Admission:
         """Fetch, and make active what the limits allow; returns the newly active requests."""
         if now_s < self._nothing_before_s:
             return ()
-        self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD - len(self._waiting))
+        self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD)
         admitted = []
         while self._waiting and self._may_enter(self._waiting[0], active):
             request = self._waiting.pop(0)
@@ -154,14 +154,21 @@ class Admission:
         # Beyond the limit only what goes before the last active request, while there are sequence slots.
         return last is not None and request.priority > last.priority and active.table.free_rows > 0
 
-    def _fetch(self, count: int) -> None:
-        if count <= 0:
-            return
-        for request in self._get_requests(count):
-            if request.request_id in self._in_use:
-                self._refuse(request, f"request id {request.request_id} is in use")
-            elif error := self._limits.refusal(request):
-                self._refuse(request, error)
-            else:
-                self._in_use[request.request_id] = request
-                insort(self._waiting, request, key=lambda item: -item.priority)
+    def _fetch(self, max_waiting: int) -> None:
+        """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
+        them are fetched in the same call, for `admit` may not be called again until something changes."""
+        num_refused = 1
+        while num_refused and (room := max_waiting - len(self._waiting)) > 0:
+            num_refused = 0
+            for request in self._get_requests(room):
+                if error := self._refusal(request):
+                    num_refused += 1
+                    self._refuse(request, error)
+                else:
+                    self._in_use[request.request_id] = request
+                    insort(self._waiting, request, key=lambda item: -item.priority)
+
+    def _refusal(self, request: Request) -> str | None:
+        if request.request_id in self._in_use:
+            return f"request id {request.request_id} is in use"
+        return self._limits.refusal(request)

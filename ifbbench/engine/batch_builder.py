@@ -39,7 +39,7 @@ class BatchBuilder:
         if len(idle):
             positions = np.concatenate([positions, self._kv_cache.registered[idle] - 1])
             rows = np.concatenate([rows, idle])
-        if bubble := self._kv_cache.geometry.bubble:
+        if bubble := self._kv_cache.attention_window.bubble:
             positions -= bubble
         copies = self._kv_cache.take_copies()
         if chunks and len(rows) and self._passes_apart:
@@ -52,7 +52,7 @@ class BatchBuilder:
     def _chunk(self, request: Request, now_s: float) -> ContextChunk:
         if request.is_first_chunk:
             reused = self._kv_cache.add_request(request, now_s)
-            request.set_prepopulated(reused, self._kv_cache.geometry.tokens_per_block)
+            request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
         return ContextChunk(request, request.position, request.chunk)
 
     def _pass(
@@ -85,7 +85,7 @@ class BatchBuilder:
         searches = [request.search for request in requests if request.search is not None]
         if not searches:
             return None
-        size = self._kv_cache.geometry.tokens_per_block
+        size = self._kv_cache.attention_window.tokens_per_block
         return BeamInputs(
             tokens=np.stack([search.tokens for search in searches]),
             parents=np.stack([search.parents for search in searches]),

@@ -79,6 +79,7 @@ class FastForward:
         self._next_change = next_change
         self.epoch_s = clock.epoch_s
         self._change_s: float | None = None
+        self._stands_until_block = False
         # The latest decision, and how often requests had come or gone then.
         self._latest: tuple[Plan, int] | None = None
 
@@ -96,7 +97,8 @@ class FastForward:
         if active.table.num_special or (standing is None and not self._runs_all()):
             return None
         self._change_s = self._next_change(now_s)
-        return standing or Plan([], active.generation_rows)
+        self._stands_until_block = standing is not None and standing.stands_until_block
+        return standing or Plan([], active.rows_by_lora)
 
     def _runs_all(self) -> bool:
         """Whether there are generation requests only, and all fit into a batch."""
@@ -109,7 +111,7 @@ class FastForward:
 
     def advance(self) -> Advance | None:
         """Advance as far as is known; None, with nothing changed, if that is not even one iteration."""
-        table, rows = self._active.table, self._active.generation_rows
+        table, rows = self._active.table, self._active.rows_by_lora
         ahead = self._kv_cache.steps_ahead(rows)
         if ahead is None or self._some_make_tokens_again(ahead):
             return None
@@ -119,7 +121,8 @@ class FastForward:
         if steps < 1:
             return None
         blocks = ahead.blocks(steps)
-        steps = int(blocks.cumsum().searchsorted(self._kv_cache.free_blocks, side="right"))
+        most_blocks = 0 if self._stands_until_block else self._kv_cache.free_blocks
+        steps = int(blocks.cumsum().searchsorted(most_blocks, side="right"))
         if not steps:
             return None
         start_ns, submit_ns, end_ns = self._times(ahead, steps)
@@ -135,7 +138,7 @@ class FastForward:
         table = self._active.table
         if not table.any_paused:
             return False
-        return bool((ahead.positions < table.cached_before_pause[self._active.generation_rows]).any())
+        return bool((ahead.positions < table.cached_before_pause[self._active.rows_by_lora]).any())
 
     def _times(self, ahead: StepsAhead, steps: int) -> tuple[Integers, Integers, Integers]:
         """When each iteration starts, is submitted and ends, up to the one before which something changes."""

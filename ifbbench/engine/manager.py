@@ -22,7 +22,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 from ifbbench.engine.response import Response, response_of
 from ifbbench.engine.scheduler import Plan, Scheduler
-from ifbbench.engine.store_generated import store_generated
+from ifbbench.engine.store_generated import filled_blocks, store_blocks
 from ifbbench.errors import IfbbenchError
 
 
@@ -112,6 +112,11 @@ class BatchManager:
             raise failure
         return True
 
+    @property
+    def num_waiting(self) -> int:
+        """Fetched requests that are not active yet."""
+        return len(self._admission.waiting)
+
     def stop(self, request_id: int, error: str | None = None) -> None:
         """End a waiting or active request now: its blocks return, and a final response goes out, with the tokens made
         so far or with `error`. An unknown id is ignored."""
@@ -142,15 +147,16 @@ class BatchManager:
         if plan is None:
             return False
         record = self._records.make(self.iteration, plan, (), start_s, [])
+        filled = filled_blocks(self.table, self.kv_cache, plan.rows) if self.config.reuse.enabled else None
         advance = fast_forward.advance()
         if advance is None:
             return False
         rows = plan.rows
+        if filled is not None:
+            store_blocks(self.active, self.kv_cache, *filled)
         done = rows[self.table.confirmed[rows] == self.table.stop_after[rows]]
         finished = [self.active.by_slot[row] for row in done.tolist()]
         self.iteration += len(advance.start_ns)
-        if self.config.reuse.enabled:
-            store_generated(self.active, self.kv_cache, rows)
         self._observer.stretch(advance.stretch(record, finished, self.kv_cache, fast_forward.epoch_s))
         self._finish(finished)
         return True
@@ -200,14 +206,17 @@ class BatchManager:
         for request in plan.context:
             recomputed += request.advance_context()
         if table.any_paused:
-            cached = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
+            cached = self.kv_cache.registered[rows] - self.kv_cache.attention_window.bubble
             recomputed += self.active.count_made_again(rows, cached)
+        filled = filled_blocks(table, self.kv_cache, rows) if self.config.reuse.enabled else None
         table.generated[rows] += 1
         for request in completing:
             request.start_generation()
             self.active.move_to_generation(request)
             if self.config.reuse.enabled:
                 self.kv_cache.store_context(request.slot)
+        if filled is not None:
+            store_blocks(self.active, self.kv_cache, *filled)
         if self.config.enable_overlap:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
@@ -225,8 +234,6 @@ class BatchManager:
         if flight.batches:
             self.table.makes_tokens = outputs.tokens is not None or outputs.candidates is not None
         done = confirm(flight, outputs, self.active)
-        if self.config.reuse.enabled:
-            store_generated(self.active, self.kv_cache, flight.output_rows, flight.dropped)
         flight.record.finished = self._lockstep.hold_back(done) if self._lockstep else done
         self._observer.iteration(flight.record)
         if self.table.num_special and self._lockstep is None:

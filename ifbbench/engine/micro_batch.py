@@ -133,11 +133,11 @@ class _Walk:
         return self._pick_whole_prompt(request)
 
     def _pick_generation(self, request: Request) -> Limit | None:
-        if self.beam_width not in (None, request.beam_width):
-            return Limit.BEAM_WIDTH
         cost = request.beam_width + request.num_draft_tokens
         if self._over_budget(cost):
             return Limit.NUM_TOKENS
+        if self.beam_width not in (None, request.beam_width):
+            return Limit.BEAM_WIDTH
         self.beam_width = request.beam_width
         self.tokens += cost
         self.count += 1

@@ -42,7 +42,7 @@ class CacheState(NamedTuple):
         if not cache.num_blocks:
             return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters = cache.counters
-        most, used, size = cache.num_blocks, cache.num_used, cache.geometry.tokens_per_block
+        most, used, size = cache.num_blocks, cache.num_used, cache.attention_window.tokens_per_block
         return cls(
             most, used, size, counters.allocated_total, counters.allocated_new, counters.reused, most * size,
             used * size, cache.filled_places,

@@ -24,7 +24,7 @@ class Plan:
     context: requests with a chunk to run. rows: table rows of the generation requests to run. idle: rows of complete
     members of a static batch. held: generation requests that do not run. paused: in the order of the decision.
     blocked: the first requests that each scheduler left out, and those paused. num_chunk_tokens: of the chunk, where
-    there is one only.
+    there is one only. stands_until_block: see CapacityDecision.
     """
 
     context: list[Request]
@@ -34,6 +34,7 @@ class Plan:
     paused: list[Pause] = field(default_factory=list)
     blocked: tuple[LeftOut, ...] = ()
     num_chunk_tokens: int = 0
+    stands_until_block: bool = False
 
     @property
     def does_nothing(self) -> bool:
@@ -97,10 +98,11 @@ class Scheduler:
             raise PolicyFailed(self._policy_name, error) from error
         selected = self._micro_batch.schedule(self._active, fitting)
         held = fitting.held + selected.held
-        rows = self._active.generation_rows
-        if held or fitting.paused:
-            rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
-        plan = Plan(selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected))
+        rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
+        plan = Plan(
+            selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected),
+            stands_until_block=fitting.stands_until_block,
+        )  # fmt: skip
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
         self._latest = (plan, self._active.num_changes) if self._may_repeat else None
@@ -132,7 +134,8 @@ class Scheduler:
         )
 
     def _rows_without(self, held: list[Request]) -> NDArray[np.int64]:
-        rows = self._active.generation_rows
+        """Rows of the generation requests but for `held`, in the order of the batch."""
+        rows = self._active.rows_by_lora
         if held:
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows

@@ -10,7 +10,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sizing import max_attention_window
 from ifbbench.engine.policies import find_policy
@@ -89,12 +89,12 @@ class PoolWindow:
     num_blocks: int
 
     @property
-    def geometry(self) -> CacheGeometry:
-        return self.layout.geometry
+    def attention_window(self) -> AttentionWindow:
+        return self.layout.attention_window
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.geometry.tokens_per_block
+        return self.bytes_per_token * self.attention_window.tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +189,11 @@ class Study:
         output_len = min(limits.tokens_per_block, limits.max_seq_len)
         longest = limits.max_seq_len
         for window in self.pool.windows:
-            geometry = window.geometry
-            if window.num_blocks < geometry.max_blocks_per_sequence * geometry.max_beam_width:
+            attention_window = window.attention_window
+            if window.num_blocks < attention_window.max_blocks_per_sequence * attention_window.max_beam_width:
                 longest = min(longest, max_attention_window(
-                    limits.max_seq_len - output_len, output_len, geometry.sink_token_length, window.num_blocks,
-                    geometry.max_beam_width, geometry.tokens_per_block,
+                    limits.max_seq_len - output_len, output_len, attention_window.sink, window.num_blocks,
+                    attention_window.max_beam_width, attention_window.tokens_per_block,
                 ))  # fmt: skip
         return longest
 
@@ -252,13 +252,13 @@ class Study:
 
 def _window_as_dict(window: PoolWindow) -> dict[str, int]:
     return {
-        "attention_window": window.geometry.attention_window,
-        "sink_tokens": window.geometry.sink_token_length,
+        "attention_window": window.attention_window.size,
+        "sink_tokens": window.attention_window.sink,
         "layers": len(window.layout.layers),
         "bytes_per_token": window.bytes_per_token,
         "bytes_per_block": window.bytes_per_block,
         "blocks": window.num_blocks,
-        "tokens": window.num_blocks * window.geometry.tokens_per_block,
+        "tokens": window.num_blocks * window.attention_window.tokens_per_block,
         "blocks_of_run": window.layout.num_blocks,
         "host_blocks": window.layout.num_host_blocks,
     }
@@ -284,7 +284,7 @@ def study(config: RunConfig, requests: Sequence[TraceRequest] = (), memory_bytes
     if refusals and not admitted:
         which = "this request" if len(refusals) == 1 else f"all {len(refusals):,} requests, the first"
         raise InputError(f"the engine refuses {which}: {refusals[0]}; shorten it, or raise the limit.")
-    pools = [(window.geometry, window.num_blocks) for window in pool.windows]
+    pools = [(window.attention_window, window.num_blocks) for window in pool.windows]
     return Study(
         resolved, model, device, pool, limits, contiguous_fit(limits, pool.kv_bytes, pool.bytes_per_token), admitted,
         len(refusals), tuple(fit(case, admitted, limits, pools) for case in POLICY_CASES if admitted),

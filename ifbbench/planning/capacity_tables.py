@@ -45,7 +45,7 @@ def memory(num_bytes: float) -> str:
 def _title(study: Study) -> str:
     """Device and limits in one line."""
     config = study.config
-    windows = [window.geometry.attention_window for window in study.pool.windows]
+    windows = [window.attention_window.size for window in study.pool.windows]
     parts = [
         f"on {study.device.name}",
         f"tensor parallelism {config.tp_size}" if config.tp_size > 1 else None,
@@ -70,7 +70,7 @@ def _memory_table(study: Study) -> Table:
         table.add_column(style=style)
     per_block = sum(window.bytes_per_block for window in pool.windows)
     blocks = [window.num_blocks for window in pool.windows]
-    tokens = [window.num_blocks * window.geometry.tokens_per_block for window in pool.windows]
+    tokens = [window.num_blocks * window.attention_window.tokens_per_block for window in pool.windows]
     num_devices = study.config.tp_size * study.config.pp_size
     each, of_all = (" of each GPU", f" of all {num_devices}") if num_devices > 1 else ("", "")
     rows = [

@@ -10,11 +10,11 @@ from fractions import Fraction
 from typing import Any
 
 from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.workload.trace import TraceRequest
 
-Pools = Sequence[tuple[CacheGeometry, int]]
+Pools = Sequence[tuple[AttentionWindow, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PolicyCase:
 
     policy: str
     moment: str
-    blocks: Callable[[TraceRequest, CacheGeometry], int]
+    blocks: Callable[[TraceRequest, AttentionWindow], int]
     is_static: bool = False
 
     @property
@@ -36,17 +36,17 @@ class PolicyCase:
         return f"{self.policy}, v1" if self.is_static else self.policy
 
 
-def _until_complete(request: TraceRequest, geometry: CacheGeometry) -> int:
-    return geometry.blocks_to_completion(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
+def _until_complete(request: TraceRequest, window: AttentionWindow) -> int:
+    return window.blocks_to_completion(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
 
 
-def _for_prompt(request: TraceRequest, geometry: CacheGeometry) -> int:
-    return geometry.first_chunk_need(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
+def _for_prompt(request: TraceRequest, window: AttentionWindow) -> int:
+    return window.first_chunk_need(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
 
 
-def _at_end(request: TraceRequest, geometry: CacheGeometry) -> int:
+def _at_end(request: TraceRequest, window: AttentionWindow) -> int:
     # The last token is never cached.
-    return geometry.blocks_to_completion(request.prompt_len, request.output_len - 1, 0, request.beam_width)
+    return window.blocks_to_completion(request.prompt_len, request.output_len - 1, 0, request.beam_width)
 
 
 POLICY_CASES = (
@@ -102,8 +102,8 @@ class Fit:
 
 def fit(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> Fit:
     """How many of `requests`, as the engine admits them, run at once."""
-    means = [Fraction(sum(case.blocks(request, geometry) for request in requests), len(requests))
-             for geometry, _ in pools]  # fmt: skip
+    means = [Fraction(sum(case.blocks(request, window) for request in requests), len(requests))
+             for window, _ in pools]  # fmt: skip
     return Fit(
         case,
         sum(means, Fraction()),
@@ -131,7 +131,7 @@ def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingC
     free = [num_blocks for _, num_blocks in pools]
     tokens = 0
     for count, request in enumerate(requests):
-        free = [left - case.blocks(request, geometry) for left, (geometry, _) in zip(free, pools, strict=True)]
+        free = [left - case.blocks(request, window) for left, (window, _) in zip(free, pools, strict=True)]
         prompt = request.prompt_len if limits.chunk_unit is None else min(request.prompt_len, limits.chunk_unit)
         needed = request.prompt_len if case.is_static else max(prompt, request.beam_width)
         too_long = tokens + needed > limits.max_num_tokens and count > 0

@@ -57,7 +57,7 @@ class Step:
         """Tokens that the requests keep in the KV cache of a mean layer; a cyclic window limits them."""
         layers = sum(len(window.layers) for window in layout.windows)
         kept = sum(
-            len(window.layers) * count * min(length, window.geometry.kept_tokens)
+            len(window.layers) * count * min(length, window.attention_window.kept_tokens)
             for window in layout.windows for count, length in self.sequences
         )  # fmt: skip
         return round(kept / layers)

@@ -13,7 +13,7 @@ from ifbbench.api.progress import Progress
 from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
 from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.manager import BatchManager
 from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.recording.recorder import Recorder

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.step_profile import StepProfile
+from ifbbench.recording.jsonl_writer import encode
 from ifbbench.recording.metrics import bound_by
 
 FRAGMENTATION_DIGITS = 6
@@ -15,7 +16,7 @@ _DIFFERING = (
     "Allocated total KV cache blocks", "Allocated new KV cache blocks",
 )  # fmt: skip
 _IFBBENCH = (
-    '"start_s":%r,"latency_ms":%r,"host_ms":%r,"device_ms":%r%s,"queued":%s,"bound_by":"%s","first_left_out":%s,'
+    '"start_s":%r,"latency_ms":%r,"host_ms":%r,"device_ms":%r%s,"queued":%s,"waiting":%s,"bound_by":%s,"first_left_out":%s,'
     '"paused":[%s],"tokens_recomputed":%s,"budget_used":%s%s,"kv_fragmentation":%r'
 )
 
@@ -117,16 +118,18 @@ class IterationLines:
         """What stands in a line between the times and the fragmentation."""
         left_out, paused = "null", ""
         if (first := record.left_out) is not None:
-            left_out = f'{{"request_id":{first.request.request_id},"reason":"{first.limit}"}}'
+            left_out = f'{{"request_id":{first.request.request_id},"reason":{encode(first.limit)}}}'
         if record.paused:
             paused = ",".join(
                 f'{{"request_id":{pause.victim.request_id},"for":{pause.beneficiary.request_id}}}'
                 for pause in record.paused
             )
+        scheduled = len(record.context) + record.num_generation + record.idle
+        waiting = record.queued + record.active - scheduled
         padding = f',"padding_tokens":{record.padding}' if record.padding else ""
         return (
-            self._more_times(record), record.queued, self._bound_by, left_out, paused, record.recomputed,
-            record.budget_used, padding,
+            self._more_times(record), record.queued, waiting, encode(self._bound_by), left_out, paused,
+            record.recomputed, record.budget_used, padding,
         )  # fmt: skip
 
     def _more_times(self, record: IterationRecord) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ifbbench.engine.request import Request
+from ifbbench.recording.jsonl_writer import encode
 
 
 class Phase(StrEnum):
@@ -100,7 +101,7 @@ class Life:
             chunks = ",".join(map(str, span.chunks))
             tokens, more = sum(span.chunks), f',"chunks":[{chunks}],"produced":{produced}'
         cause = span.cause
-        cause = "null" if cause is None else f'"{cause}"' if isinstance(cause, str) else cause
+        cause = "null" if cause is None else encode(cause) if isinstance(cause, str) else cause
         return (
             f'{{"request_id":{self.request.request_id},"phase":"{span.phase}","first_iteration":{span.first},'
             f'"last_iteration":{last},"tokens":{tokens},"cause":{cause}{more}}}'

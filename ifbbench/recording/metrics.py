@@ -15,12 +15,16 @@ from ifbbench.recording.token_gaps import TokenGaps
 
 PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
-_BOUND_BY = {limit: limit.value if limit.value in BOUND_BY else "none" for limit in Limit}
+# The name that a reason has in `bound_by`. A reason of a user policy is not among these: it keeps its own name.
+_BOUND_BY = {limit.value: limit.value if limit.value in BOUND_BY else "none" for limit in Limit}
 
 
 def bound_by(record: IterationRecord) -> str:
-    """Which limit of the settings left out the first request that did not run, or cut its chunk."""
-    return _BOUND_BY[record.left_out.limit] if record.left_out else "none"
+    """The limit of the settings, or the reason of a user policy, for which the first request did not run in full."""
+    if record.left_out is None:
+        return "none"
+    limit = record.left_out.limit
+    return _BOUND_BY.get(limit) or str(limit)
 
 
 class RunMetrics:
@@ -128,7 +132,8 @@ class RunMetrics:
         span = self.last_end_s - self.first_arrival_s if self.completed else 0.0
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
         per_second = 1.0 / span if span > 0 else 0.0
-        shares = {name: self.bound_by[name] / self.iterations if self.iterations else 0.0 for name in BOUND_BY}
+        limits, iterations = dict.fromkeys((*BOUND_BY, *self.bound_by)), max(self.iterations, 1)
+        shares = {name: self.bound_by[name] / iterations for name in limits}
         return {
             "requests": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "duration_s": span,

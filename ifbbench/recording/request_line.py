@@ -25,7 +25,7 @@ def completed_line(
     request: Request, arrival_s: float, output_len: int, times: RequestTimes, attribution_s: Mapping[str, float]
 ) -> str:
     """Of a completed request. There are many, so this is a template: it takes half of the time that an encoder does."""
-    spent = ",".join([f'"{name}":{seconds!r}' for name, seconds in attribution_s.items()])
+    spent = ",".join([f"{encode(name)}:{seconds!r}" for name, seconds in attribution_s.items()])
     tpot = "null" if times.tpot_s is None else repr(times.tpot_s)
     return (
         f'{{"request_id":{request.request_id},"index":{request.index},"arrival_s":{arrival_s!r},'

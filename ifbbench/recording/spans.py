@@ -142,7 +142,7 @@ class SpanTracker:
             life = self._lives[left_out.request.request_id]
             if life.open is not None and life.open.phase is Phase.WAITING:
                 blocked[left_out.request.request_id] = life
-                self._set_cause(life, left_out.limit.value, record.iteration)
+                self._set_cause(life, str(left_out.limit), record.iteration)
         for request_id, life in self._blocked.items():
             if request_id not in blocked and life.open is not None and life.open.phase is Phase.WAITING:
                 self._set_cause(life, HEAD_OF_LINE, record.iteration)

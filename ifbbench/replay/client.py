@@ -92,13 +92,19 @@ class ReplayClient:
         arrived = self._arrived(now_s)
         return self._arrivals[arrived] if arrived < self._num_placed else None
 
-    def wait(self) -> None:
-        """Let time pass until it is worth asking for requests again. For when nothing is active: returns at once where
-        only a response could change that."""
+    @property
+    def handed_out(self) -> int:
+        """How many requests `get_requests` has returned so far."""
+        return self._next
+
+    def wait(self) -> bool:
+        """Let time pass until `get_requests` may return more requests; for when nothing is active. False, at once, if
+        it may do so now or only after a response."""
         event_s, now = self.next_event_s, self._clock.now()
         if event_s is None or event_s <= now:
-            return
+            return False
         self._clock.wait_until(event_s if self._wait_sleep_s is None else now + self._wait_sleep_s)
+        return True
 
     def get_requests(self, max_requests: int) -> list[Request]:
         """Up to `max_requests` that are to be handed out by now; a negative number means no limit."""

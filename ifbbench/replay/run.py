@@ -131,11 +131,18 @@ def _loop(
     """Step until every request is answered. passes_by_itself: whether the run's time does, so that waits take long."""
     # Whoever watches the run lives in real time, whatever its own clock says.
     clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S
+    idle_at: tuple[int, int] | None = None
     while not client.done:
         if not manager.step() and not client.done:
             if passes_by_itself:
                 recorder.flush()
-            client.wait()
+            counts = (client.handed_out, client.answered)
+            if client.wait():
+                idle_at = None
+            elif counts == idle_at:
+                raise _no_progress(manager, client, total)
+            else:
+                idle_at = counts
         if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = clock.now()
             blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
@@ -143,6 +150,14 @@ def _loop(
     # With overlap, an iteration may still be under way for nobody.
     while manager.step():
         pass
+
+
+def _no_progress(manager: BatchManager, client: ReplayClient, total: int) -> RunFailed:
+    return RunFailed(
+        f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} were "
+        f"fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and {client.queued()} in the "
+        "client. This is a defect of ifbbench: please report it with the command."
+    )
 
 
 def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:

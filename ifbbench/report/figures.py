@@ -75,5 +75,5 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
         "pauses": int(iterations["pauses"].sum()),
         "recomputed_tokens": _recomputed(run),
         "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
-        "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in BOUND_BY},
+        "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in dict.fromkeys((*BOUND_BY, *shares.index))},
     }

@@ -21,8 +21,8 @@ ITERATION_COLUMNS = (
     "iteration_counter", "active_request_count", "max_request_count", "max_kv_cache_blocks", "free_kv_cache_blocks",
     "used_kv_cache_blocks", "tokens_per_kv_cache_block", "scheduled_requests", "context_requests",
     "generation_requests", "total_context_tokens", "paused_requests", "start_s", "latency_ms", "host_ms", "device_ms",
-    "queued", "bound_by", "first_left_out_request", "first_left_out_reason", "paused", "pauses", "tokens_recomputed",
-    "budget_used", "kv_fragmentation",
+    "queued", "waiting", "bound_by", "first_left_out_request", "first_left_out_reason", "paused", "pauses",
+    "tokens_recomputed", "budget_used", "kv_fragmentation",
 )  # fmt: skip
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
 SPAN_COLUMNS = (*SPAN_FIELDS, "cause", "chunks", "first_output", "produced")

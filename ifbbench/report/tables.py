@@ -49,7 +49,7 @@ def print_report(run: RunData, console: Console) -> None:
     for table in (_throughput_table(known), _latency_table(known), _bound_table(known)):
         console.print(table)
         console.print()
-    console.print(bound_sentence(known, run.config), highlight=False, soft_wrap=True)
+    console.print(bound_sentence(known, run.config), highlight=False, markup=False, soft_wrap=True)
     _print_profile(run, console)
     _print_failures(run, console)
 
@@ -72,17 +72,28 @@ def settings_line(run: RunData) -> str:
 
 def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
     """Which limit left requests out or cut their chunks, and how often, in plain words."""
-    shares = known["bound_by"]
+    shares, failures = known["bound_by"], _failures_sentence(known)
     limits = sorted((name for name in shares if name != "none"), key=lambda name: -shares[name])
     binding = [name for name in limits if shares[name] > 0]
     if not known["iterations"]:
-        return "No iteration was run."
+        return f"No iteration was run.{failures}"
+    if not binding and failures:
+        return f"No limit left an admitted request out: every iteration ran all of them.{failures}"
     if not binding:
         return "No limit left any request out: every iteration ran all that had arrived."
     first, *others = [f"{_limit_in_words(name, known, config)} in {percent(shares[name])}" for name in binding]
     more = f", {' and '.join(others)}" if others else ""
     rest = f"{percent(shares.get('none'))} ran all that had arrived"
-    return f"Work was left out because of {first} of iterations{more}; {rest}."
+    return f"Work was left out because of {first} of iterations{more}; {rest}.{failures}"
+
+
+def _failures_sentence(known: dict[str, Any]) -> str:
+    """How many requests failed: limits of an iteration do not explain these."""
+    requests = known.get("requests") or {}
+    if not requests.get("failed"):
+        return ""
+    failed = f"{count(requests['failed'])} of {count(requests['total'])} requests"
+    return f" {failed} failed without a complete answer; the reasons are listed below."
 
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
@@ -143,10 +154,12 @@ def _bound_table(known: dict[str, Any]) -> Table:
     table.add_column("Iterations bound by")
     table.add_column("")
     table.add_column("share", justify="right")
-    for name, title in LIMIT_NAMES.items():
-        share = known["bound_by"].get(name, 0.0)
+    shares = known["bound_by"]
+    own = [name for name in shares if name not in LIMIT_NAMES]  # reasons of a user policy
+    for name in (*(name for name in LIMIT_NAMES if name != "none"), *own, "none"):
+        share = shares.get(name, 0.0)
         colour = "dim" if name == "none" else "cyan"
-        table.add_row(title, f"[{colour}]{bar(share)}[/{colour}]", percent(share))
+        table.add_row(escape(LIMIT_NAMES.get(name, name)), f"[{colour}]{bar(share)}[/{colour}]", percent(share))
     return table
 
 

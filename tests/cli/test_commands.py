@@ -51,6 +51,14 @@ def invoke(*arguments: str):
     return CliRunner().invoke(main, arguments, catch_exceptions=False)
 
 
+def test_reports_have_the_width_of_other_commands_in_a_pipe(runs, monkeypatch):
+    """A pipe has no width of its own; rich would wrap at 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("x" * 159))
+    assert "x" * 159 in invoke("report", "out").stdout.splitlines()
+    assert "x" * 159 in invoke("run", "trace.jsonl", "--output", "out").stdout.splitlines()
+
+
 def test_run_reports_and_says_where_results_are(runs):
     done = invoke("run", "trace.jsonl", "--output", "out")
     assert done.exit_code == 0

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.manager import SchedulerStalled
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.execution.null import NullExecutor
@@ -54,6 +55,18 @@ def test_the_documented_example_with_chunks():
     assert sorted(first[0]) == [(1, 5), (2, 5), (3, 2)]
     assert (sorted(second[0]), second[1]) == ([(3, 3), (4, 5)], [1, 2])
     assert third == ([(5, 9)], [2, 3, 4])
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
+def test_generation_requests_are_in_the_batch_by_lora_id_and_then_in_order(policy):
+    config = dataclasses.replace(SMALL, max_batch_size=6, max_num_tokens=24, policy=policy)
+    lora_ids = [2, None, 1, 2, None, 1]
+    requests = [Request(index, 2, 4, lora_task_id=lora_id) for index, lora_id in enumerate(lora_ids)]
+    executor = CheckingExecutor(config.tokens_per_block)
+    result = run(config, at_once(*requests), executor)
+    assert [request_id for request_id, _ in executor.frames[0][0]] == [1, 4, 2, 5, 0, 3]
+    assert [generation for _, generation in executor.frames[1:]] == [[1, 4, 2, 5, 0, 3]] * 3
+    assert [response.request.request_id for response in result.responses] == [1, 4, 2, 5, 0, 3]
 
 
 def test_hardware_parity_28_of_64_requests_run_at_once():
@@ -165,3 +178,22 @@ def test_higher_priority_enters_beyond_the_limit_and_holds_the_last():
     assert executor.frames[:3] == [([(0, 2), (1, 2)], []), ([], [0, 1]), ([(3, 2)], [0])]
     assert [len(record.paused) for record in result.records[:3]] == [0, 0, 1]
     assert result.records[2].active == 3
+
+
+@pytest.mark.parametrize("name", ["LeavesOutForFairness", "PausesForFairness"])
+def test_a_policy_may_give_reasons_of_its_own(name):
+    config = dataclasses.replace(SMALL, policy=f"tests.engine.odd_policies:{name}")
+    requests = [Request(index, 4, 3) for index in range(3)]
+    result = run(config, at_once(*requests), CheckingExecutor(4))
+    assert len(result.completed) == 3
+    reasons = {item.limit for record in result.records for item in record.blocked}
+    assert reasons == {"fairness"}
+    first = result.records[0].left_out
+    assert first is not None
+    assert (first.request.request_id, first.limit) == (1, "fairness")
+
+
+def test_a_policy_that_runs_no_request_is_reported_with_its_own_reason():
+    config = dataclasses.replace(SMALL, policy="tests.engine.odd_policies:StandsStill")
+    with pytest.raises(SchedulerStalled, match="request 0 by fairness"):
+        run(config, at_once(Request(0, 4, 3)), CheckingExecutor(4))

@@ -40,6 +40,12 @@ def chunked(batch_size, num_tokens, unit, longest=None, policy=FCFS):
             id="another beam width is passed over",
         ),
         pytest.param(
+            MicroBatchScheduler(4, 5),
+            [asks(1, 3, beam_width=width) for width in (2, 4, 2)],
+            "1:a1b1c1 2:A 2:B 2:C 1:.",
+            id="another beam width above the token budget ends the batch",
+        ),
+        pytest.param(
             MicroBatchScheduler(64, 4096),
             [asks(1024, 10, num_draft_tokens=17)] * 4,
             "1:a1024b1024c1024 1:d1024ABC 8:ABCD 1:D 1:.",

@@ -7,7 +7,7 @@ import pytest
 
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import TOKENS_ONLY
@@ -90,7 +90,7 @@ def test_a_trace_is_packed_in_its_order():
 
 
 def test_the_window_with_the_least_room_binds():
-    short, long = (CacheGeometry(32, window, 20_000) for window in (64, 20_000))
+    short, long = (AttentionWindow(32, window, 20_000) for window in (64, 20_000))
     found = fit(GUARANTEED, [request(320, 320)], limits(), ((long, 1000), (short, 10)))
     assert found.mean_blocks == 2 + 20
     assert found.by_blocks == 10 // 2

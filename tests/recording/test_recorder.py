@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.recording.virtual_run import limits, lines, run, trace_of
+from tests.recording.virtual_run import OWN_REASON, limits, lines, run, trace_of
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 ROWS = st.lists(
@@ -60,7 +60,8 @@ def test_spans_tile_every_life(
 
 def _check_iterations_against_spans(iterations: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
     """Every count of every iteration follows from the spans."""
-    counts: dict[str, Counter[int]] = {phase: Counter() for phase in ("context", "generation", "paused_now")}
+    phases = ("context", "generation", "waiting", "paused_now")
+    counts: dict[str, Counter[int]] = {phase: Counter() for phase in phases}
     tokens: Counter[int] = Counter()
     for span in spans:
         first, last = span["first_iteration"], span["last_iteration"]
@@ -71,14 +72,19 @@ def _check_iterations_against_spans(iterations: list[dict[str, Any]], spans: lis
         elif span["phase"] == "generation":
             for iteration in range(first, last + 1):
                 counts["generation"][iteration] += 1
-        elif span["phase"] == "paused":
-            counts["paused_now"][first] += 1
+        else:
+            for iteration in range(first, last + 1):
+                counts["waiting"][iteration] += 1
+            if span["phase"] == "paused":
+                counts["paused_now"][first] += 1
     for number, record in enumerate(iterations):
         assert record["Iteration Counter"] == number
         assert record["Context Requests"] == counts["context"][number]
         assert record["Generation Requests"] == counts["generation"][number]
         assert record["Total Context Tokens"] == tokens[number]
         assert record["Paused Requests"] == counts["paused_now"][number]
+        assert record["ifbbench"]["waiting"] == counts["waiting"][number]
+        assert record["ifbbench"]["queued"] <= record["ifbbench"]["waiting"]
         assert record["ifbbench"]["budget_used"] == tokens[number] + counts["generation"][number]
         assert record["Used KV cache blocks"] + record["Free KV cache blocks"] == record["Max KV cache blocks"]
 
@@ -144,6 +150,23 @@ def test_summary_is_the_sum_of_the_requests(directory: Path) -> None:
     span = max(request["end_s"] for request in requests) - min(request["arrival_s"] for request in requests)
     assert summary["output_throughput_tokens_per_s"] == pytest.approx(summary["output_tokens"] / span)
     assert sum(summary["bound_by"].values()) == pytest.approx(1.0)
+
+
+def test_reasons_of_a_user_policy_are_recorded_under_their_own_names(directory: Path) -> None:
+    """The policy admits one request at a time, for a reason that needs escaping in JSON."""
+    policy = "tests.recording.virtual_run:OneAtATime"
+    summary = run(trace_of([(0.0, 10, 3), (0.0, 5, 2)]), limits(policy), directory)
+    assert summary["requests"]["completed"] == 2
+    assert list(summary["bound_by"]) == ["batch_size", "num_tokens", "kv_blocks", "none", OWN_REASON]
+    assert summary["bound_by"][OWN_REASON] == pytest.approx(3 / 5)
+    assert sum(summary["bound_by"].values()) == pytest.approx(1.0)
+    iterations = lines(directory, "iterations.jsonl")
+    assert [record["ifbbench"]["bound_by"] for record in iterations] == [OWN_REASON] * 3 + ["none"] * 2
+    assert iterations[0]["ifbbench"]["first_left_out"] == {"request_id": 101, "reason": OWN_REASON}
+    causes = [span["cause"] for span in lines(directory, "spans.jsonl") if span["phase"] == "waiting"]
+    assert causes == [OWN_REASON]
+    second = lines(directory, "requests.jsonl")[1]["attribution_s"]
+    assert second[f"waiting_{OWN_REASON}"] == pytest.approx(0.012)
 
 
 def test_a_run_that_stops_early_is_marked_partial(directory: Path) -> None:

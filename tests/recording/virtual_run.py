@@ -7,9 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.policies import CapacityDecision, LeftOut
 from ifbbench.engine.request import Request
 from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.recording import run_directory
@@ -18,6 +21,22 @@ from ifbbench.replay.client import ReplayClient
 from ifbbench.workload.trace import Trace, TraceRequest
 
 NANOSECONDS_PER_TOKEN = 1_000_000
+OWN_REASON = 'the "fairness" rule'
+
+
+class OneAtATime:
+    """A user's policy: only one request runs at a time, the others are left out for `OWN_REASON`."""
+
+    def __init__(self, max_num_requests: int) -> None:
+        pass
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
+        if active.generation:
+            admitted, others = [], active.context
+        else:
+            admitted, others = active.context[:1], active.context[1:]
+        left_out = LeftOut(others[0], OWN_REASON) if others else None  # type: ignore[arg-type]
+        return CapacityDecision(admitted, left_out=left_out)
 
 
 class TickingExecutor:

@@ -14,6 +14,7 @@ from ifbbench.cli.main import main
 from ifbbench.engine.batch import Batch
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.replay.client import ReplayClient
 
 ARGUMENTS = ["run", "--device", "null", "--time_scale", "0", "--max_batch_size", "8", "--quiet", "--output"]
 
@@ -47,6 +48,21 @@ def test_an_interrupt_keeps_the_results(broken_run: tuple[Path, Result]) -> None
     directory, result = broken_run
     assert result.exit_code == 130
     check_partial(directory, result, iterations=300)
+
+
+def test_a_replay_that_makes_no_progress_ends_and_names_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_requests = ReplayClient.get_requests
+    monkeypatch.setattr(
+        ReplayClient, "get_requests", lambda self, count: get_requests(self, count) if self.answered < 40 else []
+    )
+    result = CliRunner().invoke(main, [*ARGUMENTS, str(tmp_path / "run"), "--concurrency", "1"])
+    assert result.exit_code == 1
+    assert "no progress" in result.output
+    assert "requests 40 were fetched and 40 answered; 0 wait in the engine and 1 in the client" in " ".join(
+        result.output.split()
+    )
 
 
 def real_run(directory: Path, *options: str) -> Result:

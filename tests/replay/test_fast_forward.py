@@ -1,5 +1,6 @@
 """Iterations advanced together leave the same files as iterations advanced one by one, to the last byte."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,19 @@ configs = st.fixed_dictionaries(
         "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True)]),
     }
 )
+# Contexts wait for tokens, which generation takes first, or for blocks, of which there are hardly enough for one.
+tight_configs = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization", "max_utilization"]),
+        "chunk_unit": st.sampled_from([4, 8]),
+        "chunking_policy": st.sampled_from(["first_come_first_served", "equal_progress"]),
+        "max_batch_size": st.integers(2, 8),
+        "max_num_tokens": st.integers(8, 14),
+        "num_blocks": st.integers(7, 26),
+        "tokens_per_block": st.just(8),
+        "reuse": st.sampled_from([ReuseRules(), ReuseRules(), ReuseRules(enabled=True)]),
+    }
+)
 
 
 def trace_of(rows: list[tuple[int, int, int, int, float]]) -> Trace:
@@ -138,6 +152,43 @@ def test_together_is_as_one_by_one(
     recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency)
     event(f"advanced together: {recorder.together > 0}")
     assert files(folder / "together") == files(folder / "apart")
+
+
+crowded_requests = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 40]), st.integers(1, 40), st.integers(1, 20), st.integers(0, 3),
+        st.sampled_from([0.5, 0.5, 0.5, 0.9]),
+    ),
+    min_size=2, max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=crowded_requests, changes=tight_configs)
+def test_together_is_as_one_by_one_while_contexts_wait(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], changes: dict[str, Any]
+) -> None:
+    config, trace, folder = config_of(max_input_len=95, **changes), trace_of(rows), tmp_path_factory.mktemp("runs")
+    run(trace, config, folder / "apart", together=False)
+    recorder = run(trace, config, folder / "together", together=True)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+
+
+def test_a_context_that_waits_for_tokens_keeps_its_claim_on_blocks(tmp_path: Path) -> None:
+    """Request 1 fits the KV cache but not the token budget. When request 2 starts a block, request 1's claim and its
+    need exceed the free blocks: request 2 is paused, and request 1 gets the tokens."""
+    rows = [(2, 9), (25, 1), (1, 9)]
+    trace = Trace("t", [TraceRequest(i, 0.0, prompt, new, new) for i, (prompt, new) in enumerate(rows)], "0" * 64, "")
+    config = config_of(
+        policy="max_utilization", tokens_per_block=8, chunk_unit=8, num_blocks=7, max_num_tokens=9, max_input_len=95
+    )
+    run(trace, config, tmp_path / "apart", together=False)
+    run(trace, config, tmp_path / "together", together=True)
+    assert files(tmp_path / "together") == files(tmp_path / "apart")
+    lines = [json.loads(line) for line in files(tmp_path / "together")["iterations.jsonl"].splitlines()]
+    assert [entry["request_id"] for entry in lines[8]["ifbbench"]["paused"]] == [2]
+    assert lines[8]["Total Context Tokens"] == 8
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])

@@ -1,12 +1,14 @@
 """What the tables say."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ifbbench.report.figures import figures
 from ifbbench.report.load import load_run
 from ifbbench.report.sweep_table import print_sweep
 from ifbbench.report.tables import bound_sentence, print_report
@@ -63,6 +65,47 @@ def test_sentence_says_which_limit_and_how_often() -> None:
     )
     known["bound_by"] = {"none": 1.0}
     assert bound_sentence(known, {}).startswith("No limit left any request out")
+
+
+def test_limits_of_a_user_policy_are_reported_under_their_own_names(tmp_path: Path) -> None:
+    shares = {"batch_size": 0.0, "num_tokens": 0.25, "kv_blocks": 0.0, "none": 0.25, "fair [share]": 0.5}
+    known: dict[str, Any] = {"iterations": 8, "bound_by": shares}
+    assert bound_sentence(known, {"max_num_tokens": 64}) == (
+        "Work was left out because of fair [share] in 50 % of iterations, max_num_tokens (64) in 25 %; "
+        "25 % ran all that had arrived."
+    )
+    directory = finish(write_documentation_run(tmp_path / "docs"))
+    summary = json.loads((directory / "summary.json").read_text()) | {"bound_by": shares}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    text = printed(directory)
+    assert any(line.startswith("fair [share] ") and line.endswith("50 %") for line in map(str.strip, text.splitlines()))
+    assert "because of fair [share] in 50 %" in text
+
+
+def test_figures_of_a_killed_run_have_the_limits_of_a_user_policy(tmp_path: Path) -> None:
+    directory = write_documentation_run(tmp_path / "docs")
+    lines = (directory / "iterations.jsonl").read_text()
+    (directory / "iterations.jsonl").write_text(lines.replace('"bound_by": "num_tokens"', '"bound_by": "fairness"'))
+    shares = figures(load_run(directory))["bound_by"]
+    assert list(shares) == ["batch_size", "num_tokens", "kv_blocks", "none", "fairness"]
+    assert shares["fairness"] == pytest.approx(3 / 12)
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_refused_requests_are_named_where_no_limit_was_reached() -> None:
+    known: dict[str, Any] = {"iterations": 50, "bound_by": {"none": 1.0}, "requests": {"total": 5, "failed": 4}}
+    sentence = bound_sentence(known, {})
+    assert "No limit left any request out" not in sentence
+    assert sentence == (
+        "No limit left an admitted request out: every iteration ran all of them. 4 of 5 requests failed without "
+        "a complete answer; the reasons are listed below."
+    )
+    known["bound_by"] = {"num_tokens": 0.5, "none": 0.5}
+    assert bound_sentence(known, {}).endswith(
+        "4 of 5 requests failed without a complete answer; the reasons are listed below."
+    )
+    known["iterations"] = 0
+    assert bound_sentence(known, {}).startswith("No iteration was run. 4 of 5 requests failed")
 
 
 def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixture[str]) -> None:

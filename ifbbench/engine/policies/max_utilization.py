@@ -104,6 +104,8 @@ class _Walk:
         self.pages.claim(request)
         if request.in_context:
             self.decision.admitted.append(request)
+            # It may wait for tokens while it claims blocks, which then lack when generation needs one.
+            self.decision.stands_until_block = True
 
     def _last_started(self) -> Request | None:
         tails = [self.started_context[-1:], self.generation[self.started_generation - 1 : self.started_generation]]

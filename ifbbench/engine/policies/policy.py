@@ -28,10 +28,10 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A request that does not run in this iteration, and the limit that keeps it out."""
+    """A request that does not run in this iteration, and why: a `Limit`, or a policy's own word for its reason."""
 
     request: Request
-    limit: Limit
+    limit: Limit | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Pause:
 
     victim: Request
     beneficiary: Request
-    limit: Limit
+    limit: Limit | str
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class CapacityDecision:
     paused: in the order of the decision.
     left_out: the first request of the active list that does not fit and is not paused.
     generation_first: whether generation comes before context in the order; otherwise it is the order of the list.
+    stands_until_block: of a steady policy: the decision may be another one as soon as generation takes a block.
     """
 
     admitted: list[Request] = field(default_factory=list)
@@ -60,6 +61,7 @@ class CapacityDecision:
     paused: list[Pause] = field(default_factory=list)
     left_out: LeftOut | None = None
     generation_first: bool = True
+    stands_until_block: bool = False
 
 
 class CapacityPolicy(Protocol):
