@@ -207,61 +207,48 @@ class Study:
         config, model, pool, contiguous = self.config, self.model, self.pool, self.contiguous
         limits = ("policy", "type", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len",
                   "max_beam_width", "tokens_per_block", "enable_chunked_context")  # fmt: skip
-        means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")
         requests = None
         if self.requests:
+            means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")
+            # Prompts of mean length in an iteration without other requests.
+            prompts_per_iteration = self.limits.max_num_tokens / self.mean("prompt_len")
             requests = {
-                "count": len(self.requests),
-                "refused": self.refused,
-                # Prompts of mean length in an iteration without other requests.
-                "prompts_per_iteration": self.limits.max_num_tokens / self.mean("prompt_len"),
+                "count": len(self.requests), "refused": self.refused, "prompts_per_iteration": prompts_per_iteration,
                 **{f"mean_{name}": self.mean(name) for name in means},
+            }  # fmt: skip
+        windows = [
+            {
+                "attention_window": window.attention_window.size,
+                "sink_tokens": window.attention_window.sink,
+                "layers": len(window.layout.layers),
+                "bytes_per_token": window.bytes_per_token,
+                "bytes_per_block": window.bytes_per_block,
+                "blocks": window.num_blocks,
+                "tokens": window.num_blocks * window.attention_window.tokens_per_block,
+                "blocks_of_run": window.layout.num_blocks,
+                "host_blocks": window.layout.num_host_blocks,
             }
+            for window in pool.windows
+        ]
         return {
-            "model": {
-                "name": config.model,
-                "parameters": model.num_parameters,
-                "layers": model.num_layers,
-                "dtype": config.dtype,
-            },
+            "model": {"name": config.model, "parameters": model.num_parameters, "layers": model.num_layers,
+                      "dtype": config.dtype},
             "device": self.device.name,
-            "memory": {
-                "free_bytes": self.device.free_bytes,
-                "weight_bytes": pool.weight_bytes,
-                "kv_budget_bytes": pool.budget_bytes,
-            },
+            "memory": {"free_bytes": self.device.free_bytes, "weight_bytes": pool.weight_bytes,
+                       "kv_budget_bytes": pool.budget_bytes},
             "limits": {name: getattr(config, name) for name in limits},
             "kv_cache": {
-                "type": config.kv_cache_type,
-                "dtype": config.kv_cache_dtype or config.dtype,
-                "bytes": pool.kv_bytes,
-                "bytes_per_token": pool.bytes_per_token,
-                "longest_sequence_tokens": self.longest_sequence,
-                "windows": [_window_as_dict(window) for window in pool.windows],
+                "type": config.kv_cache_type, "dtype": config.kv_cache_dtype or config.dtype, "bytes": pool.kv_bytes,
+                "bytes_per_token": pool.bytes_per_token, "longest_sequence_tokens": self.longest_sequence,
+                "windows": windows,
             },
             "requests": requests,
             "at_once": [found.as_dict() for found in self.fits],
             "contiguous": {
-                "positions_per_request": contiguous.positions,
-                "bytes_per_request": contiguous.bytes_per_request,
-                "by_memory": contiguous.fit,
-                "at_once": contiguous.at_once,
+                "positions_per_request": contiguous.positions, "bytes_per_request": contiguous.bytes_per_request,
+                "by_memory": contiguous.fit, "at_once": contiguous.at_once,
             },
-        }
-
-
-def _window_as_dict(window: PoolWindow) -> dict[str, int]:
-    return {
-        "attention_window": window.attention_window.size,
-        "sink_tokens": window.attention_window.sink,
-        "layers": len(window.layout.layers),
-        "bytes_per_token": window.bytes_per_token,
-        "bytes_per_block": window.bytes_per_block,
-        "blocks": window.num_blocks,
-        "tokens": window.num_blocks * window.attention_window.tokens_per_block,
-        "blocks_of_run": window.layout.num_blocks,
-        "host_blocks": window.layout.num_host_blocks,
-    }
+        }  # fmt: skip
 
 
 def study(config: RunConfig, requests: Sequence[TraceRequest] = (), memory_bytes: int | None = None) -> Study:

@@ -182,8 +182,16 @@ def print_explanation(explained: Explanation, console: Console) -> None:
     console.print()
     console.print(_operations_table(explained))
     console.print()
-    for sentence in _sentences(explained):
-        console.print(sentence, highlight=False)
+    device_s, host_s = explained.device_ns / NANOSECONDS, explained.host_ns / NANOSECONDS
+    outputs = explained.work.outputs
+    console.print(
+        f"The host takes [bold]{duration(host_s)}[/bold] to schedule {explained.step.num_requests:,} requests, hidden "
+        "behind the device with --enable_trt_overlap.", highlight=False,
+    )  # fmt: skip
+    console.print(
+        f"{outputs:,} tokens come out: [bold]{outputs / (device_s + host_s):,.0f}[/bold] a second if iterations like "
+        f"this one follow each other, {outputs / max(device_s, host_s):,.0f} with overlap.", highlight=False,
+    )  # fmt: skip
     console.print()
     console.print(_memory_table(explained))
     console.print()
@@ -260,18 +268,6 @@ def _reached(operation: OperationCost) -> str:
     if operation.limit in ("memory", "network"):
         return scaled(operation.bytes / operation.seconds, "B/s")
     return ""
-
-
-def _sentences(explained: Explanation) -> list[str]:
-    device_s, host_s = explained.device_ns / NANOSECONDS, explained.host_ns / NANOSECONDS
-    outputs = explained.work.outputs
-    hidden = max(device_s, host_s)
-    return [
-        f"The host takes [bold]{duration(host_s)}[/bold] to schedule {explained.step.num_requests:,} requests, "
-        f"hidden behind the device with --enable_trt_overlap.",
-        f"{outputs:,} tokens come out: [bold]{outputs / (device_s + host_s):,.0f}[/bold] a second if iterations like "
-        f"this one follow each other, {outputs / hidden:,.0f} with overlap.",
-    ]
 
 
 def _memory_table(explained: Explanation) -> Group:

@@ -49,14 +49,6 @@ class Scenario:
     concurrency: int | None = None
     chunk_budget: int | None = None
 
-    def trace(self) -> Trace:
-        """The requests as a trace."""
-        requests = [
-            TraceRequest(index, 0.0, prompt_len, max_new_tokens=output_len, output_len=output_len)
-            for index, (prompt_len, output_len) in enumerate(self.lengths)
-        ]
-        return Trace("calibration", requests, sha256="", source="calibration")
-
     def fits(self, limits: BatchingConfig) -> bool:
         """Whether no request is refused, or has to wait for a batch slot or blocks."""
         at_once = self.concurrency or len(self.lengths)
@@ -186,7 +178,9 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
             limits, max_num_tokens=scenario.chunk_budget, chunk_unit=limits.tokens_per_block,
             max_input_len=limits.max_seq_len - 1,
         )  # fmt: skip
-    clock, trace = engine.clock, scenario.trace()
+    requests = [TraceRequest(index, 0.0, prompt_len, max_new_tokens=output_len, output_len=output_len)
+                for index, (prompt_len, output_len) in enumerate(scenario.lengths)]  # fmt: skip
+    clock, trace = engine.clock, Trace("calibration", requests, sha256="", source="calibration")
     client = ReplayClient(
         trace, clock, request_maker(engine), concurrency=scenario.concurrency, keeps_arrivals=False, keeps_outputs=False
     )

@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from ifbbench.config import RunConfig, setting, settings
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording.run_directory import RESULTS
+from ifbbench.replay.run import RunResult
 from ifbbench.workload.load import load_trace
 
 SWEEP_FILE = "sweep.csv"
@@ -140,17 +141,7 @@ def _value(text: str) -> Any:
     return text
 
 
-class FinishedRun(Protocol):
-    """What a sweep reads of the result of a run."""
-
-    @property
-    def summary(self) -> Mapping[str, Any]: ...
-
-    @property
-    def failed(self) -> int: ...
-
-
-RunPoint = Callable[[str | None, RunConfig], FinishedRun]
+RunPoint = Callable[[str | None, RunConfig], RunResult]
 """Runs one point, given the trace and the settings of the point, `output` included."""
 
 OnPoint = Callable[[int, int, str, str], None]

@@ -122,42 +122,62 @@ class CostModel:
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
         """The parts of `device_ns`, in the order of the forward pass."""
-        tokens, outputs = work.num_tokens, work.outputs
-        qkv, attention_output, gate_up, down = self._products(tokens)
+        embedding, qkv, *others, kernel_starts = self._of_tokens(work.num_tokens)
+        # Preparation that only iterations with context need.
+        context_s = self.hardware.constants.context_s if work.context_tokens else 0.0
         done = (
-            self._embedding(tokens), qkv, self._context_attention(work), self._generation_attention(work),
-            attention_output, gate_up, down, self._element_wise(tokens), self._all_reduces(tokens),
-            self._pipeline(tokens), self._output_layer(outputs), self._sampling(outputs), self._kernel_starts(),
-            self._context_start(work),
+            embedding, qkv, self._context_attention(work), self._generation_attention(work), *others,
+            *self._of_outputs(work.outputs), kernel_starts, OperationCost("context start", 0, 0, context_s, "latency"),
         )  # fmt: skip
         with_launches = work.context_tokens > 0 or not self._cuda_graphs
         waited = self._launch_ns / NANOSECONDS - sum(operation.seconds for operation in done)
         waiting = OperationCost("waiting for launches", 0, 0, max(waited, 0.0) if with_launches else 0.0, "launch")
         return (*done, waiting)
 
-    # Operations that depend on the number of tokens only.
+    # Operations that depend on the numbers of tokens and outputs only.
 
     def _without_attention_ns(self, tokens: int, outputs: int) -> float:
         """Nanoseconds of these operations together, cached because the same numbers recur."""
         of_tokens = self._ns_of_tokens.get(tokens)
         if of_tokens is None:
-            of_tokens = self._ns_of_tokens[tokens] = NANOSECONDS * _seconds(
-                self._embedding(tokens), *self._products(tokens), self._element_wise(tokens), self._all_reduces(tokens),
-                self._pipeline(tokens), self._kernel_starts(),
-            )  # fmt: skip
+            seconds = sum(operation.seconds for operation in self._of_tokens(tokens))
+            of_tokens = self._ns_of_tokens[tokens] = NANOSECONDS * seconds
         of_outputs = self._ns_of_outputs.get(outputs)
         if of_outputs is None:
-            operations = self._output_layer(outputs), self._sampling(outputs)
-            of_outputs = self._ns_of_outputs[outputs] = NANOSECONDS * _seconds(*operations)
+            seconds = sum(operation.seconds for operation in self._of_outputs(outputs))
+            of_outputs = self._ns_of_outputs[outputs] = NANOSECONDS * seconds
         return of_tokens + of_outputs
 
-    def _products(self, tokens: int) -> tuple[OperationCost, OperationCost, OperationCost, OperationCost]:
+    def _of_tokens(self, tokens: int) -> tuple[OperationCost, ...]:
+        """Operations on all tokens, in the order of the forward pass."""
         shard, hidden = self.shard, self.shard.model.hidden_size
+        # Two norms with residual, rotary embedding with cache write, and the activation, in each layer. What fits the
+        # last-level cache from one kernel to the next does not move through memory.
+        norms = 2 * hidden * (3 * shard.compute_bytes + shard.input_bytes)
+        rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
+        activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
+        beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
+        transferred = (shard.pp_size - 1) * tokens * hidden * shard.compute_bytes
+        kernel_starts_s = self._kernels * self.hardware.constants.kernel_s
         return (
+            self._moving("embedding", 2 * tokens * hidden * shard.compute_bytes),
             self._layer_product("QKV product", tokens, hidden, shard.query_size + 2 * shard.kv_size),
             self._layer_product("attention output product", tokens, shard.query_size, hidden),
             self._layer_product("gate and up product", tokens, hidden, shard.gate_up_size),
             self._layer_product("down product", tokens, shard.intermediate_size, hidden),
+            self._moving("element-wise", shard.model.num_layers * beyond_cache),
+            self._all_reduces(tokens),
+            OperationCost("pipeline transfer", 0, transferred, transferred / self._network_bytes_per_s, "network"),
+            OperationCost("kernel starts", 0, 0, kernel_starts_s, "latency"),
+        )
+
+    def _of_outputs(self, outputs: int) -> tuple[OperationCost, ...]:
+        """Logits and sampling of `outputs` tokens. The weights of the output layer stay in 16 bits."""
+        hidden, vocabulary = self.shard.model.hidden_size, self.shard.vocab_size
+        moved = (hidden * vocabulary + outputs * (hidden + vocabulary)) * self.shard.compute_bytes
+        return (
+            self._product("output layer", 2.0 * outputs * hidden * vocabulary, moved, self._output_flops_per_s),
+            self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT),
         )
 
     def _layer_product(self, name: str, tokens: int, inputs: int, outputs: int) -> OperationCost:
@@ -168,37 +188,13 @@ class CostModel:
         flops = 2.0 * tokens * inputs * outputs
         return self._product(name, layers * flops, layers * (weights + activations), self._flops_per_s)
 
-    def _output_layer(self, outputs: int) -> OperationCost:
-        """Logits of `outputs` tokens. The weights stay in 16 bits."""
-        hidden, vocabulary = self.shard.model.hidden_size, self.shard.vocab_size
-        moved = (hidden * vocabulary + outputs * (hidden + vocabulary)) * self.shard.compute_bytes
-        return self._product("output layer", 2.0 * outputs * hidden * vocabulary, moved, self._output_flops_per_s)
-
     def _product(self, name: str, flops: float, moved: float, flops_per_s: float) -> OperationCost:
         """A matrix product; without rows it takes no time."""
         if not flops:
             return OperationCost(name, 0, 0, 0.0, "memory")
         compute, memory = flops / flops_per_s, moved / self._bytes_per_s
-        return OperationCost(
-            name, flops, moved, math.hypot(compute, memory), "compute" if compute > memory else "memory"
-        )
-
-    def _embedding(self, tokens: int) -> OperationCost:
-        """One row read and written per token."""
-        return self._moving("embedding", 2 * tokens * self.shard.model.hidden_size * self.shard.compute_bytes)
-
-    def _element_wise(self, tokens: int) -> OperationCost:
-        """Two norms with residual, rotary embedding with cache write, and the activation, in each layer. What fits the
-        last-level cache from one kernel to the next does not move through memory."""
-        shard = self.shard
-        norms = 2 * shard.model.hidden_size * (3 * shard.compute_bytes + shard.input_bytes)
-        rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
-        activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
-        beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
-        return self._moving("element-wise", shard.model.num_layers * beyond_cache)
-
-    def _sampling(self, outputs: int) -> OperationCost:
-        return self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT)
+        limit = "compute" if compute > memory else "memory"
+        return OperationCost(name, flops, moved, math.hypot(compute, memory), limit)
 
     def _moving(self, name: str, moved: float) -> OperationCost:
         return OperationCost(name, 0, moved, moved / self._bytes_per_s, "memory")
@@ -216,20 +212,6 @@ class CostModel:
         limit = "network" if flow > latency else "latency"
         return OperationCost("all-reduces", 0, count * moved, count * (latency + flow), limit)
 
-    def _pipeline(self, tokens: int) -> OperationCost:
-        """Hidden states move from stage to stage."""
-        moved = (self.shard.pp_size - 1) * tokens * self.shard.model.hidden_size * self.shard.compute_bytes
-        return OperationCost("pipeline transfer", 0, moved, moved / self._network_bytes_per_s, "network")
-
-    def _kernel_starts(self) -> OperationCost:
-        """From the end of each kernel to the full speed of the next."""
-        return OperationCost("kernel starts", 0, 0, self._kernels * self.hardware.constants.kernel_s, "latency")
-
-    def _context_start(self, work: StepWork) -> OperationCost:
-        """Preparation that only iterations with context need."""
-        seconds = self.hardware.constants.context_s if work.context_tokens else 0.0
-        return OperationCost("context start", 0, 0, seconds, "latency")
-
     # Attention, which depends on the positions of the tokens in their sequences.
 
     def _context_attention(self, work: StepWork) -> OperationCost:
@@ -246,7 +228,3 @@ class CostModel:
         seconds = keys * self._ns_per_kv_token / NANOSECONDS
         moved = keys * self._kv_bytes_per_token
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
-
-
-def _seconds(*operations: OperationCost) -> float:
-    return sum(operation.seconds for operation in operations)

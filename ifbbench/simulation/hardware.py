@@ -135,7 +135,8 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
         )
     with located(str(path), "Correct the file."):
         values = _read(path)
-        architecture = choice(values.get("architecture"), "architecture", _architectures())
+        architectures = sorted(file.stem for file in ARCHITECTURES.glob(f"*{SUFFIX}"))
+        architecture = choice(values.get("architecture"), "architecture", architectures)
         own_constants = table(values.get("constants", {}), "constants", CONSTANTS)
         constants = _numbers(_read(ARCHITECTURES / f"{architecture}{SUFFIX}"), CONSTANTS)
         constants |= _numbers(own_constants, own_constants, "constants.")
@@ -157,10 +158,6 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
         )
 
 
-def _architectures() -> list[str]:
-    return sorted(path.stem for path in ARCHITECTURES.glob(f"*{SUFFIX}"))
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -180,17 +177,14 @@ def _numbers(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") 
 
 def write_profile(profile: HardwareProfile, path: Path, remark: str) -> None:
     """Write `profile` to a file that `load_hardware` reads; its name becomes that of the file. remark: first line."""
-    path.write_text("\n".join([f"# {remark}", *_lines(profile)]) + "\n", encoding="utf-8")
-
-
-def _lines(profile: HardwareProfile) -> Iterator[str]:
     values = dataclasses.asdict(profile)
-    tables = {name: values.pop(name) for name in TITLES}
     del values["name"]
-    yield from _pairs(values)
+    tables = {name: values.pop(name) for name in TITLES}
+    lines = [f"# {remark}", *_pairs(values)]
     for name, pairs in tables.items():
         if pairs:
-            yield from ("", f"[{name}]  # {TITLES[name]}", *_pairs(pairs))
+            lines += ["", f"[{name}]  # {TITLES[name]}", *_pairs(pairs)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _pairs(values: Mapping[str, object]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.sweep import Axis, grid, parse_axes, parse_axis, point_label, read_sweep, run_sweep
+from ifbbench.replay.run import RunResult
 
 
 @pytest.mark.parametrize(
@@ -69,12 +70,6 @@ def test_labels_are_file_names_and_differ():
 
 
 @dataclass
-class Finished:
-    summary: dict[str, Any]
-    failed: int = 0
-
-
-@dataclass
 class PretendedRuns:
     """Writes what a run would, and remembers the points; `errors` and `failed` say which batch sizes go wrong."""
 
@@ -82,7 +77,7 @@ class PretendedRuns:
     failed: dict[int, int] = field(default_factory=dict)
     configs: list[RunConfig] = field(default_factory=list)
 
-    def __call__(self, source: str | None, config: RunConfig) -> Finished:
+    def __call__(self, source: str | None, config: RunConfig) -> RunResult:
         self.configs.append(config)
         size = config.max_batch_size or 0
         if size in self.errors:
@@ -90,7 +85,7 @@ class PretendedRuns:
         directory = Path(str(config.output))
         directory.mkdir()
         (directory / "run.json").write_text("{}")
-        return Finished({"ttft_s": {"p99": size / 10}, "partial": False}, self.failed.get(size, 0))
+        return RunResult(directory, {"ttft_s": {"p99": size / 10}, "partial": False}, self.failed.get(size, 0))
 
 
 def sweep(runs: PretendedRuns, directory: Path, *over: str, **values: Any):
