@@ -10,14 +10,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.api.cache_layout import cache_layout, windows_of_layers
+from ifbbench.api.resolve import resolve_limits
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.config import load_model_config
 from ifbbench.report.units import bar, percent
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
-from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory
+from ifbbench.simulation.shard import MemoryPlan, plan_memory
 from ifbbench.simulation.step_work import StepWork
 
 MAX_REQUESTS = 1_000_000
@@ -112,16 +113,21 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
             "or the path of a .toml file."
         )
     model, hardware = load_model_config(config.model), load_hardware(config.hardware)
+    # A step may be longer than max_seq_len.
+    longest = max(length for _, length in step.sequences)
+    max_seq_len = max(config.max_seq_len or model.max_position_embeddings, longest)
+    max_batch_size = config.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+    config = config.with_values(max_seq_len=max_seq_len, max_batch_size=max_batch_size)
+    config = resolve_limits(config, max_seq_len, hardware.is_cpu)
     cost_model = CostModel(
-        model, hardware, dtype=config.dtype or hardware.default_dtype, kv_cache_dtype=config.kv_cache_dtype,
-        tp_size=config.tp_size, pp_size=config.pp_size, cuda_graphs=cuda_graphs,
+        model, hardware, dtype=config.weight_dtype, kv_cache_dtype=config.kv_cache_dtype, tp_size=config.tp_size,
+        pp_size=config.pp_size, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     memory = plan_memory(
-        cost_model.shard, hardware, max_num_tokens=config.max_num_tokens,
-        max_batch_size=config.max_batch_size or DEFAULT_MAX_BATCH_SIZE,
+        cost_model.shard, hardware, max_num_tokens=config.max_num_tokens, max_batch_size=max_batch_size,
         kv_fraction=config.kv_cache_free_gpu_mem_fraction,
     )  # fmt: skip
-    layout = _layout(config, model, cost_model.shard, step)
+    layout = cache_layout(config, model, memory_bytes=None)
     work = step.work(windows_of_layers(layout, model))
     return Explanation(
         model=config.model,
@@ -135,15 +141,6 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
         kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token),
         step_kv_tokens=step.kv_tokens(layout),
     )
-
-
-def _layout(config: RunConfig, model: ModelConfig, shard: Shard, step: Step) -> CacheLayout:
-    """The attention window of each layer, as in a run. The number of blocks does not matter here. A step may be longer
-    than max_seq_len."""
-    longest = max(length for _, length in step.sequences)
-    max_seq_len = max(config.max_seq_len or model.max_position_embeddings, longest)
-    config = config.with_values(max_seq_len=max_seq_len, dtype=shard.dtype, kv_cache_dtype=shard.kv_cache_dtype)
-    return cache_layout(config, model, memory_bytes=None)
 
 
 def parse_step(context: Iterable[str], generation: Iterable[str]) -> Step:

@@ -89,11 +89,6 @@ class HardwareProfile:
     def is_cpu(self) -> bool:
         return self.architecture == "cpu"
 
-    @property
-    def default_dtype(self) -> str:
-        """Default data type of weights."""
-        return "float32" if self.is_cpu else "bf16"
-
     def check_dtype(self, dtype: str) -> None:
         """InputError if the hardware has no matrix products for weights in `dtype`."""
         # Weights of 4 bits are multiplied in 16, and so is the output layer beside weights of 8.

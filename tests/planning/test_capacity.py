@@ -117,7 +117,7 @@ def test_a_smaller_data_type_makes_room_for_more():
     ("free_bytes", "words"),
     [(1000, ["weights of model tiny", "19,997,696", "1,000 free"]), (20_000_000, ["single KV cache block"])],
 )
-def test_too_little_memory_is_told(free_bytes, words):
+def test_too_little_memory_is_refused(free_bytes, words):
     with pytest.raises(InputError) as error:
         make_pool(resolved(), TINY, Device("here", free_bytes))
     assert all(word in str(error.value) for word in words)
@@ -185,7 +185,7 @@ def test_free_memory_of_a_gpu_is_asked_for(monkeypatch):
     assert find_device(RunConfig(max_tokens_in_paged_kvcache=9)) == Device("cuda", 5 * GIB), "a size yields to it"
 
 
-def test_what_is_known_of_types_is_what_runs_know():
+def test_sizes_of_data_types_are_those_of_torch():
     assert {name: dtype.itemsize for name, dtype in data_types.KV_CACHE_DTYPES.items()} == {
         name: size for name, size in DTYPE_BYTES.items() if name in KV_CACHE_DTYPES
     }

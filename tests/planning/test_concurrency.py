@@ -1,4 +1,4 @@
-"""How many requests run at once: counted by hand, and as many as the engine then runs."""
+"""How many requests run at once, compared with counting by hand and with the engine."""
 
 import dataclasses
 from typing import Any
@@ -132,7 +132,7 @@ def run_many(config: BatchingConfig, one: TraceRequest, count: int) -> engine.Ru
     return run
 
 
-def most_at_once(run: engine.Run) -> int:
+def max_at_once(run: engine.Run) -> int:
     return max(record.num_generation + len(record.context) + record.idle for record in run.records)
 
 
@@ -151,18 +151,18 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", CASES)
-def test_as_many_run_as_guaranteed_no_evict_lets(changes):
+def test_the_engine_runs_the_predicted_number_under_guaranteed_no_evict(changes):
     config = limits(**SMALL | changes)
     one = request(10, 60, 80)
-    assert most_at_once(run_many(config, one, 50)) == fit_of(GUARANTEED, one, config).at_once
+    assert max_at_once(run_many(config, one, 50)) == fit_of(GUARANTEED, one, config).at_once
 
 
 @pytest.mark.parametrize("changes", [changes for changes in CASES if "chunk_unit" not in changes])
 @pytest.mark.parametrize("batching", [{"policy": "static_batch"}, {"batching_type": BatchingType.V1}])
-def test_as_many_run_as_form_a_static_batch(changes, batching):
+def test_the_engine_runs_the_predicted_number_in_a_static_batch(changes, batching):
     config = limits(**SMALL | changes | batching)
     one = request(10, 6, 9)
-    assert most_at_once(run_many(config, one, 50)) == fit_of(STATIC, one, config).at_once
+    assert max_at_once(run_many(config, one, 50)) == fit_of(STATIC, one, config).at_once
 
 
 def test_a_prompt_that_is_cut_waits_for_the_first_static_batch_to_end():
@@ -172,20 +172,20 @@ def test_a_prompt_that_is_cut_waits_for_the_first_static_batch_to_end():
 
 
 @pytest.mark.parametrize(("prompt_len", "output_len"), [(10, 20), (8, 1), (8, 2), (9, 40), (12, 17)])
-def test_max_utilization_pauses_nobody_of_as_many_as_fit_at_their_end(prompt_len, output_len):
+def test_max_utilization_pauses_none_of_the_requests_that_fit_at_their_end(prompt_len, output_len):
     config = limits(**SMALL | {"policy": "max_utilization", "max_batch_size": 90, "max_num_tokens": 1000})
     one = request(prompt_len, output_len, 50)
-    most = fit_of(AT_END, one, config).at_once
+    at_once = fit_of(AT_END, one, config).at_once
     assert fit_of(AT_END, one, config).bound_by is Limit.KV_BLOCKS
-    assert not any(record.paused for record in run_many(config, one, most).records)
-    more = run_many(config, one, most + 1)
-    if most < fit_of(AT_START, one, config).at_once:
+    assert not any(record.paused for record in run_many(config, one, at_once).records)
+    more = run_many(config, one, at_once + 1)
+    if at_once < fit_of(AT_START, one, config).at_once:
         assert any(record.paused for record in more.records)
     else:
-        assert most_at_once(more) == most
+        assert max_at_once(more) == at_once
 
 
-def test_max_utilization_starts_as_many_as_have_room_for_their_prompts():
+def test_max_utilization_starts_the_requests_whose_prompts_fit():
     config = limits(**SMALL | {"policy": "max_utilization", "max_batch_size": 90, "max_num_tokens": 1000})
     one = request(10, 20)
     run = run_many(config, one, 50)

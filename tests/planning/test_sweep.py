@@ -41,7 +41,7 @@ def test_an_axis(text, axis):
         ("output=a,b", "output says where results go"),
     ],
 )
-def test_a_bad_axis_is_told_with_what_was_expected(text, words):
+def test_a_bad_axis_names_what_was_expected(text, words):
     with pytest.raises(InputError) as error:
         parse_axis(text)
     assert words in str(error.value)
@@ -89,14 +89,14 @@ class PretendedRuns:
 
 
 def sweep(runs: PretendedRuns, directory: Path, *over: str, **values: Any):
-    told: list[tuple[int, int, str, str]] = []
+    calls: list[tuple[int, int, str, str]] = []
     base = RunConfig(output=str(directory), **values)
-    result = run_sweep(None, base, parse_axes(over), runs, lambda *point: told.append(point))
-    return result, told
+    result = run_sweep(None, base, parse_axes(over), runs, lambda *point: calls.append(point))
+    return result, calls
 
 
 def test_each_point_has_a_directory_and_a_row(tmp_path):
-    result, told = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8,16", "seed=1,2", max_num_tokens=64)
+    result, calls = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8,16", "seed=1,2", max_num_tokens=64)
     table = read_sweep(result.directory)
     assert table.over == ["max_batch_size", "seed"]
     assert [(row["max_batch_size"], row["seed"], row["ttft_s.p99"]) for row in table.rows] == [
@@ -106,7 +106,7 @@ def test_each_point_has_a_directory_and_a_row(tmp_path):
     assert (first["error"], first["max_num_tokens"], first["partial"]) == (None, 64, False)
     assert (tmp_path / "s" / "max_batch_size=8,seed=1" / "run.json").is_file()
     assert (result.points, result.failed) == (4, 0)
-    assert told[-1] == (4, 4, "max_batch_size=16,seed=2", "")
+    assert calls[-1] == (4, 4, "max_batch_size=16,seed=2", "")
 
 
 @pytest.mark.parametrize("error", [InputError("too small\nfor a block"), RuntimeError("too small for a block")])
@@ -205,7 +205,7 @@ def test_a_missing_trace_is_refused_before_anything_is_made(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_a_grid_is_told_apart_by_one_joined_column(tmp_path):
+def test_the_axes_of_a_grid_are_joined_in_one_column(tmp_path):
     result, _ = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8", "seed=1,2")
     table, axis = read_sweep(result.directory).with_one_axis()
     assert axis == "max_batch_size, seed"
