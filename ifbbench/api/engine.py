@@ -26,9 +26,8 @@ from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.executor import SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.least_work import LeastWork, least_work
-from ifbbench.simulation.memory import kv_memory_bytes, shard_of
-from ifbbench.simulation.step_work import StepWork
+from ifbbench.simulation.shard import Shard, kv_memory_bytes
+from ifbbench.simulation.step_work import LeastWork, StepWork, least_work
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -102,7 +101,7 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
         threads = resolved.cpu_threads
         threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
-    build.check_weights_fit(resolved, shard_of(model, resolved).parameter_bytes, device)
+    build.check_weights_fit(resolved, Shard.of_config(model, resolved).parameter_bytes, device)
     loaded = build.load_model(resolved)
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
@@ -145,7 +144,7 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
 
 
 def _step_profile(config: RunConfig, model: ModelConfig, layout: CacheLayout) -> StepProfile:
-    shard, windows = shard_of(model, config), windows_of_layers(layout, model)
+    shard, windows = Shard.of_config(model, config), windows_of_layers(layout, model)
 
     def work_of(batch: Batch) -> LeastWork:
         return least_work(shard, StepWork.of_windows(batch, windows))

@@ -44,15 +44,15 @@ def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any)
     """
     config = from_mapping({name: value for name, value in options.items() if value is not None})
 
-    from ifbbench.calibration.calibrate import calibrate as run_calibration
     from ifbbench.cli.progress import progress_line
+    from ifbbench.planning.calibrate import calibrate as run_calibration
 
     with progress_line("calibrate", config.quiet) as progress:
         found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress,
                                 owns_process=True)  # fmt: skip
     if not config.quiet:
-        from ifbbench.calibration.tables import print_calibration
         from ifbbench.cli.console import report_console
+        from ifbbench.planning.calibration_tables import print_calibration
 
         print_calibration(found, report_console())
     click.echo(f"The profile is {found.path}, its chart {found.path.with_suffix('.png')}; simulate it by "

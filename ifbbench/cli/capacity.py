@@ -74,18 +74,18 @@ def capacity(
     if memory_gib is not None:
         memory_bytes = int(memory_gib * BYTES_PER_GIB)
 
-    from ifbbench.capacity.study import study
+    from ifbbench.planning.capacity import study
 
     found = study(config, _requests(config, input_len, output_len, trace), memory_bytes)
     if as_json:
         import json
 
-        from ifbbench.capacity.text import sentences
+        from ifbbench.planning.capacity_tables import sentences
 
         click.echo(json.dumps(found.as_dict() | {"summary": sentences(found)}))
         return
-    from ifbbench.capacity.tables import print_study
     from ifbbench.cli.console import report_console
+    from ifbbench.planning.capacity_tables import print_study
 
     print_study(found, report_console())
 

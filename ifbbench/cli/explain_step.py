@@ -71,6 +71,6 @@ def explain_step(
         click.echo(json.dumps(explanation.as_dict()))
         return
     from ifbbench.cli.console import report_console
-    from ifbbench.planning.explain_tables import print_explanation
+    from ifbbench.planning.explain import print_explanation
 
     print_explanation(explanation, report_console())

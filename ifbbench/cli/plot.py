@@ -35,8 +35,8 @@ def plot(paths: tuple[Path, ...]) -> None:
 
 def _drawings(path: Path) -> list[Drawing]:
     """What is to be drawn at `path`: names, and the functions that draw and return the files they wrote."""
+    from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
     from ifbbench.report.load import find_runs
-    from ifbbench.sweep.table import SWEEP_FILE, read_sweep
 
     if not (path / SWEEP_FILE).is_file():
         return [(run.name, partial(_draw_run, run)) for run in find_runs(path)]

@@ -34,8 +34,7 @@ def sweep(
 
     Every value is checked before the first run starts. DIR/sweep.csv gets a row as each point ends.
     """
-    from ifbbench.sweep.grid import parse_axes
-    from ifbbench.sweep.sweep import run_sweep
+    from ifbbench.planning.sweep import parse_axes, run_sweep
 
     axes = parse_axes(over)
     config = given_config(config_file, options)
@@ -61,9 +60,9 @@ def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
 
 def _report(directory: Path, quiet: bool) -> None:
     from ifbbench.cli.console import report_console
+    from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
     from ifbbench.report.charts import plot_sweep
     from ifbbench.report.sweep import print_sweep
-    from ifbbench.sweep.table import SWEEP_FILE, read_sweep
 
     table, axis = read_sweep(directory).with_one_axis()
     if table.finished:

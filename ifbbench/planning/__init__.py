@@ -1,1 +1,1 @@
-"""Questions about many runs or none: what fits, what an iteration costs, sweeps and calibration."""
+"""Answers about many runs, or before any: what fits, what an iteration costs, sweeps and calibration."""

@@ -171,7 +171,8 @@ class RunMetrics:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
         output_len = sum([last - first + 1 for first, last in stretches])
-        first_scheduled_s = starts[next(first for name, first in timeline.closed if name == "context")]
+        # On a real clock, a request may arrive after the start of the iteration that fetches it.
+        first_scheduled_s = max(starts[next(first for name, first in timeline.closed if name == "context")], arrival_s)
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
         # Later than the last token where a static batch held the request back.
         end_s = ends[timeline.last_iteration]

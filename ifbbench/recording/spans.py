@@ -109,8 +109,9 @@ class RequestTimeline:
         seconds: dict[str, float] = {}
         name, begin = "waiting_iteration", self.arrival_s
         for next_name, first in self.closed:
-            seconds[name] = seconds.get(name, 0.0) + starts[first] - begin
-            name, begin = next_name, starts[first]
+            start_s = max(starts[first], self.arrival_s)
+            seconds[name] = seconds.get(name, 0.0) + start_s - begin
+            name, begin = next_name, start_s
         seconds[name] = seconds.get(name, 0.0) + end_s - begin
         return seconds
 

@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes: what each operation of the transformer costs for a batch."""
+"""The cost model: the time of each operation of the transformer in an iteration."""
 
 import math
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork
 
 NANOSECONDS = 1e9
-# Of one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
+# In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
 KERNELS_PER_LAYER = 9
 ALL_REDUCES_PER_LAYER = 2
 # Embedding, last norm, output layer and sampling.
 KERNELS_OUTSIDE_LAYERS = 8
-# A logit is written in 16 bits, cast to 32 (read and written) and read to find the best.
+# A logit is written in 16 bits, cast to 32 (read and written) and read to find the largest.
 SAMPLING_BYTES_PER_LOGIT = 12
-# In generation, the arithmetic of up to four query heads hides behind the reading of the key and value head that they
-# share; each further one adds this share of the reading time. One value serves Hopper, Ampere and Ada.
+# In generation, the arithmetic of up to four query heads is hidden behind reading the key and value head that they
+# share; each further one adds this share of the reading time. One value fits Hopper, Ampere and Ada.
 HIDDEN_QUERY_HEADS = 4
 COST_OF_FURTHER_HEAD = 0.08
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """What one operation costs in an iteration, in all layers together, on each device that shares them.
+    """The cost of one operation in an iteration, on each device, summed over all layers.
 
-    flops: additions and multiplications. bytes: moved through memory; of all-reduces and pipelines through the network.
-    limit: what takes the longest part of its seconds: compute, memory, network, latency or launch.
+    flops: additions and multiplications. bytes: moved through memory, or the network for all-reduces and pipeline
+    transfers. limit: what takes most of the seconds: compute, memory, network, latency or launch.
     """
 
     name: str
@@ -41,21 +41,20 @@ class OperationCost:
 
 
 class CostModel:
-    """How long one iteration of `model` takes on `hardware`: the sum of what its operations take, one after the other.
+    """The time of one iteration of `model` on `hardware`: the sum of the times of its operations.
 
-    - A matrix product has arithmetic to do and bytes to move, its weights once an iteration whatever the batch. The two
-      overlap in part, so it takes the root of the sum of their squares: nearly the longer one, and where both are alike
-      1.4 times either.
-    - Context attention goes by query-key pairs, so it is quadratic in a chunk's position.
-    - Generation attention goes by the keys and values that it reads.
+    - A matrix product computes and moves bytes: its weights once per iteration, whatever the batch. The two overlap in
+      part, so it takes the root of the sum of their squares: close to the longer one, and 1.4 times either if they are
+      equal.
+    - The time of context attention is proportional to query-key pairs, so it is quadratic in the prompt length.
+    - The time of generation attention is proportional to the keys and values that it reads.
     - Embedding, norms, rotary embedding, activation and sampling move bytes.
-    - Between devices there are two all-reduces a layer, and the way to the next pipeline stage.
-    - Each kernel takes a fixed time to get going. Where no CUDA graph launches them all, which is so with context, an
-      iteration takes at least as long as the host needs to launch them one by one.
+    - Between devices there are two all-reduces per layer, and the transfer to the next pipeline stage.
+    - Each kernel takes a fixed time to start. Without a CUDA graph, as in every iteration with context, an iteration
+      takes at least as long as the host needs to launch the kernels one by one.
 
-    The host's time to schedule an iteration comes on top, or passes meanwhile with overlap: see `host_ns`.
-    Raises InputError for a data type that the hardware does not compute in, and a degree that the model does not split
-    into.
+    The host's time to schedule an iteration is added, or hidden with overlap: see `host_ns`.
+    InputError for a data type that the hardware does not compute in, and for a model that cannot be divided.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class CostModel:
     # The time of an iteration.
 
     def device_ns(self, work: StepWork) -> int:
-        """Nanoseconds that the devices take for a batch, from its start in the first stage to its end in the last."""
+        """Nanoseconds of the devices for a batch, from its start in the first stage to its end in the last."""
         busy = self._without_attention_ns(work.context_tokens + work.generation_tokens, work.outputs)
         busy += work.generation_kv_tokens * self._ns_per_kv_token
         if work.context_tokens:
@@ -107,9 +106,9 @@ class CostModel:
         return round(max(busy, self._launch_ns))
 
     def generation_ns(self, generation_tokens: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`device_ns` of many iterations without context at once, [iterations], to the last nanosecond.
+        """`device_ns` of many iterations without context at once, [iterations], exactly.
 
-        generation_tokens: of each of them. kv_tokens: [iterations], their `generation_kv_tokens`.
+        generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`.
         """
         busy = self._without_attention_ns(generation_tokens, generation_tokens)
         times = busy + kv_tokens * self._ns_per_kv_token
@@ -118,47 +117,67 @@ class CostModel:
         return rounded
 
     def host_ns(self, num_requests: int) -> int:
-        """Nanoseconds in which the host schedules an iteration of so many requests and prepares its inputs."""
+        """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
         return round((self.hardware.host_iteration_s + num_requests * self.hardware.host_request_s) * NANOSECONDS)
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
-        """What makes up `device_ns`, in the order of the forward pass."""
-        tokens, outputs = work.num_tokens, work.outputs
-        qkv, attention_output, gate_up, down = self._products(tokens)
+        """The parts of `device_ns`, in the order of the forward pass."""
+        embedding, qkv, *others, kernel_starts = self._of_tokens(work.num_tokens)
+        # Preparation that only iterations with context need.
+        context_s = self.hardware.constants.context_s if work.context_tokens else 0.0
         done = (
-            self._embedding(tokens), qkv, self._context_attention(work), self._generation_attention(work),
-            attention_output, gate_up, down, self._element_wise(tokens), self._all_reduces(tokens),
-            self._pipeline(tokens), self._output_layer(outputs), self._sampling(outputs), self._kernel_starts(),
-            self._context_start(work),
+            embedding, qkv, self._context_attention(work), self._generation_attention(work), *others,
+            *self._of_outputs(work.outputs), kernel_starts, OperationCost("context start", 0, 0, context_s, "latency"),
         )  # fmt: skip
         with_launches = work.context_tokens > 0 or not self._cuda_graphs
         waited = self._launch_ns / NANOSECONDS - sum(operation.seconds for operation in done)
         waiting = OperationCost("waiting for launches", 0, 0, max(waited, 0.0) if with_launches else 0.0, "launch")
         return (*done, waiting)
 
-    # Operations that depend on how many tokens there are, whosesoever they be.
+    # Operations that depend on the numbers of tokens and outputs only.
 
     def _without_attention_ns(self, tokens: int, outputs: int) -> float:
-        """Of these operations together. The same numbers come again and again, so they are remembered."""
+        """Nanoseconds of these operations together, cached because the same numbers recur."""
         of_tokens = self._ns_of_tokens.get(tokens)
         if of_tokens is None:
-            of_tokens = self._ns_of_tokens[tokens] = NANOSECONDS * _seconds(
-                self._embedding(tokens), *self._products(tokens), self._element_wise(tokens), self._all_reduces(tokens),
-                self._pipeline(tokens), self._kernel_starts(),
-            )  # fmt: skip
+            seconds = sum(operation.seconds for operation in self._of_tokens(tokens))
+            of_tokens = self._ns_of_tokens[tokens] = NANOSECONDS * seconds
         of_outputs = self._ns_of_outputs.get(outputs)
         if of_outputs is None:
-            operations = self._output_layer(outputs), self._sampling(outputs)
-            of_outputs = self._ns_of_outputs[outputs] = NANOSECONDS * _seconds(*operations)
+            seconds = sum(operation.seconds for operation in self._of_outputs(outputs))
+            of_outputs = self._ns_of_outputs[outputs] = NANOSECONDS * seconds
         return of_tokens + of_outputs
 
-    def _products(self, tokens: int) -> tuple[OperationCost, OperationCost, OperationCost, OperationCost]:
+    def _of_tokens(self, tokens: int) -> tuple[OperationCost, ...]:
+        """Operations on all tokens, in the order of the forward pass."""
         shard, hidden = self.shard, self.shard.model.hidden_size
+        # Two norms with residual, rotary embedding with cache write, and the activation, in each layer. What fits the
+        # last-level cache from one kernel to the next does not move through memory.
+        norms = 2 * hidden * (3 * shard.compute_bytes + shard.input_bytes)
+        rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
+        activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
+        beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
+        transferred = (shard.pp_size - 1) * tokens * hidden * shard.compute_bytes
+        kernel_starts_s = self._kernels * self.hardware.constants.kernel_s
         return (
+            self._moving("embedding", 2 * tokens * hidden * shard.compute_bytes),
             self._layer_product("QKV product", tokens, hidden, shard.query_size + 2 * shard.kv_size),
             self._layer_product("attention output product", tokens, shard.query_size, hidden),
             self._layer_product("gate and up product", tokens, hidden, shard.gate_up_size),
             self._layer_product("down product", tokens, shard.intermediate_size, hidden),
+            self._moving("element-wise", shard.model.num_layers * beyond_cache),
+            self._all_reduces(tokens),
+            OperationCost("pipeline transfer", 0, transferred, transferred / self._network_bytes_per_s, "network"),
+            OperationCost("kernel starts", 0, 0, kernel_starts_s, "latency"),
+        )
+
+    def _of_outputs(self, outputs: int) -> tuple[OperationCost, ...]:
+        """Logits and sampling of `outputs` tokens. The weights of the output layer stay in 16 bits."""
+        hidden, vocabulary = self.shard.model.hidden_size, self.shard.vocab_size
+        moved = (hidden * vocabulary + outputs * (hidden + vocabulary)) * self.shard.compute_bytes
+        return (
+            self._product("output layer", 2.0 * outputs * hidden * vocabulary, moved, self._output_flops_per_s),
+            self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT),
         )
 
     def _layer_product(self, name: str, tokens: int, inputs: int, outputs: int) -> OperationCost:
@@ -169,44 +188,20 @@ class CostModel:
         flops = 2.0 * tokens * inputs * outputs
         return self._product(name, layers * flops, layers * (weights + activations), self._flops_per_s)
 
-    def _output_layer(self, outputs: int) -> OperationCost:
-        """Logits of the tokens that need some. Its weights stay in 16 bits."""
-        hidden, vocabulary = self.shard.model.hidden_size, self.shard.vocab_size
-        moved = (hidden * vocabulary + outputs * (hidden + vocabulary)) * self.shard.compute_bytes
-        return self._product("output layer", 2.0 * outputs * hidden * vocabulary, moved, self._output_flops_per_s)
-
     def _product(self, name: str, flops: float, moved: float, flops_per_s: float) -> OperationCost:
-        """A matrix product, or nothing if nothing is to be multiplied."""
+        """A matrix product; without rows it takes no time."""
         if not flops:
             return OperationCost(name, 0, 0, 0.0, "memory")
         compute, memory = flops / flops_per_s, moved / self._bytes_per_s
-        return OperationCost(
-            name, flops, moved, math.hypot(compute, memory), "compute" if compute > memory else "memory"
-        )
-
-    def _embedding(self, tokens: int) -> OperationCost:
-        """A row read and written for each token."""
-        return self._moving("embedding", 2 * tokens * self.shard.model.hidden_size * self.shard.compute_bytes)
-
-    def _element_wise(self, tokens: int) -> OperationCost:
-        """Two norms with residual, rotary embedding with cache write, and the activation, in each layer. What the cache
-        holds from one kernel to the next does not go through memory."""
-        shard = self.shard
-        norms = 2 * shard.model.hidden_size * (3 * shard.compute_bytes + shard.input_bytes)
-        rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
-        activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
-        beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
-        return self._moving("element-wise", shard.model.num_layers * beyond_cache)
-
-    def _sampling(self, outputs: int) -> OperationCost:
-        return self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT)
+        limit = "compute" if compute > memory else "memory"
+        return OperationCost(name, flops, moved, math.hypot(compute, memory), limit)
 
     def _moving(self, name: str, moved: float) -> OperationCost:
         return OperationCost(name, 0, moved, moved / self._bytes_per_s, "memory")
 
     def _all_reduces(self, tokens: int) -> OperationCost:
-        """Each takes a latency that grows with the doublings of the devices, and then the bytes of a ring, which are
-        2 (n − 1) / n of the message."""
+        """Each takes a latency for every doubling of the devices, and then moves the bytes of a ring, 2 (n − 1) / n of
+        the message."""
         tp_size = self.shard.tp_size
         if tp_size == 1 or not tokens:
             return OperationCost("all-reduces", 0, 0, 0.0, "network")
@@ -217,21 +212,7 @@ class CostModel:
         limit = "network" if flow > latency else "latency"
         return OperationCost("all-reduces", 0, count * moved, count * (latency + flow), limit)
 
-    def _pipeline(self, tokens: int) -> OperationCost:
-        """Hidden states go from stage to stage."""
-        moved = (self.shard.pp_size - 1) * tokens * self.shard.model.hidden_size * self.shard.compute_bytes
-        return OperationCost("pipeline transfer", 0, moved, moved / self._network_bytes_per_s, "network")
-
-    def _kernel_starts(self) -> OperationCost:
-        """From the end of one kernel to the next one's full speed."""
-        return OperationCost("kernel starts", 0, 0, self._kernels * self.hardware.constants.kernel_s, "latency")
-
-    def _context_start(self, work: StepWork) -> OperationCost:
-        """What is made ready for context alone."""
-        seconds = self.hardware.constants.context_s if work.context_tokens else 0.0
-        return OperationCost("context start", 0, 0, seconds, "latency")
-
-    # Attention, which depends on where in their sequences the tokens are.
+    # Attention, which depends on the positions of the tokens in their sequences.
 
     def _context_attention(self, work: StepWork) -> OperationCost:
         flops, moved = work.attention_pairs * self._flops_per_pair, work.context_kv_tokens * self._kv_bytes_per_token
@@ -247,7 +228,3 @@ class CostModel:
         seconds = keys * self._ns_per_kv_token / NANOSECONDS
         moved = keys * self._kv_bytes_per_token
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
-
-
-def _seconds(*operations: OperationCost) -> float:
-    return sum(operation.seconds for operation in operations)

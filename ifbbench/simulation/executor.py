@@ -1,4 +1,4 @@
-"""The executor that answers with a predicted time: a cost model instead of a model, and a virtual clock."""
+"""The simulated executor: it predicts the time of each batch with a cost model, on a virtual clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,22 +13,20 @@ from ifbbench.simulation.step_work import StepWork
 
 
 class SimulatedExecutor:
-    """A device that works off batches one after the other, each in the time that `cost_model` says.
+    """A device that executes batches in order, each in the time that `cost_model` predicts.
 
-    Host and device are two: `submit` takes the host's time, and the device starts when the host is done and the batch
-    before is. So with overlap the host's time hides behind the device's.
+    Host and device run in parallel: `submit` takes the host's time, and the device starts when both the host and the
+    batch before are done. With overlap the host's time is therefore hidden behind the device's.
 
-    With pipeline parallelism a batch goes through the stages in as many micro batches as there are stages, or requests
-    if they are fewer, one behind the other. Once the pipeline is full every stage is busy, and a micro batch comes back
-    to the first stage when the last one before it has left there: so an iteration takes as long as one micro batch
-    takes through all stages. Filling the pipeline after a pause is not counted.
+    With pipeline parallelism a batch passes through the stages in as many micro batches as there are stages, or
+    requests if there are fewer. Once the pipeline is full every stage is busy, so an iteration takes as long as one
+    micro batch takes through all stages. Filling the pipeline after a pause is not counted.
     """
 
     def __init__(
         self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
     ) -> None:
-        """windows: how many positions up to its own a query sees, in tokens (None if all), and the share of the layers
-        in which it does, 0 to 1."""
+        """windows: attention windows in tokens (None: all tokens) and the share of the layers with each, 0 to 1."""
         self._cost_model = cost_model
         self._stages = cost_model.shard.pp_size
         self._windows = tuple(windows)
@@ -48,8 +46,8 @@ class SimulatedExecutor:
         self._finish_ns.append(self._device_free_ns)
 
     def generation_times(self, positions: IntArray64, steps: int) -> tuple[int, IntArray64]:
-        """What `submit` and `collect` would take for each of the next iterations of nothing but these requests. Only
-        with one attention window for all layers."""
+        """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
+        alone generate. Only with one attention window for all layers."""
         ((window, _),) = self._windows
         count = len(positions)
         parts = min(self._stages, count)
@@ -62,9 +60,9 @@ class SimulatedExecutor:
         return self._cost_model.host_ns(count), device_ns
 
     def collect(self) -> StepOutputs:
-        """Let time pass until the oldest batch under way is done. There are no tokens; they stay symbolic."""
+        """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
         self._clock.wait_until_ns(self._finish_ns.popleft())
         return NO_OUTPUTS
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """There is nothing to release."""

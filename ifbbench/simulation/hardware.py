@@ -1,36 +1,50 @@
-"""Hardware profiles: what a device's data sheet says, and the shares of it that its architecture's kernels reach."""
+"""Hardware profiles: a device's data sheet, and the fractions of it that kernels on its architecture reach."""
 
 import dataclasses
-import difflib
-import math
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ifbbench.config import HARDWARE_PROFILES
 from ifbbench.errors import InputError
+from ifbbench.fields import choice, did_you_mean, located, number, table, text
 
 PROFILES = HARDWARE_PROFILES
 ARCHITECTURES = Path(__file__).parent / "architectures"
-MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s", "context_s")
 SUFFIX = ".toml"
+MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s", "context_s")
+# Comments in the files that write_profile writes, by key and by table.
+UNITS = {
+    "memory_bytes": "bytes",
+    "memory_bandwidth": "bytes/s",
+    "cache_bytes": "bytes",
+    "link_bandwidth": "bytes/s and direction",
+    "host_iteration_s": "seconds of the host for each iteration",
+    "host_request_s": "the same for each request in it",
+}
+TITLES = {
+    "peak_flops": "FLOP/s",
+    "constants": "shares of these peaks, and seconds (*_s)",
+    "calibration": "what was measured, and errors as shares of the measured time",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What kernels reach on an architecture: shares of the data sheet's figures (0 to 1), and fixed times.
+    """What kernels reach on an architecture: shares of the data sheet's figures (0 to 1), and fixed times in seconds.
 
     matmul, matmul_fp8: of peak FLOP/s, in large matrix products of 16 (or 32) bits and of 8.
-    context_attention: of peak 16-bit FLOP/s, in the attention of prompts.
+    context_attention: of peak 16-bit FLOP/s, in context attention.
     memory: of memory bandwidth, for weights and activations.
     generation_attention: of memory bandwidth, for the keys and values that generation reads.
     network: of interconnect bandwidth, in large all-reduces.
-    all_reduce_s: seconds that the smallest all-reduce takes for each doubling of its GPUs.
-    kernel_s: seconds on the device from one kernel's end to the next one's full speed.
-    launch_s: seconds of the host to launch one kernel, where no CUDA graph does it.
-    context_s: seconds that an iteration with context takes beside its operations: what is made ready for it alone.
+    all_reduce_s: time of the smallest all-reduce, for each doubling of the number of GPUs.
+    kernel_s: time on the device from the end of one kernel to the full speed of the next.
+    launch_s: time of the host to launch one kernel without a CUDA graph.
+    context_s: time that an iteration with context takes besides its operations.
     """
 
     matmul: float
@@ -45,16 +59,18 @@ class Constants:
     context_s: float
 
 
+CONSTANTS = tuple(field.name for field in dataclasses.fields(Constants))
+
+
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """One device, as the cost model sees it.
+    """One device as the cost model needs it.
 
-    title: as its maker calls it. architecture: whose constants it has.
+    title: the vendor's name of it. architecture: names the file that the constants come from.
     peak_flops: FLOP/s by data type, dense (without sparsity). memory_bytes: as CUDA reports it.
-    memory_bandwidth: bytes a second. cache_bytes: of the last-level cache. link_bandwidth: bytes a second and direction
-    to the other devices of a server. host_iteration_s, host_request_s: seconds that the host's scheduling of one
-    iteration takes, and of each request in it. constants: what its kernels reach. calibration: what a calibrated
-    profile says of its own fit, empty elsewhere.
+    memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second and
+    direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
+    iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
     """
 
     name: str
@@ -74,119 +90,101 @@ class HardwareProfile:
     def is_cpu(self) -> bool:
         return self.architecture == "cpu"
 
-    @property
-    def default_dtype(self) -> str:
-        """Of weights, where nothing else is said."""
-        return "float32" if self.is_cpu else "bf16"
-
     def check_dtype(self, dtype: str) -> None:
-        """InputError if matrix products in `dtype` (of the weights) are not to be had on this hardware."""
+        """InputError if the hardware has no matrix products for weights in `dtype`."""
         # Weights of 4 bits are multiplied in 16, and so is the output layer beside weights of 8.
         needed = {"int4": ["bf16"], "fp8": ["fp8", "bf16"]}.get(dtype, [dtype])
         if any(name not in self.peak_flops for name in needed):
             others = [*self.peak_flops, *(["int4"] if "bf16" in self.peak_flops else [])]
             raise InputError(
                 f"--dtype: {self.title} has no matrix products in {dtype}; choose one of {', '.join(others)} (int4: "
-                "weights alone), or another --device."
+                "weights only), or another --device."
             )
 
-    def peak(self, dtype: str) -> float:
-        """FLOP/s by the data sheet, in the data type of a matrix product's inputs."""
-        self.check_dtype(dtype)
-        return self.peak_flops[dtype]
-
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that large matrix products reach."""
-        return self.peak(dtype) * (self.constants.matmul_fp8 if dtype == "fp8" else self.constants.matmul)
+        """FLOP/s that large matrix products with inputs in `dtype` reach."""
+        self.check_dtype(dtype)
+        return self.peak_flops[dtype] * (self.constants.matmul_fp8 if dtype == "fp8" else self.constants.matmul)
 
     def kv_dtype(self, dtype: str) -> str:
-        """The KV cache's data type beside weights in `dtype`, where nothing else is said."""
+        """Default data type of the KV cache beside weights in `dtype`."""
         return "bf16" if dtype == "int4" else dtype
 
 
 def hardware_names() -> list[str]:
-    """The built-in profiles."""
+    """Names of the built-in profiles."""
     return sorted(path.stem for path in PROFILES.glob(f"*{SUFFIX}"))
 
 
 def load_hardware(name_or_path: str) -> HardwareProfile:
-    """The built-in profile of this name, or that of a .toml file.
+    """The built-in profile of this name, with or without `sim:`, or the profile in a .toml file.
 
-    Raises InputError for an unknown name, with the one that is near it, and for a file with a missing or bad value.
+    InputError for an unknown name, and for a file with a missing or invalid value.
     """
-    text = name_or_path.removeprefix("sim:")
-    path = Path(text) if text.endswith(SUFFIX) else PROFILES / f"{text.lower().replace('_', '-')}{SUFFIX}"
+    name = name_or_path.removeprefix("sim:")
+    path = Path(name) if name.endswith(SUFFIX) else PROFILES / f"{name.lower().replace('_', '-')}{SUFFIX}"
     if not path.is_file():
-        near = difflib.get_close_matches(text.lower(), hardware_names(), n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        names = hardware_names()
         raise InputError(
-            f"--device: no hardware profile {text!r}; expected one of {', '.join(hardware_names())}, or the path of a "
-            f"{SUFFIX} file.{hint}"
+            f"--device: no hardware profile {name!r}; expected one of {', '.join(names)}, or the path of a {SUFFIX} "
+            f"file.{did_you_mean(name, names)}"
         )
-    return _Reader(path).profile()
-
-
-class _Reader:
-    """One profile file, with errors that name file and key."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read as TOML ({error}). Correct the file.") from error
-
-    def profile(self) -> HardwareProfile:
-        architecture = self._text("architecture")
-        peaks = self._table("peak_flops")
+    with located(str(path), "Correct the file."):
+        values = _read(path)
+        architectures = sorted(file.stem for file in ARCHITECTURES.glob(f"*{SUFFIX}"))
+        architecture = choice(values.get("architecture"), "architecture", architectures)
+        own_constants = table(values.get("constants", {}), "constants", CONSTANTS)
+        constants = _numbers(_read(ARCHITECTURES / f"{architecture}{SUFFIX}"), CONSTANTS)
+        constants |= _numbers(own_constants, own_constants, "constants.")
+        peak_flops = table(values.get("peak_flops"), "peak_flops")
+        if not peak_flops:
+            raise InputError("peak_flops has no key; expected a data type.")
+        figures = _numbers(values, ("memory_bytes", "memory_bandwidth", "cache_bytes", "link_bandwidth",
+                                    "host_iteration_s", "host_request_s"))  # fmt: skip
         return HardwareProfile(
-            name=self._path.stem,
-            title=self._text("title"),
+            name=path.stem,
+            title=text(values.get("title"), "title"),
             architecture=architecture,
-            peak_flops={dtype: self._number(peaks, dtype, "peak_flops.") for dtype in peaks},
-            memory_bytes=int(self._number(self._values, "memory_bytes")),
-            memory_bandwidth=self._number(self._values, "memory_bandwidth"),
-            cache_bytes=int(self._number(self._values, "cache_bytes")),
-            link_bandwidth=self._number(self._values, "link_bandwidth"),
-            host_iteration_s=self._number(self._values, "host_iteration_s"),
-            host_request_s=self._number(self._values, "host_request_s"),
-            constants=self._constants(architecture),
-            calibration=self._table("calibration") if "calibration" in self._values else {},
+            peak_flops=_numbers(peak_flops, peak_flops, "peak_flops."),
+            memory_bytes=int(figures.pop("memory_bytes")),
+            cache_bytes=int(figures.pop("cache_bytes")),
+            constants=Constants(**constants),
+            calibration=table(values.get("calibration", {}), "calibration"),
+            **figures,
         )
 
-    def _constants(self, architecture: str) -> Constants:
-        """The architecture's, with what the profile says of its own in their place."""
-        path = ARCHITECTURES / f"{architecture}{SUFFIX}"
-        known = sorted(file.stem for file in ARCHITECTURES.glob(f"*{SUFFIX}"))
-        if architecture not in known:
-            raise InputError(f"{self._path}: architecture is {architecture!r}; expected one of {', '.join(known)}.")
-        values = _Reader(path)._values
-        names = [field.name for field in dataclasses.fields(Constants)]
-        own = self._table("constants") if "constants" in self._values else {}
-        for name in own:
-            if name not in names:
-                raise InputError(f"{self._path}: unknown key constants.{name}; expected {', '.join(names)}.")
-        values |= {name: self._number(own, name, "constants.") for name in own}
-        return Constants(**{name: float(values[name]) for name in names})
 
-    def _text(self, name: str) -> str:
-        value = self._values.get(name)
-        if not isinstance(value, str) or not value:
-            raise InputError(f"{self._path}: {name} is {value!r}; expected a text. Correct the file.")
-        return value
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot be read as TOML ({error}).") from error
 
-    def _table(self, name: str) -> dict[str, Any]:
-        value = self._values.get(name)
-        if not isinstance(value, dict) or not value:
-            raise InputError(f"{self._path}: the table [{name}] is missing or empty. Correct the file.")
-        return value
 
-    def _number(self, values: Mapping[str, Any], name: str, prefix: str = "") -> float:
-        value = values.get(name)
-        may_be_zero = name in MAY_BE_ZERO
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-            if 0 < number < math.inf or (number == 0 and may_be_zero):
-                return number
-        expected = "a number of at least 0" if may_be_zero else "a number above 0"
-        raise InputError(f"{self._path}: {prefix}{name} is {value!r}; expected {expected}. Correct the file.")
+def _numbers(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") -> dict[str, float]:
+    """The values of `names`, checked."""
+    return {
+        name: number(values.get(name), prefix + name, 0.0)
+        if name in MAY_BE_ZERO
+        else number(values.get(name), prefix + name, above=0)
+        for name in names
+    }
+
+
+def write_profile(profile: HardwareProfile, path: Path, remark: str) -> None:
+    """Write `profile` to a file that `load_hardware` reads; its name becomes that of the file. remark: first line."""
+    values = dataclasses.asdict(profile)
+    del values["name"]
+    tables = {name: values.pop(name) for name in TITLES}
+    lines = [f"# {remark}", *_pairs(values)]
+    for name, pairs in tables.items():
+        if pairs:
+            lines += ["", f"[{name}]  # {TITLES[name]}", *_pairs(pairs)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _pairs(values: Mapping[str, object]) -> Iterator[str]:
+    """JSON of each value, which TOML reads; measured numbers to four digits, more than their accuracy."""
+    for name, value in values.items():
+        written = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+        yield f"{name} = {written}" + (f"  # {UNITS[name]}" if name in UNITS else "")

@@ -1,21 +1,28 @@
-"""One device's share of a model: the sizes of its matrices, in the data types they are kept and computed in."""
+"""One device's share of a model, and how its memory is divided among weights, activations and the KV cache."""
 
 from dataclasses import dataclass
 
-from ifbbench.config import DTYPE_BYTES
+from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.simulation.hardware import HardwareProfile
 
-# Groups of 128 weights of 4 bits share a scale of 16.
+# Groups of 128 weights of 4 bits share a scale of 16 bits.
 INT4_SCALE_BYTES = 2 / 128
+# CUDA context, workspaces of libraries and captured graphs; and the buffers of collectives where there are any.
+RUNTIME_BYTES = 1_000_000_000
+COLLECTIVE_BYTES = 1_000_000_000
+# A logit in 16 bits, and cast to 32.
+LOGIT_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The share of each of `tp_size` devices in one of `pp_size` pipeline stages.
 
-    dtype: of the layers' weights: float32, bf16, fp16, fp8 (activations too) or int4 (weights alone). Embeddings and
-    output layer stay in 16 bits, as quantised checkpoints have them.
+    dtype: of the weights of the layers: float32, bf16, fp16, fp8 (activations too) or int4 (weights only). Embeddings
+    and output layer stay in 16 bits beside fp8 and int4, as in quantised checkpoints.
+    InputError if the model cannot be divided into that many parts.
     """
 
     model: ModelConfig
@@ -36,9 +43,17 @@ class Shard:
                 f"--pp_size: {self.pp_size} stages are more than the model's {model.num_layers} layers; choose fewer."
             )
 
+    @classmethod
+    def of_config(cls, model: ModelConfig, config: RunConfig) -> "Shard":
+        """The share of each device under the settings of `config`."""
+        dtype = config.weight_dtype
+        return cls(model, dtype, config.kv_cache_dtype or dtype, config.tp_size, config.pp_size)
+
+    # Data types and sizes of values.
+
     @property
     def compute_dtype(self) -> str:
-        """Of activations, embeddings and the output layer."""
+        """Data type of activations, embeddings and the output layer."""
         return "bf16" if self.dtype in ("fp8", "int4") else self.dtype
 
     @property
@@ -47,22 +62,24 @@ class Shard:
 
     @property
     def input_bytes(self) -> float:
-        """Of one value that goes into a matrix product."""
+        """Bytes of one input value of a matrix product."""
         return DTYPE_BYTES["fp8"] if self.dtype == "fp8" else self.compute_bytes
 
     @property
     def attention_dtype(self) -> str:
-        """In which context attention multiplies: 8 bits where both activations and cache have them."""
+        """Data type in which context attention multiplies: 8 bits if both activations and KV cache have them."""
         return "fp8" if self.dtype == self.kv_cache_dtype == "fp8" else self.compute_dtype
 
     @property
     def weight_bytes(self) -> float:
-        """Of one weight in a layer's matrices, its part of a scale included."""
+        """Bytes of one weight in the matrices of a layer, its part of a scale included."""
         return DTYPE_BYTES[self.dtype] + (INT4_SCALE_BYTES if self.dtype == "int4" else 0)
+
+    # Sizes of matrices, in values.
 
     @property
     def layers(self) -> int:
-        """Of the longest pipeline stage."""
+        """Layers of the longest pipeline stage."""
         return -(-self.model.num_layers // self.pp_size)
 
     @property
@@ -71,7 +88,7 @@ class Shard:
 
     @property
     def kv_size(self) -> int:
-        """Keys (or values) of one token and layer. With more devices than KV heads, several keep the same head."""
+        """Keys (or values) of one token and layer. With more devices than KV heads, several devices keep each head."""
         return max(1, -(-self.model.num_kv_heads // self.tp_size)) * self.model.head_dim
 
     @property
@@ -88,9 +105,11 @@ class Shard:
 
     @property
     def layer_weights(self) -> int:
-        """Weights in one layer's matrices."""
+        """Weights in the matrices of one layer."""
         attention, mlp = 2 * self.query_size + 2 * self.kv_size, self.gate_up_size + self.intermediate_size
         return self.model.hidden_size * (attention + mlp)
+
+    # Memory, in bytes.
 
     @property
     def kv_bytes_per_token_and_layer(self) -> float:
@@ -103,17 +122,78 @@ class Shard:
 
     @property
     def parameter_bytes(self) -> int:
-        """Memory of the weights on the device that has the most: a stage's layers, and embeddings or output layer."""
-        hidden = self.model.hidden_size
-        layers = self.layers * self.layer_weights * self.weight_bytes
-        tables = 1 if self.model.tie_word_embeddings or self.pp_size > 1 else 2
-        vectors = self._norms_and_biases * self.layers / self.model.num_layers
-        return round(layers + (tables * self.vocab_size * hidden + vectors) * self.compute_bytes)
-
-    @property
-    def _norms_and_biases(self) -> int:
-        """Parameters of the whole model that are in no matrix; every device has them all."""
+        """Weights on the device with the most: the layers of a stage, and embeddings or output layer."""
         model = self.model
-        matrices = model.num_layers * Shard(model, self.dtype, self.kv_cache_dtype).layer_weights
+        unshared = Shard(model, self.dtype, self.kv_cache_dtype)
         tables = 1 if model.tie_word_embeddings else 2
-        return model.num_parameters - matrices - tables * model.vocab_size * model.hidden_size
+        # Norms, biases and learned positions are in no matrix; every device has those of its layers.
+        vectors = model.num_parameters - model.num_layers * unshared.layer_weights
+        vectors -= tables * model.vocab_size * model.hidden_size
+        if self.pp_size > 1:
+            tables = 1
+        return round(
+            self.layers * self.layer_weights * self.weight_bytes
+            + (tables * self.vocab_size * model.hidden_size + vectors * self.layers / model.num_layers)
+            * self.compute_bytes
+        )
+
+    def activation_bytes(self, max_num_tokens: int, max_batch_size: int) -> int:
+        """Peak of an iteration: hidden states and the intermediate values of MLP or attention, or the logits."""
+        hidden = self.model.hidden_size
+        mlp = 3 * hidden + self.gate_up_size + self.intermediate_size
+        attention = 3 * hidden + 2 * self.query_size + 2 * self.kv_size
+        logits = max_batch_size * self.model.vocab_size * LOGIT_BYTES
+        return round(max(max_num_tokens * max(mlp, attention) * self.compute_bytes, logits))
+
+    def kv_bytes_of_all_devices(self, kv_bytes: int) -> int:
+        """KV cache of all devices together when each has `kv_bytes`. Heads that several devices keep count once."""
+        if self.tp_size == self.pp_size == 1:
+            return kv_bytes
+        whole = Shard(self.model, self.dtype, self.kv_cache_dtype)
+        return int(kv_bytes * whole.kv_bytes_per_token / self.kv_bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one device, in bytes.
+
+    runtime: taken before the model is loaded. activations: of the largest iteration. kv_cache: the fraction of the rest
+    that keys and values get.
+    """
+
+    total: int
+    runtime: int
+    weights: int
+    activations: int
+    kv_cache: int
+
+
+def plan_memory(
+    shard: Shard, hardware: HardwareProfile, *, max_num_tokens: int, max_batch_size: int, kv_fraction: float
+) -> MemoryPlan:
+    """How the memory of each device is divided. InputError if nothing is left for the KV cache."""
+    runtime = 0 if hardware.is_cpu else RUNTIME_BYTES + COLLECTIVE_BYTES * (shard.tp_size * shard.pp_size > 1)
+    weights, activations = shard.parameter_bytes, shard.activation_bytes(max_num_tokens, max_batch_size)
+    left = hardware.memory_bytes - runtime - weights - activations
+    if left <= 0:
+        raise InputError(
+            f"the model does not fit: of the {hardware.memory_bytes:,} bytes of {hardware.name}, weights in "
+            f"{shard.dtype} take {weights:,} on each device, activations of --max_num_tokens {max_num_tokens} "
+            f"{activations:,} and the runtime {runtime:,}. Raise --tp_size or --pp_size, or choose a smaller --dtype "
+            "or another --device."
+        )
+    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, int(kv_fraction * left))
+
+
+def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> int:
+    """Bytes for the keys and values of all layers and heads, on all devices together, each counted once.
+
+    config: with resolved limits. InputError if the weights do not fit.
+    """
+    hardware.check_dtype(config.weight_dtype)
+    shard = Shard.of_config(model, config)
+    plan = plan_memory(
+        shard, hardware, max_num_tokens=config.max_num_tokens, max_batch_size=config.max_batch_size or 1,
+        kv_fraction=config.kv_cache_free_gpu_mem_fraction,
+    )  # fmt: skip
+    return shard.kv_bytes_of_all_devices(plan.kv_cache)

@@ -1,4 +1,4 @@
-"""What one iteration asks of a device, in the few sums that its time depends on."""
+"""The work of one iteration in the few sums that its time depends on, and the least that any device must do for it."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -6,18 +6,19 @@ from typing import NamedTuple
 import numpy as np
 
 from ifbbench.engine.batch import Batch
+from ifbbench.simulation.shard import Shard
 
 
 class StepWork(NamedTuple):
-    """The work of one batch, summed over its requests; what it costs is linear or flat in each of these.
+    """The work of one batch, summed over its requests. Its cost is linear or constant in each of these sums.
 
     context_tokens, context_requests: of all context chunks.
     attention_pairs: query-key pairs of context attention. A chunk of n tokens that starts at position s has
-        n·s + n·(n + 1) / 2 of them: every token sees all before it, and itself.
+        n·s + n·(n + 1) / 2 of them: every token attends to all tokens before it and to itself.
     context_kv_tokens: keys that the chunks read, the sum of start plus length.
-    generation_tokens: requests in generation, times their beams.
-    generation_kv_tokens: keys that these read, each one's KV length with the new token in it.
-    outputs: rows that get logits: generation tokens, and one for each chunk that ends its prompt.
+    generation_tokens: generation requests times their beams.
+    generation_kv_tokens: keys that these read, new tokens included.
+    outputs: rows that need logits: generation tokens, and one for each chunk that ends its prompt.
     """
 
     context_tokens: int = 0
@@ -30,27 +31,24 @@ class StepWork(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the layers."""
+        """Tokens that pass through the layers."""
         return self.context_tokens + self.generation_tokens
 
     @classmethod
     def of_lengths(
-        cls,
-        context: Iterable[tuple[int, int, bool]] = (),
-        kv_lengths: Iterable[int] = (),
-        window: int | None = None,
+        cls, context: Iterable[tuple[int, int, bool]] = (), kv_lengths: Iterable[int] = (), window: int | None = None
     ) -> "StepWork":
-        """The work of chunks and generation requests given by their lengths, in tokens.
+        """The work of chunks and generation requests given by their lengths in tokens.
 
-        context: start, length and whether it is the prompt's last, of each chunk. kv_lengths: of each generation
-        request, its new token included. window: how many positions up to its own a query sees; None if all.
+        context: start, length and whether it is the last of its prompt, for each chunk. kv_lengths: of each generation
+        request, its new token included. window: the attention window; None if a query attends to all tokens.
         """
         lengths = [length if window is None else min(length, window) for length in kv_lengths]
         return cls._sum(context, len(lengths), sum(lengths), window)
 
     @classmethod
     def of_batch(cls, batch: Batch, window: int | None = None) -> "StepWork":
-        """The work of `batch`, whose layers all see `window` positions. Padded prompts are as long as the longest."""
+        """The work of `batch` in a layer with this attention window. Padded prompts are as long as the longest."""
         chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in batch.context]
         if batch.padded and chunks:
             longest = max(length for _, length, _ in chunks)
@@ -61,53 +59,72 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of_windows(cls, batch: Batch, windows: Sequence[tuple[int | None, float]]) -> "StepWork":
-        """The work of `batch` in a mean layer. windows: as `of_batch` has them, and the share of layers with each."""
+        """The work of `batch` in a mean layer. windows: attention windows and the share of the layers with each."""
+        if len(windows) == 1:
+            return cls.of_batch(batch, windows[0][0])
         return cls.mean([(cls.of_batch(batch, window), share) for window, share in windows])
 
     @classmethod
     def mean(cls, works: Sequence[tuple["StepWork", float]]) -> "StepWork":
-        """The work of a mean layer, from that of some kinds of layers and the share of each. Their attention differs,
-        the rest is the same in all."""
+        """The work in a mean layer, from the work in each kind of layer and its share of the layers (0 to 1).
+
+        The kinds differ in their attention only."""
+        first = works[0][0]
         if len(works) == 1:
-            return works[0][0]
-        return works[0][0]._replace(
+            return first
+        return first._replace(
             attention_pairs=round(sum(work.attention_pairs * share for work, share in works)),
             context_kv_tokens=round(sum(work.context_kv_tokens * share for work, share in works)),
             generation_kv_tokens=round(sum(work.generation_kv_tokens * share for work, share in works)),
         )
 
     def part(self, count: int) -> "StepWork":
-        """The largest of `count` parts of about the same size."""
+        """The largest of `count` parts of nearly equal size."""
         return StepWork(*(-(-value // count) for value in self))
 
     @classmethod
     def _sum(
-        cls,
-        chunks: Iterable[tuple[int, int, bool]],
-        generation_tokens: int,
-        generation_kv_tokens: int,
+        cls, chunks: Iterable[tuple[int, int, bool]], generation_tokens: int, generation_kv_tokens: int,
         window: int | None,
-    ) -> "StepWork":
+    ) -> "StepWork":  # fmt: skip
         tokens = count = pairs = kv_tokens = num_last = 0
         for start, length, is_last in chunks:
             tokens += length
             count += 1
-            pairs += _pairs(start, length, window)
-            kv_tokens += _keys_read(start, length, window)
             num_last += is_last
+            if window is None:
+                pairs += length * start + length * (length + 1) // 2
+                kv_tokens += start + length
+            else:
+                # Queries before position `window` attend to all keys, the others to `window` keys each.
+                growing = min(max(window - start, 0), length)
+                pairs += growing * start + growing * (growing + 1) // 2 + (length - growing) * window
+                kv_tokens += min(start, window - 1) + length
         return cls(
             tokens, count, pairs, kv_tokens, generation_tokens, generation_kv_tokens, generation_tokens + num_last
         )
 
 
-def _keys_read(start: int, length: int, window: int | None) -> int:
-    """The keys that a chunk's queries see between them: with a window, the first query's reach back and no further."""
-    return start + length if window is None else min(start, window - 1) + length
+class LeastWork(NamedTuple):
+    """The least that a device must do for a batch: FLOPs, and bytes moved through memory."""
+
+    flops: float
+    bytes: float
 
 
-def _pairs(start: int, length: int, window: int | None) -> int:
-    """Queries at positions start … start + length − 1, each with its own position and those before it."""
-    if window is None:
-        return length * start + length * (length + 1) // 2
-    growing = min(max(window - start, 0), length)
-    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
+def least_work(shard: Shard, work: StepWork) -> LeastWork:
+    """The least work of a batch, however it is computed.
+
+    FLOPs: two for each weight and token, and four for each value of a query and key that it attends to. Bytes: each
+    weight once (embeddings not at all), keys and values read, and those written. Activations are not counted, because
+    they may stay in a cache.
+    """
+    if not work.num_tokens:
+        return LeastWork(0.0, 0.0)
+    layers, weights = shard.model.num_layers, shard.model.num_layers * shard.layer_weights
+    output_layer = shard.model.hidden_size * shard.vocab_size
+    pairs = work.attention_pairs + work.generation_kv_tokens
+    flops = 2.0 * (work.num_tokens * weights + work.outputs * output_layer) + 4.0 * layers * shard.query_size * pairs
+    keys = work.context_kv_tokens + work.generation_kv_tokens + work.num_tokens
+    moved = weights * shard.weight_bytes + keys * layers * shard.kv_bytes_per_token_and_layer
+    return LeastWork(flops, moved + (output_layer * shard.compute_bytes if work.outputs else 0.0))

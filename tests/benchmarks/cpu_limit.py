@@ -18,9 +18,8 @@ from ifbbench.execution.device import DeviceSpeed
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.linear import make_linear
 from ifbbench.model.named_models import load_model_config
-from ifbbench.simulation.least_work import least_work
 from ifbbench.simulation.shard import Shard
-from ifbbench.simulation.step_work import StepWork
+from ifbbench.simulation.step_work import StepWork, least_work
 from tests.benchmarks.cpu_own_engine import DTYPE_NAMES, serve, settings
 from tests.benchmarks.cpu_task import MAX_NUM_TOKENS, Task
 

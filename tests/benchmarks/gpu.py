@@ -101,7 +101,7 @@ def transformers(setup: Setup) -> Figures:
 
 def calibration(setup: Setup) -> Figures:
     """How well a cost model fitted to this GPU predicts the iterations that it was fitted to."""
-    from ifbbench.calibration.calibrate import calibrate
+    from ifbbench.planning.calibrate import calibrate
 
     config = RunConfig(model=setup.checkpoint, device="cuda", dtype="bf16", max_batch_size=64, max_seq_len=4096)
     found = calibrate(config, setup.directory / "here.toml", overwrite=True, quick=True)

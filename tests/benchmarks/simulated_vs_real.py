@@ -14,8 +14,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ifbbench.calibration.calibrate import Calibration, calibrate
 from ifbbench.config import RunConfig
+from ifbbench.planning.calibrate import Calibration, calibrate
 from ifbbench.recording import environment
 from ifbbench.replay.run import run_trace
 

@@ -11,11 +11,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ifbbench.api.engine import build_engine
-from ifbbench.capacity.study import study
-from ifbbench.capacity.tables import print_study
-from ifbbench.capacity.text import memory
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
+from ifbbench.planning.capacity import study
+from ifbbench.planning.capacity_tables import memory, print_study
 from ifbbench.workload.trace import TraceRequest
 
 KNOWN = ["--device", "cuda", "--max_tokens_in_paged_kvcache", "234208", "--input-len", "1096", "--output-len", "211",

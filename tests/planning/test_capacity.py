@@ -6,13 +6,12 @@ import pytest
 
 from ifbbench.api.engine import build_engine
 from ifbbench.api.resolve import resolve_limits
-from ifbbench.capacity.device import Memory, find_device
-from ifbbench.capacity.pool import make_pool
 from ifbbench.config import DTYPE_BYTES, KV_CACHE_DTYPES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution import build, device, host
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
+from ifbbench.planning.capacity import Device, find_device, make_pool
 
 TINY = ModelConfig.tiny()
 GIB = 1024**3
@@ -25,7 +24,7 @@ def resolved(**settings) -> RunConfig:
 
 def test_weights_and_the_free_fraction_come_first():
     config = resolved(kv_cache_free_gpu_mem_fraction=0.5)
-    pool = make_pool(config, TINY, Memory("here", free_bytes=GIB))
+    pool = make_pool(config, TINY, Device("here", free_bytes=GIB))
     (window,) = pool.windows
     assert pool.weight_bytes == TINY.num_parameters * 4
     assert pool.budget_bytes == (GIB - pool.weight_bytes) // 2
@@ -35,20 +34,20 @@ def test_weights_and_the_free_fraction_come_first():
 
 
 def test_fp8_weights_leave_embeddings_and_output_layer_in_16_bits():
-    pool = make_pool(resolved(device="cuda", dtype="fp8"), TINY, Memory("cuda", GIB))
+    pool = make_pool(resolved(device="cuda", dtype="fp8"), TINY, Device("cuda", GIB))
     matrices = TINY.num_layers * TINY.layer_matrix_parameters
     assert pool.weight_bytes == matrices + 2 * (TINY.num_parameters - matrices)
 
 
 def test_a_device_may_give_the_cache_only_so_much():
-    pool = make_pool(resolved(device="cpu"), TINY, Memory("cpu", 100 * GIB, max_kv_bytes=2 * GIB, is_cpu=True))
+    pool = make_pool(resolved(device="cpu"), TINY, Device("cpu", 100 * GIB, max_kv_bytes=2 * GIB, is_cpu=True))
     assert pool.kv_bytes == 2 * GIB
 
 
 def test_a_run_takes_no_more_than_a_full_batch_can_fill():
     config = resolved(device="cpu", max_batch_size=2)
-    pool = make_pool(config, TINY, Memory("cpu", 100 * GIB, 2 * GIB, is_cpu=True))
-    assert pool.windows[0].blocks_of_run == 2 * 512
+    pool = make_pool(config, TINY, Device("cpu", 100 * GIB, 2 * GIB, is_cpu=True))
+    assert pool.windows[0].layout.num_blocks == 2 * 512
     assert pool.windows[0].num_blocks == 2 * GIB // (4096 * 32)
 
 
@@ -80,36 +79,36 @@ def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypat
     limits = build_engine(config).limits
     pool = make_pool(resolved(device="cpu", **settings), TINY, find_device(config, free_bytes))
     assert pool.layout == taken["layout"]
-    assert limits.num_blocks == pool.windows[0].blocks_of_run
+    assert limits.num_blocks == pool.windows[0].layout.num_blocks
 
 
 def test_a_size_in_tokens_needs_no_memory_and_yields_to_memory_that_is_given():
     config = resolved(max_tokens_in_paged_kvcache=1000)
-    assert make_pool(config, TINY, Memory("here")).windows[0].num_blocks == 32
-    assert make_pool(config, TINY, Memory("here", GIB)).windows[0].num_blocks == 32
-    assert make_pool(config, TINY, Memory("here", 22_000_000)).windows[0].num_blocks == 14
+    assert make_pool(config, TINY, Device("here")).windows[0].num_blocks == 32
+    assert make_pool(config, TINY, Device("here", GIB)).windows[0].num_blocks == 32
+    assert make_pool(config, TINY, Device("here", 22_000_000)).windows[0].num_blocks == 14
 
 
 def test_without_memory_or_a_size_a_full_batch_fits():
-    pool = make_pool(resolved(device="null", max_batch_size=5), TINY, Memory("null"))
+    pool = make_pool(resolved(device="null", max_batch_size=5), TINY, Device("null"))
     assert pool.windows[0].num_blocks == 5 * 512
 
 
 def test_windows_of_layers_share_the_memory():
     windows = "1024,99999"
     config = resolved(max_attention_window=windows, max_batch_size=4096)
-    long, short = make_pool(config, TINY, Memory("here", GIB)).windows
+    long, short = make_pool(config, TINY, Device("here", GIB)).windows
     assert (long.attention_window.size, short.attention_window.size) == (16_384, 1024)
     assert (long.layout.layers, short.layout.layers) == ((1, 3), (0, 2))
     assert long.bytes_per_token == short.bytes_per_token == 2048
     assert long.num_blocks / short.num_blocks == pytest.approx(16, rel=0.01)
     config = resolved(max_tokens_in_paged_kvcache=1000, max_attention_window=windows)
-    assert [window.num_blocks for window in make_pool(config, TINY, Memory("here")).windows] == [32, 32]
+    assert [window.num_blocks for window in make_pool(config, TINY, Device("here")).windows] == [32, 32]
 
 
 def test_a_smaller_data_type_makes_room_for_more():
     plain, small = (
-        make_pool(resolved(kv_cache_dtype=dtype), TINY, Memory("here", GIB)) for dtype in ("float32", "fp8")
+        make_pool(resolved(kv_cache_dtype=dtype), TINY, Device("here", GIB)) for dtype in ("float32", "fp8")
     )
     assert (plain.bytes_per_token, small.bytes_per_token) == (4096, 1024)
     assert small.windows[0].num_blocks == pytest.approx(4 * plain.windows[0].num_blocks, abs=4)
@@ -119,9 +118,9 @@ def test_a_smaller_data_type_makes_room_for_more():
     ("free_bytes", "words"),
     [(1000, ["weights of model tiny", "19,997,696", "1,000 free"]), (20_000_000, ["single KV cache block"])],
 )
-def test_too_little_memory_is_told(free_bytes, words):
+def test_too_little_memory_is_refused(free_bytes, words):
     with pytest.raises(InputError) as error:
-        make_pool(resolved(), TINY, Memory("here", free_bytes))
+        make_pool(resolved(), TINY, Device("here", free_bytes))
     assert all(word in str(error.value) for word in words)
 
 
@@ -160,16 +159,16 @@ def test_given_memory_asks_no_device(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     given = find_device(RunConfig(), GIB)
     assert (given.free_bytes, given.max_kv_bytes, given.is_cpu) == (GIB, None, False)
-    assert find_device(RunConfig(device="cuda"), GIB) == Memory("cuda", GIB)
-    assert find_device(RunConfig(device="cuda", max_tokens_in_paged_kvcache=9)) == Memory("cuda")
-    assert find_device(RunConfig(device="null")) == Memory("null")
+    assert find_device(RunConfig(device="cuda"), GIB) == Device("cuda", GIB)
+    assert find_device(RunConfig(device="cuda", max_tokens_in_paged_kvcache=9)) == Device("cuda")
+    assert find_device(RunConfig(device="null")) == Device("null")
 
 
 def test_a_cpu_is_asked_without_torch_and_gives_the_cache_two_gib(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(host, "available_host_bytes", lambda: 7 * GIB)
-    assert find_device(RunConfig(device="cpu")) == Memory("cpu", 7 * GIB, 2 * GIB, is_cpu=True)
-    assert find_device(RunConfig(device="cpu"), GIB) == Memory("cpu", GIB, 2 * GIB, is_cpu=True)
+    assert find_device(RunConfig(device="cpu")) == Device("cpu", 7 * GIB, 2 * GIB, is_cpu=True)
+    assert find_device(RunConfig(device="cpu"), GIB) == Device("cpu", GIB, 2 * GIB, is_cpu=True)
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
@@ -183,11 +182,11 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
 def test_free_memory_of_a_gpu_is_asked_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (5 * GIB, 80 * GIB))
-    assert find_device(RunConfig()) == Memory("cuda", 5 * GIB)
-    assert find_device(RunConfig(max_tokens_in_paged_kvcache=9)) == Memory("cuda", 5 * GIB), "a size yields to it"
+    assert find_device(RunConfig()) == Device("cuda", 5 * GIB)
+    assert find_device(RunConfig(max_tokens_in_paged_kvcache=9)) == Device("cuda", 5 * GIB), "a size yields to it"
 
 
-def test_what_is_known_of_types_is_what_runs_know():
+def test_sizes_of_data_types_are_those_of_torch():
     assert {name: dtype.itemsize for name, dtype in build.KV_CACHE_DTYPES.items()} == {
         name: size for name, size in DTYPE_BYTES.items() if name in KV_CACHE_DTYPES
     }

@@ -9,15 +9,14 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from ifbbench.calibration.calibrate import Calibration, calibrate
-from ifbbench.calibration.points import Point
-from ifbbench.calibration.tables import print_calibration
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.planning.calibrate import Calibration, calibrate
+from ifbbench.planning.calibration_tables import print_calibration
+from ifbbench.planning.fit import Point
 from ifbbench.replay.run import run_trace
-from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.hardware_writer import write_profile
+from ifbbench.simulation.hardware import load_hardware, write_profile
 from ifbbench.simulation.step_work import StepWork
 
 SMALL: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 1024}

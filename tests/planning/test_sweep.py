@@ -1,4 +1,4 @@
-"""A sweep over a pretended run: its directories, its table, and what becomes of failing points."""
+"""Sweeps: the values of `--over`, and runs of a fake run function: directories, table and failing points."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,15 +8,65 @@ import pytest
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.sweep.grid import parse_axes
-from ifbbench.sweep.sweep import run_sweep
-from ifbbench.sweep.table import read_sweep
+from ifbbench.planning.sweep import Axis, grid, parse_axes, parse_axis, point_label, read_sweep, run_sweep
+from ifbbench.replay.run import RunResult
 
 
-@dataclass
-class Finished:
-    summary: dict[str, Any]
-    failed: int = 0
+@pytest.mark.parametrize(
+    ("text", "axis"),
+    [
+        ("max_batch_size=8,16", Axis("max_batch_size", (8, 16))),
+        ("max-batch-size = 8, 16", Axis("max_batch_size", (8, 16))),
+        ("scheduler_policy=max_utilization", Axis("policy", ("max_utilization",))),
+        ("enable_chunked_context=true,false", Axis("enable_chunked_context", (True, False))),
+        ("time_scale=0,0.5", Axis("time_scale", (0.0, 0.5))),
+    ],
+)
+def test_an_axis(text, axis):
+    assert parse_axis(text) == axis
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_batch_size", "KEY=V1,V2"),
+        ("=8", "KEY=V1,V2"),
+        ("max_batch_size=", "KEY=V1,V2"),
+        ("max_batch_size=8,,16", "a value is empty"),
+        ("max_batch_size=8,08", "08 is there twice"),
+        ("max_batch_size=8,0", "at least 1"),
+        ("policy=max_utilization,best", "'best'"),
+        ("enable_chunked_context=perhaps", "true or false"),
+        ("batch_size=8", "max_batch_size"),
+        ("output=a,b", "output says where results go"),
+    ],
+)
+def test_a_bad_axis_names_what_was_expected(text, words):
+    with pytest.raises(InputError) as error:
+        parse_axis(text)
+    assert words in str(error.value)
+
+
+def test_a_setting_has_one_axis():
+    with pytest.raises(InputError, match="--over policy is given 2 times"):
+        parse_axes(["policy=max_utilization", "scheduler_policy=guaranteed_no_evict"])
+
+
+def test_a_sweep_needs_an_axis():
+    with pytest.raises(InputError, match="at least one --over"):
+        parse_axes([])
+
+
+def test_several_axes_make_a_grid():
+    points = grid([Axis("seed", (1, 2)), Axis("time_scale", (0.0, 1.0))])
+    assert [tuple(point.values()) for point in points] == [(1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0)]
+
+
+def test_labels_are_file_names_and_differ():
+    assert point_label({"seed": 8, "skip_bad_rows": True}) == "seed=8,skip_bad_rows=true"
+    labels = {point_label({"model": model}) for model in ("a/b", "a-b", "a,b", "a%2Fb")}
+    assert len(labels) == 4
+    assert not any("/" in label for label in labels)
 
 
 @dataclass
@@ -27,7 +77,7 @@ class PretendedRuns:
     failed: dict[int, int] = field(default_factory=dict)
     configs: list[RunConfig] = field(default_factory=list)
 
-    def __call__(self, source: str | None, config: RunConfig) -> Finished:
+    def __call__(self, source: str | None, config: RunConfig) -> RunResult:
         self.configs.append(config)
         size = config.max_batch_size or 0
         if size in self.errors:
@@ -35,18 +85,18 @@ class PretendedRuns:
         directory = Path(str(config.output))
         directory.mkdir()
         (directory / "run.json").write_text("{}")
-        return Finished({"ttft_s": {"p99": size / 10}, "partial": False}, self.failed.get(size, 0))
+        return RunResult(directory, {"ttft_s": {"p99": size / 10}, "partial": False}, self.failed.get(size, 0))
 
 
 def sweep(runs: PretendedRuns, directory: Path, *over: str, **values: Any):
-    told: list[tuple[int, int, str, str]] = []
+    calls: list[tuple[int, int, str, str]] = []
     base = RunConfig(output=str(directory), **values)
-    result = run_sweep(None, base, parse_axes(over), runs, lambda *point: told.append(point))
-    return result, told
+    result = run_sweep(None, base, parse_axes(over), runs, lambda *point: calls.append(point))
+    return result, calls
 
 
 def test_each_point_has_a_directory_and_a_row(tmp_path):
-    result, told = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8,16", "seed=1,2", max_num_tokens=64)
+    result, calls = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8,16", "seed=1,2", max_num_tokens=64)
     table = read_sweep(result.directory)
     assert table.over == ["max_batch_size", "seed"]
     assert [(row["max_batch_size"], row["seed"], row["ttft_s.p99"]) for row in table.rows] == [
@@ -56,7 +106,7 @@ def test_each_point_has_a_directory_and_a_row(tmp_path):
     assert (first["error"], first["max_num_tokens"], first["partial"]) == (None, 64, False)
     assert (tmp_path / "s" / "max_batch_size=8,seed=1" / "run.json").is_file()
     assert (result.points, result.failed) == (4, 0)
-    assert told[-1] == (4, 4, "max_batch_size=16,seed=2", "")
+    assert calls[-1] == (4, 4, "max_batch_size=16,seed=2", "")
 
 
 @pytest.mark.parametrize("error", [InputError("too small\nfor a block"), RuntimeError("too small for a block")])
@@ -155,7 +205,7 @@ def test_a_missing_trace_is_refused_before_anything_is_made(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-def test_a_grid_is_told_apart_by_one_joined_column(tmp_path):
+def test_the_axes_of_a_grid_are_joined_in_one_column(tmp_path):
     result, _ = sweep(PretendedRuns(), tmp_path / "s", "max_batch_size=8", "seed=1,2")
     table, axis = read_sweep(result.directory).with_one_axis()
     assert axis == "max_batch_size, seed"

@@ -8,8 +8,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.memory import kv_memory_bytes, plan_memory
-from ifbbench.simulation.shard import Shard
+from ifbbench.simulation.shard import Shard, kv_memory_bytes, plan_memory
 
 
 def _plan(model="llama-3.1-8b", hardware="h100-sxm", dtype="fp8", fraction=0.9, **options):

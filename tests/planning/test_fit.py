@@ -6,14 +6,12 @@ from statistics import median
 import numpy as np
 import pytest
 
-from ifbbench.calibration.calibrate import calibrated, measure
-from ifbbench.calibration.fit import FitError
-from ifbbench.calibration.least_squares import least_squares
-from ifbbench.calibration.points import points_of
-from ifbbench.calibration.scenarios import Scenario, scenarios
+from ifbbench.planning.calibrate import calibrated
+from ifbbench.planning.fit import FitError, least_squares, points_of
+from ifbbench.planning.measure import Scenario, measure, scenarios
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.step_work import StepWork
-from tests.calibration.synthetic import cost_model_of, synthetic_engine, true_hardware
+from tests.planning.synthetic import cost_model_of, synthetic_engine, true_hardware
 
 # None of them is in a scenario: prompts alone, chunks behind a start, generation, and both.
 UNSEEN = [

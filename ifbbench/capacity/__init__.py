@@ -1,1 +1,0 @@
-"""What fits, before anything is run: the size of the KV cache, and how many requests run in it at once."""

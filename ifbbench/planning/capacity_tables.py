@@ -1,0 +1,193 @@
+"""The output of `ifbbench capacity`: tables, and sentences on what limits the number of requests."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.policies.policy import Limit
+from ifbbench.planning.capacity import Study
+from ifbbench.planning.concurrency import Fit
+from ifbbench.report.tables import LIMIT_NAMES
+from ifbbench.report.units import NOTHING, count, significant
+
+BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
+
+
+def print_study(study: Study, console: Console) -> None:
+    """Print what fits."""
+    console.print()
+    console.print(f"[bold]{escape(study.config.model)}[/bold]  {escape(_title(study))}", highlight=False)
+    console.print()
+    console.print(_memory_table(study))
+    console.print()
+    if study.requests:
+        console.print(_requests_line(study), style="bold", highlight=False)
+        console.print()
+        console.print(_fit_table(study))
+        console.print()
+    for sentence in sentences(study):
+        # One line per sentence in a file or pipe; a terminal must not break words.
+        console.print(escape(sentence), highlight=False, soft_wrap=not console.is_terminal)
+    if not study.requests:
+        console.print(HINT, highlight=False)
+
+
+def memory(num_bytes: float) -> str:
+    """A size with the unit that keeps it short: 18.8 MiB."""
+    step = 0
+    while abs(num_bytes) >= 1024 and step < len(BYTE_UNITS) - 1:
+        num_bytes, step = num_bytes / 1024, step + 1
+    return f"{significant(num_bytes) if step else count(num_bytes)} {BYTE_UNITS[step]}"
+
+
+def _title(study: Study) -> str:
+    """Device and limits in one line."""
+    config = study.config
+    windows = [window.attention_window.size for window in study.pool.windows]
+    parts = [
+        f"on {study.device.name}",
+        f"tensor parallelism {config.tp_size}" if config.tp_size > 1 else None,
+        f"pipeline parallelism {config.pp_size}" if config.pp_size > 1 else None,
+        config.weight_dtype,
+        f"KV cache {config.kv_cache_dtype}" if config.kv_cache_dtype not in (None, config.dtype) else None,
+        f"max_batch_size {config.max_batch_size}",
+        f"max_num_tokens {config.max_num_tokens}",
+        f"max_seq_len {config.max_seq_len}",
+        "chunked context" if config.enable_chunked_context else None,
+        f"{config.max_beam_width} beams" if study.limits.max_beam_width > 1 else None,
+        f"attention window {' + '.join(map(str, windows))}" if windows != [config.max_seq_len] else None,
+        "contiguous cache" if config.kv_cache_type == "contiguous" else None,
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _memory_table(study: Study) -> Table:
+    pool, device = study.pool, study.device
+    table = Table.grid(padding=(0, 3))
+    for style in ("dim", None, "dim", None):
+        table.add_column(style=style)
+    per_block = sum(window.bytes_per_block for window in pool.windows)
+    blocks = [window.num_blocks for window in pool.windows]
+    tokens = [window.num_blocks * window.attention_window.tokens_per_block for window in pool.windows]
+    num_devices = study.config.tp_size * study.config.pp_size
+    each, of_all = (" of each GPU", f" of all {num_devices}") if num_devices > 1 else ("", "")
+    rows = [
+        (f"Free memory{each}", NOTHING if device.free_bytes is None else memory(device.free_bytes),
+         "One token", f"{memory(pool.bytes_per_token)} in {count(study.model.num_layers)} layers"),
+        (f"Weights{each}", memory(pool.weight_bytes),
+         "One block", f"{memory(per_block)} for {count(study.limits.tokens_per_block)} tokens"),
+        (f"For the KV cache{of_all}", memory(pool.kv_bytes if pool.budget_bytes is None else pool.budget_bytes),
+         "Blocks", f"[bold]{_sum(blocks)}[/bold]"),
+        ("", "", "Tokens", _sum(tokens)),
+    ]  # fmt: skip
+    blocks_of_run = [window.layout.num_blocks for window in pool.windows]
+    if blocks_of_run != blocks:
+        rows.append(("", "", "A run takes", f"{_sum(blocks_of_run)} blocks, a full batch"))
+    if study.config.kv_host_cache_bytes:
+        host_blocks = _sum([window.layout.num_host_blocks for window in pool.windows])
+        rows.append(("On the host", memory(study.config.kv_host_cache_bytes), "Host blocks", host_blocks))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _sum(numbers: list[int]) -> str:
+    return " + ".join(map(count, numbers))
+
+
+def _requests_line(study: Study) -> str:
+    prompt, output, reserved = (study.mean(name) for name in ("prompt_len", "output_len", "max_new_tokens"))
+    lengths = f"{count(prompt)} prompt and {count(output)} output tokens"
+    if reserved != output:
+        lengths += f", {count(reserved)} reserved"
+    if len(study.requests) == 1:
+        return f"Requests of {lengths}"
+    refused = f"; {count(study.refused)} more refused" if study.refused else ""
+    return f"{count(len(study.requests))} requests, on average {lengths}{refused}"
+
+
+def _fit_table(study: Study) -> Table:
+    is_trace = len(study.requests) > 1
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    table.add_column("Policy")
+    for name in ("blocks\neach", "cache\nholds", "at\nonce", *(["packed\nin order"] if is_trace else [])):
+        table.add_column(name, justify="right")
+    table.add_column("bound by")
+    for found in study.fits:
+        mean = float(found.mean_blocks)
+        table.add_row(
+            found.case.label + (f"[dim], {found.case.moment}[/dim]" if found.case.moment else ""),
+            count(mean) if mean.is_integer() else significant(mean),
+            count(found.by_blocks),
+            f"[bold]{count(found.at_once)}[/bold]",
+            *([count(found.first)] if is_trace else []),
+            LIMIT_NAMES[found.bound_by],
+        )
+    contiguous = study.contiguous
+    bound = "memory" if contiguous.fit <= study.limits.max_batch_size else LIMIT_NAMES["batch_size"]
+    first = [NOTHING] if is_trace else []
+    table.add_row("contiguous cache", NOTHING, count(contiguous.fit), count(contiguous.at_once), *first, bound)
+    return table
+
+
+def sentences(study: Study) -> list[str]:
+    """The limit that binds first, the contiguous cache for comparison, and a sequence that is too long."""
+    limits, found = study.limits, study.fit_of_policy
+    if limits.is_contiguous:
+        return [_contiguous_run(study)]
+    lines = []
+    if found is not None:
+        lines += [_bound(study, found), _contiguous(study)]
+    elif study.fits:
+        lines.append(f"Only a run shows how many requests {study.config.policy} runs at once.")
+    if study.longest_sequence < limits.max_seq_len:
+        lines.append(
+            f"A sequence of max_seq_len ({count(limits.max_seq_len)}) does not fit: the longest that does has "
+            f"{count(study.longest_sequence)} tokens."
+        )
+    return lines
+
+
+def _bound(study: Study, found: Fit) -> str:
+    blocks = sum(window.num_blocks for window in study.pool.windows)
+    limits = {
+        Limit.KV_BLOCKS: (f"the KV cache ({count(blocks)} blocks)", found.by_blocks),
+        Limit.BATCH_SIZE: ("max_batch_size", found.by_batch_size),
+        Limit.NUM_TOKENS: (f"max_num_tokens ({count(study.limits.max_num_tokens)})", found.by_tokens),
+    }
+    first, _ = limits.pop(found.bound_by)
+    (second, by_second), (third, by_third) = limits.values()
+    is_static = study.limits.batching_type is BatchingType.V1
+    which = "requests of the mean length" if len(study.requests) > 1 else "such requests"
+    at_end = ", all at their full length," if found.case.moment else ""
+    packed = ""
+    if found.first is not None:
+        together = "All" if found.first == len(study.requests) else f"The first {count(found.first)}"
+        packed = f" {together} of the trace fit together."
+    return (
+        f"{count(found.at_once)} {which}{at_end} run at once "
+        f"{'in a static batch' if is_static else f'under {study.config.policy}'}: {first} binds first; "
+        f"{second} would allow {count(by_second)}, {third} {count(by_third)}.{packed}"
+    )
+
+
+def _contiguous_run(study: Study) -> str:
+    contiguous, requests = study.contiguous, study.limits.max_batch_size
+    advice = "" if contiguous.fit >= requests else " Lower --max_batch_size or --max_seq_len, or page the cache."
+    return (
+        f"A contiguous cache takes {memory(requests * contiguous.bytes_per_request)} for the {count(requests)} "
+        f"requests of max_batch_size, {count(contiguous.positions)} places each; memory has room for "
+        f"{count(contiguous.fit)}.{advice}"
+    )
+
+
+def _contiguous(study: Study) -> str:
+    contiguous = study.contiguous
+    beams = f" for each of {study.limits.max_beam_width} beams" if study.limits.max_beam_width > 1 else ""
+    room = count(contiguous.fit) if contiguous.fit else "none"
+    return (
+        f"In the same memory a contiguous cache ({count(study.limits.max_seq_len)} places{beams}, "
+        f"{memory(contiguous.bytes_per_request)} a request) has room for {room}."
+    )
