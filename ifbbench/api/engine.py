@@ -19,7 +19,8 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
-from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.shard import Shard
 
 WARM_UP_PROMPT_LEN = 8

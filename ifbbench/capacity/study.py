@@ -22,7 +22,8 @@ from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
 from ifbbench.engine.kv_cache.sizing import max_attention_window
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.named_models import load_model_config
 from ifbbench.workload.trace import TraceRequest
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.model.kv_cache import PagedKvCache
-from ifbbench.model.to_device import to_device
+from ifbbench.model.tensors import to_device
 
 
 def run_copies(copies: Sequence[BlockCopy], caches: Sequence[PagedKvCache], device: torch.device) -> None:

@@ -22,10 +22,9 @@ from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.profiling import activation_bytes
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.execution.timed_executor import TimedExecutor
-from ifbbench.model.config import ModelConfig, load_model_config
-from ifbbench.model.llama import LlamaModel
-from ifbbench.model.make_model import make_model
-from ifbbench.model.model_path import weights_path
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.llama import LlamaModel, make_model
+from ifbbench.model.named_models import load_model_config, weights_path
 from ifbbench.model.weights import load_weights, random_weights
 
 

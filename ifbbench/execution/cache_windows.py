@@ -16,11 +16,10 @@ from ifbbench.execution.beams import rows_to_copy
 from ifbbench.execution.block_copies import run_copies
 from ifbbench.execution.packing import Int64Array, PackedBatch, table_rows
 from ifbbench.model.attention import LayerInputs
+from ifbbench.model.attention_plan import plan_window
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.contiguous_cache import ContiguousKvCache
-from ifbbench.model.kv_cache import KvStorage, PagedKvCache
-from ifbbench.model.to_device import to_device
-from ifbbench.model.window_plan import plan_window
+from ifbbench.model.kv_cache import ContiguousKvCache, KvStorage, PagedKvCache
+from ifbbench.model.tensors import to_device
 
 
 def one_window_layout(

@@ -21,10 +21,10 @@ from ifbbench.execution.cache_windows import CacheWindow, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.execution.prepared import ModelPass
 from ifbbench.kernels.context_attention import TILE_FIELDS
-from ifbbench.model.attention import LayerInputs
-from ifbbench.model.kernel_llama import KernelLlama
+from ifbbench.model.attention import LayerInputs, PagedBatch
+from ifbbench.model.kernel_llama import NOWHERE, KernelLlama
 from ifbbench.model.llama import ForwardInputs
-from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, parts_of
+from ifbbench.model.tensors import packed_on_host, unpacked
 
 # Each size is at most half as large again as the one before from here on, so a third of a batch is padding at most.
 FIRST_SIZES = (1, 2, 4, 8)
@@ -115,7 +115,7 @@ class GenerationGraphs:
             self._shapes = [WindowShape(window, table.shape[1], min(window.rule.size, self._max_seq_len))
                             for window, table in zip(self._windows, tables, strict=True)]  # fmt: skip
         numbers = [
-            host_numbers(_window_numbers(packed, table, window, size), self._model.device)
+            packed_on_host(_window_numbers(packed, table, window, size), self._model.device)
             for window, table in zip(self._windows, tables, strict=True)
         ]
         return partial(self._graph(size).run, numbers)
@@ -164,7 +164,7 @@ class _Graph:
         # Until the first batch comes, all of it is padding.
         none = np.empty(0, np.int32)
         self._numbers = [
-            host_numbers([padded(none, size, 0), padded(none, size, 0), padded(none, size, NOWHERE),
+            packed_on_host([padded(none, size, 0), padded(none, size, 0), padded(none, size, NOWHERE),
                           padded(np.empty((shape.table_width, 0), np.int32), size, 0)], model.device)
             .to(model.device, non_blocking=True)
             for shape in shapes
@@ -185,7 +185,7 @@ class _Graph:
         everyone = torch.arange(size, device=device)
         inputs: dict[int, LayerInputs] = {}
         for numbers, shape in zip(self._numbers, shapes, strict=True):
-            positions, ends, rows, tables = parts_of(numbers, [size, size, size, shape.table_width * size])
+            positions, ends, rows, tables = unpacked(numbers, [size, size, size, shape.table_width * size])
             paged = PagedBatch(
                 shape.window.rule, 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
                 tables.view(shape.table_width, size).t(), everyone.int(), ends, rows, None,

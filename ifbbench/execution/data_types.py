@@ -5,8 +5,7 @@ import torch
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import FP8_MULTIPLE, Fp8Linear
-from ifbbench.model.linear import MakeProduct, make_linear
+from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What keys and values may be stored as; fp8 is e4m3, without scales.

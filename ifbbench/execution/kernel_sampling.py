@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ifbbench.execution.sampling import Int64Array, Sampler, uniform_numbers
 from ifbbench.kernels.token_choice import choose_tokens
-from ifbbench.model.paged_batch import on_device_together
+from ifbbench.model.tensors import to_device_together
 
 
 class KernelSampler(Sampler):
@@ -24,6 +24,6 @@ class KernelSampler(Sampler):
         narrow = temperatures.astype(np.float32), self._top_p[slots].astype(np.float32)
         # Numbers of four bytes each, or of twice four, travel as if they were int32.
         columns = [values.view(np.int32) for values in (uniforms, *narrow)]
-        uniform, temperature, top_p, top_k = on_device_together([*columns, self._top_k[slots]], logits.device)
+        uniform, temperature, top_p, top_k = to_device_together([*columns, self._top_k[slots]], logits.device)
         return choose_tokens(logits, temperature.view(torch.float32), top_k, top_p.view(torch.float32),
                              uniform.view(torch.float64))  # fmt: skip

@@ -8,8 +8,7 @@ from ifbbench.execution.cache_windows import CacheWindows, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.kernel_cache import KernelPagedCache
-from ifbbench.model.paged_batch import KernelShapes, plan_paged_batch
+from ifbbench.model.kernel_llama import KernelPagedCache, KernelShapes, plan_paged_batch
 
 
 class KernelCacheWindows(CacheWindows):

@@ -24,7 +24,7 @@ from ifbbench.execution.prepared import BeamStep, ModelPass, PreparedBatch, Slot
 from ifbbench.execution.sampling import Sampler
 from ifbbench.execution.under_way import DeviceOutputs, OutputsUnderWay
 from ifbbench.model.llama import ForwardInputs, LlamaModel
-from ifbbench.model.to_device import to_device
+from ifbbench.model.tensors import to_device
 
 if TYPE_CHECKING:  # it imports Triton, which is not there everywhere
     from ifbbench.execution.cuda_graphs import GenerationGraphs, Recorder
@@ -216,6 +216,6 @@ def _parts_for(model: LlamaModel) -> _Parts:
     # These import Triton, which a run without a GPU does not need.
     from ifbbench.execution.kernel_sampling import KernelSampler
     from ifbbench.execution.kernel_windows import KernelCacheWindows
-    from ifbbench.kernels.log_probs import log_probs_of
+    from ifbbench.kernels.token_choice import log_probs_of
 
     return _Parts(KernelCacheWindows, KernelSampler, log_probs_of)

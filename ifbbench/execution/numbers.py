@@ -11,7 +11,7 @@ from torch import Tensor
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.execution.packing import Int64Array, PackedBatch
-from ifbbench.model.to_device import to_device
+from ifbbench.model.tensors import to_device
 
 # From logits [rows, vocabulary] and tokens, int64 [rows], to the tokens' log-probabilities, float32 [rows].
 LogProbsOf = Callable[[Tensor, Tensor], Tensor]

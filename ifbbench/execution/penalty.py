@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.request_table import IntArray
-from ifbbench.model.to_device import to_device
+from ifbbench.model.tensors import to_device
 
 Int64Array = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.sampling_params import SamplingParams
-from ifbbench.model.to_device import to_device
+from ifbbench.model.tensors import to_device
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -1,5 +1,5 @@
-"""GPU kernels in Triton. Each file has one kernel, a plain torch twin that says what it computes, and its arithmetic.
+"""GPU kernels in Triton. `tests.kernels.references` has a plain PyTorch version of each.
 
-Nothing is imported here: a run without a GPU does not need Triton. The functions take and return plain tensors. They
-run on CUDA tensors, and on any under Triton's interpreter (`TRITON_INTERPRET=1`, set before Triton is imported).
+Nothing is imported here, because a run without a GPU does not need Triton. The functions take and return plain tensors,
+on CUDA devices, or on any device in Triton's interpreter (`TRITON_INTERPRET=1`, set before Triton is imported).
 """

@@ -1,19 +1,17 @@
-"""Attention of context chunks: prompts, or later pieces of prompts whose beginning is in the paged KV cache.
+"""Attention of context chunks: whole prompts, or later chunks of prompts that start in the paged KV cache.
 
-A chunk's queries see earlier keys, which lie in the cache, and the chunk's own, which are read from the batch itself.
-So the cache may be written after the attention, as it must be where a window writes over what the chunk's first
-queries still see; and nothing depends on how the chunk's own keys will be stored.
+Earlier keys are read from the cache, the chunk's own from the batch. The cache may therefore be written after the
+attention, as is necessary where the window wraps and overwrites keys that the chunk's first queries see.
 
-A program has `rows` of one chunk for one KV head: rows // group queries with all `group` query heads that share the KV
-head, so that each key is loaded once for all of them. It goes over the keys tile by tile with the online softmax of
-`attention_parts.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. The longest tiles come
-first, for programs start in order, and a long one at the end would leave the others' multiprocessors idle.
+A program computes `rows` rows of one chunk for one KV head: rows // group queries with all `group` query heads that
+share the KV head, so that each key is loaded once for all of them. It processes the keys tile by tile with the online
+softmax of `attention_parts.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. Programs
+start in order, so the longest tiles come first: a long one at the end would leave other multiprocessors idle.
 """
 
 import math
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
@@ -21,26 +19,20 @@ from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.attention_parts import (
-    EVERYTHING,
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
     as_operand,
-    attend_reference,
     cache_offsets,
-    gather_cached,
     in_window,
-    is_seen,
     key_positions,
-    keys_seen,
     load_keys_and_values,
     softmax_step,
 )
-from ifbbench.kernels.launch import launching, padded_size, upcasts
-from ifbbench.kernels.tiles import AttentionTiles
+from ifbbench.kernels.launch import AttentionTiles, launching, padded_size, upcasts
 
 Int64Array = NDArray[np.int64]
-# Packed row of the first query, number of queries, position of the first query, position of the chunk's first token
-# (as many are in the cache), row of the block tables.
+# Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's
+# first token (equal to the number of cached tokens), row of the block tables.
 TILE_FIELDS = 5
 
 
@@ -49,8 +41,8 @@ def plan_tiles(
 ) -> NDArray[np.int32]:
     """Chunks cut into tiles of at most `queries_per_tile` queries: int32 [tiles, 5] (see TILE_FIELDS), longest first.
 
-    All arrays are [chunks]. first_rows: packed row of the first token. lengths: tokens. starts: position of the first
-    token, as many are in the cache. table_rows: row of the block tables.
+    All arrays are [chunks]. first_rows: packed row of the first token. lengths: number of tokens. starts: position of
+    the first token, equal to the number of cached tokens. table_rows: row of the block tables.
     """
     counts = -(-lengths // queries_per_tile)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -58,11 +50,10 @@ def plan_tiles(
     tiles = np.stack([
         first_rows[owners] + done, np.minimum(lengths[owners] - done, queries_per_tile), starts[owners] + done,
         starts[owners], table_rows[owners],
-    ], axis=1)  # fmt: skip
+    ], axis=1)
     return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 1]), kind="stable")].astype(np.int32)
 
 
-# Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
 @triton.jit(do_not_specialize=[*TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
 def _context_kernel(
     output: tl.tensor, queries: tl.tensor, keys: tl.tensor, values: tl.tensor, key_cache: tl.tensor,
@@ -74,12 +65,12 @@ def _context_kernel(
     HAS_WINDOW: tl.constexpr, IS_CYCLIC: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UPCAST: tl.constexpr,
     CACHED_STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * 5
     first_row, num_queries = tl.load(tile).to(tl.int64), tl.load(tile + 1)
     first_position, num_cached_positions, table_row = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
 
-    # Queries: row r of the tile is query r // GROUP with head r % GROUP of those that share the KV head.
+    # Row r of the tile is query r // GROUP with head r % GROUP of those that share the KV head.
     rows = tl.arange(0, ROWS)
     steps, heads = rows // GROUP, kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, WIDTH)
@@ -100,7 +91,7 @@ def _context_kernel(
     if HAS_WINDOW:
         num_cached = tl.maximum(tl.minimum(sink, num_cached), num_cached - shift)
 
-    # Keys in the cache. All of them are earlier than the queries.
+    # Keys in the cache. All are earlier than the queries.
     table = block_tables + table_row.to(tl.int64) * table_stride
     key_cache += kv_head * cache_head_stride
     value_cache += kv_head * cache_head_stride
@@ -109,14 +100,14 @@ def _context_kernel(
         is_real = numbers < num_cached
         positions = key_positions(numbers, shift, sink)
         offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
-                                capacity, TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
+                                capacity, TOKENS_PER_BLOCK, IS_CYCLIC)
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
-                                                    HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
+                                                    HEAD_SIZE, WIDTH, UPCAST)
         visible = is_real[None, :]
         if HAS_WINDOW:
             visible = visible & in_window(positions, query_positions, window_size, sink)
         maximum, total, result = softmax_step(query_tile, key_tile, value_tile, visible, scale, maximum, total, result,
-                                              IS_MASKED=True)  # fmt: skip
+                                              IS_MASKED=True)
 
     # The chunk's own keys. Without a window, those at or before the first query are seen by all.
     own = (first_row - (first_position - num_cached_positions)) * key_stride + kv_head * key_head_stride
@@ -129,21 +120,21 @@ def _context_kernel(
         numbers = first + tl.arange(0, KEYS)
         offsets = (numbers - num_cached).to(tl.int64) * key_stride
         key_tile, value_tile = load_keys_and_values(keys, values, offsets, numbers >= 0, queries.dtype.element_ty,
-                                                    HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
+                                                    HEAD_SIZE, WIDTH, UPCAST)
         maximum, total, result = softmax_step(query_tile, key_tile, value_tile, None, scale, maximum, total, result,
-                                              IS_MASKED=False)  # fmt: skip
+                                              IS_MASKED=False)
     for first in range(first_masked, num_visible, KEYS):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_visible
         positions = key_positions(numbers, shift, sink)
         offsets = (positions - num_cached_positions).to(tl.int64) * key_stride
         key_tile, value_tile = load_keys_and_values(keys, values, offsets, is_real, queries.dtype.element_ty, HEAD_SIZE,
-                                                    WIDTH, UPCAST)  # fmt: skip
+                                                    WIDTH, UPCAST)
         visible = is_real[None, :] & (positions[None, :] <= query_positions[:, None])
         if HAS_WINDOW:
             visible = visible & in_window(positions, query_positions, window_size, sink)
         maximum, total, result = softmax_step(query_tile, key_tile, value_tile, visible, scale, maximum, total, result,
-                                              IS_MASKED=True)  # fmt: skip
+                                              IS_MASKED=True)
 
     result = result / tl.where(total > 0.0, total, 1.0)[:, None]
     output_offsets = (first_row + steps) * output_stride + heads * output_head_stride
@@ -152,16 +143,16 @@ def _context_kernel(
 
 def context_attention(
     queries: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
-    tiles: Tensor, output: Tensor, shape: AttentionTiles, window: AttentionWindow = EVERYTHING,
-) -> None:  # fmt: skip
-    """Write the attention of the context chunks in `tiles` to their rows of `output`; other rows stay as they are.
+    tiles: Tensor, output: Tensor, shape: AttentionTiles, window: AttentionWindow,
+) -> None:
+    """Write the attention of the context chunks in `tiles` to their rows of `output`; other rows are not changed.
 
-    queries, output: [tokens, heads, head size]. keys, values: [tokens, KV heads, head size], those of the batch, alike
-    in their strides. key_cache, value_cache: [blocks, tokens per block, KV heads, head size], alike in their strides,
-    of the queries' type or a narrower one. In all of these, the values of a head are contiguous.
-    block_tables: int32 [sequences, blocks]; entries beyond what is cached are not read. tiles: int32 [tiles, 5], of
+    queries, output: [tokens, heads, head size]. keys, values: [tokens, KV heads, head size], of the batch, with the
+    same strides. key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the
+    queries' type or a narrower one. In all of these the values of a head are contiguous.
+    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read. tiles: int32 [tiles, 5], by
     `plan_tiles` with `shape.rows` // (heads / KV heads) queries a tile.
-    KernelError if it cannot run.
+    KernelError if it cannot be run.
     """
     if len(tiles) == 0:
         return
@@ -177,24 +168,4 @@ def context_attention(
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size,
             WIDTH=padded_size(head_size), ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache),
             num_warps=shape.warps, num_stages=shape.stages, CACHED_STAGES=shape.cached_stages,
-        )  # fmt: skip
-
-
-def context_attention_twin(
-    queries: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
-    tiles: Tensor, output: Tensor, window: AttentionWindow = EVERYTHING,
-) -> None:  # fmt: skip
-    """The same in plain torch, tile by tile."""
-    for first_row, num_queries, position, num_cached, table_row in tiles.tolist():
-        rows = slice(first_row, first_row + num_queries)
-        query_positions = position + torch.arange(num_queries, device=queries.device)
-        positions = keys_seen(position, position + num_queries - 1, window, queries.device)
-        earlier, own = positions[positions < num_cached], positions[positions >= num_cached]
-        own_rows = own - position + first_row
-        seen_keys, seen_values = (
-            torch.cat([gather_cached(cache, block_tables[table_row], earlier, window).to(part.dtype),
-                       part[own_rows]])
-            for cache, part in ((key_cache, keys), (value_cache, values))
-        )  # fmt: skip
-        visible = is_seen(positions, query_positions, window)
-        output[rows] = attend_reference(queries[rows], seen_keys, seen_values, visible, queries.shape[2] ** -0.5)
+        )

@@ -1,10 +1,10 @@
-"""Attention of generation tokens: one query a sequence, whose key is in the paged KV cache already.
+"""Attention of generation tokens: one query per sequence, with all keys in the paged KV cache.
 
-A program has one sequence, one KV head with the `group` query heads that share it (padded to the 16 rows that a matrix
-instruction wants: it is bound by memory, so the padding is free), and one part of the keys. The parts of a long
-sequence run side by side (flash decoding; Dao, Haziza, Massa and Sizov, 2023) and are joined by a second kernel: part
-i has the result rᵢ and lᵢ = log₂ Σ 2^x over its scores x, and with L = max lᵢ the whole is Σ 2^(lᵢ − L) rᵢ / Σ 2^(lᵢ
-− L).
+A program computes one sequence, one KV head with the `group` query heads that share it (padded to the 16 rows of a
+matrix instruction, at no cost, because the kernel is bound by memory), and one part of the keys. The parts of a long
+sequence run in parallel (flash decoding; Dao, Haziza, Massa and Sizov, 2023) and are joined by a second kernel: part i
+has the result rᵢ and lᵢ = log₂ Σ 2^x over its scores x, and with L = max lᵢ the whole is
+Σ 2^(lᵢ − L) rᵢ / Σ 2^(lᵢ − L).
 """
 
 import math
@@ -16,29 +16,23 @@ from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.attention_parts import (
-    EVERYTHING,
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
     as_operand,
-    attend_reference,
     cache_offsets,
-    gather_cached,
     key_positions,
-    keys_seen,
     load_keys_and_values,
     softmax_step,
 )
-from ifbbench.kernels.launch import launching, padded_size, upcasts
-from ifbbench.kernels.tiles import MOST_SPLITS, AttentionTiles
+from ifbbench.kernels.launch import MAX_SPLITS, AttentionTiles, launching, padded_size, upcasts
 
 
 @triton.jit
 def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
-    """How many keys each part has, in whole tiles; the last parts of short sequences have none."""
+    """Keys of each part, in whole tiles; the last parts of short sequences have none."""
     return tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS) * KEYS
 
 
-# Numbers that differ from batch to batch must not make another kernel when one is 1 or divisible by 16.
 @triton.jit(do_not_specialize=["num_splits", *TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
 def _generation_kernel(
     output: tl.tensor, part_logs: tl.tensor, queries: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
@@ -50,7 +44,7 @@ def _generation_kernel(
     HAS_WINDOW: tl.constexpr, IS_CYCLIC: tl.constexpr, IS_SPLIT: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
     shift = tl.maximum(length - window_size, 0) if HAS_WINDOW else 0
@@ -78,13 +72,13 @@ def _generation_kernel(
         is_real = numbers < num_keys
         positions = key_positions(numbers, shift, sink)
         offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
-                                capacity, TOKENS_PER_BLOCK, IS_CYCLIC)  # fmt: skip
+                                capacity, TOKENS_PER_BLOCK, IS_CYCLIC)
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
-                                                    HEAD_SIZE, WIDTH, UPCAST)  # fmt: skip
+                                                    HEAD_SIZE, WIDTH, UPCAST)
         maximum, total, result = softmax_step(query_tile, key_tile, value_tile, is_real[None, :], scale, maximum,
-                                              total, result, IS_MASKED=True)  # fmt: skip
+                                              total, result, IS_MASKED=True)
 
-    # A length of 0, as padding of a CUDA graph has, gives zeros.
+    # A length of 0 (padding of a CUDA graph) gives zeros.
     result = result / tl.where(total > 0.0, total, 1.0)[:, None]
     output_offsets = sequence * output_stride + heads * output_head_stride + split * output_split_stride
     tl.store(output + output_offsets[:, None] + dims[None, :], result.to(output.dtype.element_ty), mask=is_query)
@@ -99,12 +93,12 @@ def _join_kernel(
     output: tl.tensor, parts: tl.tensor, part_logs: tl.tensor, lengths: tl.tensor, output_stride: tl.tensor,
     output_head_stride: tl.tensor, num_splits: tl.tensor, window_size: tl.tensor, HAS_WINDOW: tl.constexpr,
     HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_keys = tl.load(lengths + sequence)
     if HAS_WINDOW:
         num_keys = tl.minimum(num_keys, window_size)
-    # Only these parts have been written. A sequence of length 0 has one, of zeros.
+    # Only these parts are written. A sequence of length 0 has one part, of zeros.
     num_parts = tl.maximum(tl.cdiv(num_keys, tl.maximum(_keys_per_split(num_keys, num_splits, KEYS), 1)), 1)
     first_part = (sequence * tl.num_programs(0) + head) * num_splits
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
@@ -116,21 +110,21 @@ def _join_kernel(
     total = tl.sum(weights, 0)
     result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(output + sequence * output_stride + head * output_head_stride + dims, result.to(output.dtype.element_ty),
-             mask=dims < HEAD_SIZE)  # fmt: skip
+             mask=dims < HEAD_SIZE)
 
 
 def generation_attention(
     queries: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
-    output: Tensor, shape: AttentionTiles, num_splits: int, window: AttentionWindow = EVERYTHING,
-) -> None:  # fmt: skip
-    """Write the attention of one query for each sequence to `output`.
+    output: Tensor, shape: AttentionTiles, num_splits: int, window: AttentionWindow,
+) -> None:
+    """Write the attention of one query per sequence to `output`.
 
     queries, output: [sequences, heads, head size]. key_cache, value_cache: [blocks, tokens per block, KV heads, head
-    size], alike in their strides, of the queries' type or a narrower one. In all of these, the values of a head are
+    size], with the same strides, of the queries' type or a narrower one. In all of these the values of a head are
     contiguous. block_tables: int32 [rows, blocks]; entries beyond a length are not read. table_rows: int32 [sequences],
-    row of the block tables. lengths: int32 [sequences], tokens in the cache, the query's own among them; 0 gives zeros.
-    num_splits: parts of the keys that run side by side, MOST_SPLITS at most (see `tiles.choose_num_splits`).
-    KernelError if it cannot run.
+    row of the block tables. lengths: int32 [sequences], tokens in the cache including the query's own; 0 gives zeros.
+    num_splits: parts of the keys that run in parallel, at most MAX_SPLITS (see `launch.choose_num_splits`).
+    KernelError if it cannot be run.
     """
     num_sequences, num_heads, head_size = queries.shape
     if num_sequences == 0:
@@ -152,28 +146,11 @@ def generation_attention(
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, WIDTH=width,
             ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache), num_warps=shape.warps,
             num_stages=shape.cached_stages,
-        )  # fmt: skip
+        )
         if is_split:
             _join_kernel[(num_heads, num_sequences)](
                 output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window.numbers[0],
                 HAS_WINDOW=window.is_limited, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
-                # As many as there ever are: each number of parts would else have a kernel of its own to compile.
-                SPLITS=MOST_SPLITS,
-            )  # fmt: skip
-
-
-def generation_attention_twin(
-    queries: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
-    output: Tensor, window: AttentionWindow = EVERYTHING,
-) -> None:  # fmt: skip
-    """The same in plain torch, sequence by sequence."""
-    for sequence, (table_row, length) in enumerate(zip(table_rows.tolist(), lengths.tolist(), strict=True)):
-        if length == 0:
-            output[sequence] = 0
-            continue
-        positions = keys_seen(length - 1, length - 1, window, queries.device)
-        keys, values = (gather_cached(cache, block_tables[table_row], positions, window)
-                        for cache in (key_cache, value_cache))  # fmt: skip
-        everything = torch.ones((1, len(positions)), dtype=torch.bool, device=queries.device)
-        query = queries[sequence : sequence + 1]
-        output[sequence] = attend_reference(query, keys, values, everything, queries.shape[2] ** -0.5)[0]
+                # The maximum, because each other number of parts would compile another kernel.
+                SPLITS=MAX_SPLITS,
+            )

@@ -1,19 +1,19 @@
-"""The choice of the next token from logits: greedy, or by temperature, top-k and top-p, for all rows at once.
+"""The choice of next tokens from logits (greedy, or by temperature, top-k and top-p), and log-probabilities of tokens.
 
-A program has one row. It finds the largest logit m; a greedy row is done with that. Else each token has a distance
-y = (m − logit) / temperature ≥ 0 and a weight e^−y. Top-k and top-p keep the tokens up to some distance, which is found
-without sorting:
+A program of the choice processes one row. It finds the largest logit m, which is the result of a greedy row. In other
+rows each token has a distance y = (m − logit) / temperature ≥ 0 and a weight e^−y. Top-k and top-p keep the tokens up
+to some distance, which is found without sorting:
 
 - top-k: the k-th smallest distance, which is the largest d such that fewer than k tokens are nearer than d. Tokens as
-  near as the k-th are kept too.
-- top-p: in the order of distance, a token is kept as long as those before it weigh less than p · (weight of the k
-  nearest): the largest d such that the tokens nearer than d weigh less than that.
+  near as the k-th are also kept.
+- top-p: in the order of distance, a token is kept if those before it weigh less than p · (weight of the k nearest): the
+  largest d such that the tokens nearer than d weigh less than that.
 
-Both are one search: floats that are not negative are ordered as their bits are, so the bits of d are found in eight
-rounds of four, each comparing all tokens with 16 limits at once.
+Both use the same search: non-negative floats have the order of their bits, so the bits of d are found in eight rounds
+of four bits, each comparing all tokens with 16 limits.
 
-The token is then the first one, in the order of ids, at which the running sum of the kept weights passes uniform ·
-total. Weights are float32, that sum is float64; top-p sums in float32.
+The token is the first one, in the order of ids, at which the running sum of the kept weights exceeds uniform · total.
+Weights are float32, that sum is float64; top-p sums in float32.
 """
 
 import torch
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from ifbbench.kernels.launch import launching
 
-# One pass over the row has this many tokens at a time: few steps, each with many loads under way. The search compares
-# each with 16 limits, so it takes fewer.
+# Tokens per step of a pass over the row: few steps, each with many loads in flight. Steps of the search are smaller,
+# because it compares each token with 16 limits.
 TOKENS_AT_ONCE = 4096
 TOKENS_AT_ONCE_IN_SEARCH = 1024
-# Tiles of logits that are loaded or looked at at once: each pass reads them anew, from the second-level cache.
+# Tiles of logits that are loaded or processed at the same time. Each pass reads them again, from the L2 cache.
 STAGES = tl.constexpr(3)
 
 
@@ -44,10 +44,9 @@ def _distances(
 def _reach(
     row: tl.tensor, size: tl.tensor, highest: tl.tensor, temperature: tl.tensor, target: tl.tensor,
     IS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Bits (uint32) of the largest distance d such that the tokens nearer than d are fewer than `target`, or weigh
-    less.
-    """
+) -> tl.tensor:
+    """Bits (uint32) of the largest distance d such that the tokens nearer than d number, or weigh, less than
+    `target`."""
     reach = tl.full([], 0, tl.uint32)
     unit = tl.full([], 1 << 28, tl.uint32)
     for _ in range(8):
@@ -84,7 +83,7 @@ def _weigh(
 def _kept_reach(
     row: tl.tensor, size: tl.tensor, highest: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor,
     WIDTH: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+) -> tl.tensor:
     """Bits of the distance of the last tokens that top-k and top-p keep."""
     reach = tl.full([], 0x7F800000, tl.uint32)  # infinity
     has_top_k = (top_k > 0) & (top_k < size)
@@ -93,7 +92,7 @@ def _kept_reach(
     if top_p < 1.0:
         count, weight = _weigh(row, size, highest, temperature, reach, WIDTH)
         if has_top_k:
-            # Of the tokens as far as the k-th, only those that fill up to k count.
+            # Of the tokens as far as the k-th, only as many count as complete k.
             last = tl.exp(-reach.to(tl.float32, bitcast=True)).to(tl.float64)
             weight += (top_k - count).to(tl.float64) * last
         target = (weight * top_p).to(tl.float32)
@@ -105,8 +104,8 @@ def _kept_reach(
 def _sample(
     row: tl.tensor, size: tl.tensor, highest: tl.tensor, temperature: tl.tensor, reach: tl.tensor, uniform: tl.tensor,
     WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """The first token at which the running sum of kept weights passes `uniform` of their total."""
+) -> tl.tensor:
+    """The first token at which the running sum of kept weights exceeds `uniform` of their total."""
     _, total = _weigh(row, size, highest, temperature, reach + 1, WIDTH)
     target = uniform * total
     token = size
@@ -117,12 +116,12 @@ def _sample(
         distances = _distances(row, ids, size, highest, temperature)
         is_kept = (distances.to(tl.uint32, bitcast=True) <= reach) & (ids < size)
         weights = tl.where(is_kept, tl.exp(-distances), 0.0).to(tl.float64)
-        # A parallel sum need not rise from token to token; one without weight must not be chosen for that.
+        # A parallel sum may fall from token to token through rounding; tokens without weight must not be chosen.
         passes = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
         token = tl.minimum(token, tl.min(tl.where(passes, ids, size), 0))
         last_kept = tl.maximum(last_kept, tl.max(tl.where(weights > 0.0, ids, 0), 0))
         before += tl.sum(weights, 0)
-    # Rounding may leave the last sum just below the target.
+    # Rounding may leave the last sum below the target.
     return tl.minimum(token, last_kept)
 
 
@@ -130,7 +129,7 @@ def _sample(
 def _choice_kernel(
     tokens: tl.tensor, logits: tl.tensor, temperatures: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor,
     uniforms: tl.tensor, logits_stride: tl.tensor, size: tl.tensor, WIDTH: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * logits_stride
     highest = tl.full([], float("-inf"), tl.float32)
@@ -145,7 +144,7 @@ def _choice_kernel(
     temperature = tl.load(temperatures + number)
     if temperature > 0.0:
         top_k, top_p = tl.load(top_ks + number), tl.load(top_ps + number)
-        # Not below the smallest normal number: a smaller one would count as zero.
+        # At least the smallest normal number, because smaller ones are flushed to zero.
         temperature = tl.maximum(temperature, 1.1754943508222875e-38)
         reach = _kept_reach(row, size, highest, temperature, top_k, top_p, WIDTH, SEARCH_WIDTH)
         token = _sample(row, size, highest, temperature, reach, tl.load(uniforms + number), WIDTH)
@@ -159,7 +158,7 @@ def choose_tokens(
 
     logits: [rows, vocabulary], those of a row contiguous. temperatures: float32 [rows], 0 for the most likely token (of
     equal ones the first). top_k: int32 [rows], 0 for all. top_p: float32 [rows], above 0; 1 for all. uniforms: float64
-    [rows], of [0, 1). KernelError if it cannot run.
+    [rows], in [0, 1). KernelError if it cannot be run.
     """
     num_rows, size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -170,27 +169,45 @@ def choose_tokens(
             tokens, logits, temperatures, top_k, top_p, uniforms, logits.stride(0), size,
             WIDTH=min(TOKENS_AT_ONCE, triton.next_power_of_2(size)),
             SEARCH_WIDTH=min(TOKENS_AT_ONCE_IN_SEARCH, triton.next_power_of_2(size)), num_warps=8,
-        )  # fmt: skip
+        )
     return tokens
 
 
-def choose_tokens_twin(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor
-) -> Tensor:
-    """The same in plain torch, by sorting, with all sums in float64."""
-    size = logits.shape[1]
-    wide = logits.float()
-    distances = wide.amax(dim=-1, keepdim=True) - wide
-    distances = distances / temperatures.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-    limits = torch.where(top_k > 0, top_k.long(), size).clamp(max=size).unsqueeze(1)
-    ordered = distances.sort(dim=-1).values
-    weights = (-ordered.double()).exp()
-    weights = weights.masked_fill(torch.arange(size, device=logits.device) >= limits, 0.0)
-    before = weights.cumsum(dim=-1) - weights
-    is_before = before < top_p.unsqueeze(1) * weights.sum(dim=-1, keepdim=True)
-    kept = torch.where(top_p.unsqueeze(1) < 1.0, is_before.sum(dim=-1, keepdim=True).clamp(min=1), size)
-    reach = ordered.gather(1, torch.minimum(kept, limits) - 1)
-    sums = (-distances.double()).exp().masked_fill(distances > reach, 0.0).cumsum(dim=-1)
-    targets = uniforms.unsqueeze(1) * sums[:, -1:]
-    sampled = torch.searchsorted(sums, targets, right=True).squeeze(1).clamp(max=size - 1)
-    return torch.where(temperatures > 0, sampled, wide.argmax(dim=-1))
+@triton.jit
+def _log_probs_kernel(
+    log_probs: tl.tensor, logits: tl.tensor, tokens: tl.tensor, logits_stride: tl.tensor, size: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * logits_stride
+    # Finite, so that the difference of two maxima is never NaN.
+    highest = tl.full([], -3.4e38, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for first in tl.range(0, size, WIDTH, num_stages=STAGES):
+        ids = first + tl.arange(0, WIDTH)
+        values = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+        new_highest = tl.maximum(highest, tl.max(values, 0))
+        total = total * tl.exp(highest - new_highest) + tl.sum(tl.exp(values - new_highest), 0)
+        highest = new_highest
+    chosen = tl.load(row + tl.load(tokens + number)).to(tl.float32)
+    tl.store(log_probs + number, chosen - highest - tl.log(total))
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of each row's token, float32 [rows], without the log-probabilities of all tokens.
+
+    log p(token) = logit − m − log Σ e^(logit' − m), with m the largest logit, in float32. A program reads one row once:
+    a new maximum m' rescales the sum so far by e^(m − m') (Milakov and Gimelshein, arXiv:1805.02867).
+
+    logits: [rows, vocabulary], those of a row contiguous. tokens: int64 [rows]. KernelError if it cannot be run.
+    """
+    num_rows, size = logits.shape
+    log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return log_probs
+    with launching("log_probs_of", logits=logits, tokens=tokens):
+        _log_probs_kernel[(num_rows,)](
+            log_probs, logits, tokens, logits.stride(0), size,
+            WIDTH=min(TOKENS_AT_ONCE, triton.next_power_of_2(size)), num_warps=8,
+        )
+    return log_probs

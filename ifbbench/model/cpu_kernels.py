@@ -1,4 +1,4 @@
-"""Compiles the kernels in csrc/ with the C compiler of the machine, once, and keeps the result."""
+"""The C kernels in csrc/, compiled with the machine's compiler on first use and cached on disk."""
 
 import ctypes
 import hashlib
@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).with_name("csrc")
-# Each kernel comes for each of these types of values: the end of its name, and what the compiler is told.
+# Each kernel is compiled for each of these data types: suffix of its name, and compiler options.
 KINDS = {torch.float32: ("float", ()), torch.bfloat16: ("bf16", ("-DBF16",))}
-# Infinities and NaNs keep their meaning; otherwise sums may be reordered, so that they can be vectorised.
+# Sums may be reordered, so that they can be vectorised; infinities and NaNs keep their meaning.
 COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
-# Apart, and without -ffast-math: a library linked with it makes the whole process round subnormal numbers to zero.
+# Linked separately, without -ffast-math: a library linked with it makes the whole process flush subnormal numbers.
 LINK = ("-fopenmp", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
 
@@ -39,11 +39,11 @@ ARGUMENTS = {
 
 @cache
 def load_cpu_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels. None, with a line in the log, where there is no C compiler or it fails; PyTorch's own
-    operations then do the same, more slowly."""
+    """The compiled kernels; None, with a line in the log, where there is no C compiler or it fails. PyTorch's
+    operations then replace them, more slowly."""
     compiler = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
-        _log.info("no C compiler: the CPU runs without kernels of its own, more slowly")
+        _log.info("no C compiler: the CPU uses PyTorch's operations, which are slower")
         return None
     try:
         library = _cache_directory() / f"cpu_kernels-{_fingerprint(compiler)}.so"
@@ -51,7 +51,7 @@ def load_cpu_kernels() -> ctypes.CDLL | None:
             _compile(compiler.split(), library)
         kernels = ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home directory
-        _log.info("the CPU runs without kernels of its own, for %s failed: %s", compiler, error)
+        _log.info("the CPU uses PyTorch's operations, which are slower, because %s failed: %s", compiler, error)
         return None
     for name, arguments in ARGUMENTS.items():
         for kind, _ in KINDS.values():
@@ -62,13 +62,13 @@ def load_cpu_kernels() -> ctypes.CDLL | None:
 
 
 def _compile(compiler: list[str], library: Path) -> None:
-    """Beside the library first, then moved: another process may be at it too."""
+    """Compile in a temporary directory and move the result: other processes may compile at the same time."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         commands = {
-            str(Path(directory) / f"{source.stem}_{kind}.o"): [*compiler, *COMPILE, *told, str(source), "-o"]
-            for source in sorted(SOURCES.glob("*.c")) for kind, told in KINDS.values()
-        }  # fmt: skip
+            str(Path(directory) / f"{source.stem}_{kind}.o"): [*compiler, *COMPILE, *options, str(source), "-o"]
+            for source in sorted(SOURCES.glob("*.c")) for kind, options in KINDS.values()
+        }
         with ThreadPoolExecutor() as threads:
             list(threads.map(_run, [[*command, compiled] for compiled, command in commands.items()]))
         linked = Path(directory) / library.name
@@ -86,14 +86,14 @@ def _cache_directory() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of all that the result depends on: the sources, the compiler, how it is called, and the processor."""
+    """A digest of everything the result depends on: sources, compiler, options and processor."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir())]
     facts = [*sources, compiler, *COMPILE, *LINK, platform.machine(), processor_features()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def processor_features() -> str:
-    """What the processor can do, in Linux's words; nothing elsewhere."""
+    """The processor's feature flags from /proc/cpuinfo; empty on other systems than Linux."""
     description = Path("/proc/cpuinfo")
     lines = description.read_text(encoding="utf-8").splitlines() if description.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,6 +1,6 @@
-"""Models in GGUF files, dequantised on load.
+"""Models in GGUF files, dequantised when they are loaded.
 
-The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the package `gguf` reads it.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The optional package `gguf` reads it.
 """
 
 from functools import lru_cache
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ifbbench.errors import InputError
-from ifbbench.model.config import DEFAULT_ROPE_THETA, ModelConfig
-from ifbbench.model.rope_scaling import LinearRopeScaling, RopeFactors, RopeScaling
+from ifbbench.model.config import DEFAULT_ROPE_THETA, LinearRopeScaling, ModelConfig, RopeFactors, RopeScaling
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -20,17 +19,18 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
 LAYERS = "model.layers."
+# Names of tensors: Hugging Face's to GGUF's, without the layer's prefix and the suffix.
 TENSORS = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 
 
 class GgufFile:
-    """Metadata and tensors of one file. InputError if it is missing, broken or of another architecture."""
+    """Metadata and tensors of one file. InputError if it is missing, broken or of an unsupported architecture."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class GgufFile:
                              f"{', '.join(ARCHITECTURES)}. Choose another model.")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The metadata under `key`. InputError if it is not there and has no default."""
+        """The metadata `key`. InputError if it is missing and there is no default."""
         field = self._reader.get_field(key)
         if field is not None:
             return field.contents()
@@ -57,8 +57,8 @@ class GgufFile:
         head_dim = self._of_model("attention.key_length", hidden_size // num_heads)
         if (value_dim := self._of_model("attention.value_length", head_dim)) != head_dim:
             raise self._error("attention.value_length", value_dim, f"attention.key_length ({head_dim})")
-        if (turned := self._of_model("rope.dimension_count", head_dim)) != head_dim:
-            raise self._error("rope.dimension_count", turned, f"all of a head ({head_dim})")
+        if (rotated := self._of_model("rope.dimension_count", head_dim)) != head_dim:
+            raise self._error("rope.dimension_count", rotated, f"all of a head ({head_dim})")
         if experts := self._of_model("expert_count", 0):
             raise self._error("expert_count", experts, "a model without experts")
         return ModelConfig(
@@ -82,20 +82,20 @@ class GgufFile:
         )
 
     def read(self, name: str) -> "tuple[Tensor, Path]":
-        """The tensor that Hugging Face calls `name`, float32; queries and keys with the rows in its order."""
+        """The tensor with Hugging Face's name `name`, float32, and the file; rows of queries and keys in its order."""
         import torch
         from gguf import dequantize
 
-        tensor = self._tensors.get(stored_as := _stored_name(name))
+        tensor = self._tensors.get(stored_name := _stored_name(name))
         if tensor is None:
-            raise InputError(f"{self.path}: the tensor {stored_as!r} is missing. Download or convert the file again.")
+            raise InputError(f"{self.path}: the tensor {stored_name!r} is missing. Download or convert the file again.")
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = self._in_halves(values, "head_count" if ".q_proj." in name else "head_count_kv")
         return values, self.path
 
     def _in_halves(self, rows: "Tensor", count: str) -> "Tensor":
-        """Rotary pairs from neighbouring rows, as GGUF has them for Llama, to the two halves of a head."""
+        """Rotary pairs moved from neighbouring rows, GGUF's order for Llama, to the two halves of a head."""
         heads = self._of_model(f"attention.{count}", self._of_model("attention.head_count"))
         return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
@@ -126,7 +126,7 @@ def _stored_name(name: str) -> str:
     return f"blk.{index}.{TENSORS[part]}.{kind}"
 
 
-@lru_cache(1)  # Shape, weights and tokenizer come from the same file, and reading it takes a second or two.
+@lru_cache(1)  # Shape, weights and tokenizer are read from the same file; opening it takes a second or two.
 def _reader(path: Path) -> "GGUFReader":
     try:
         from gguf import GGUFReader

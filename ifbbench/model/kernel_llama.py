@@ -1,23 +1,107 @@
-"""The Llama decoder with the kernels of `ifbbench.kernels`."""
+"""The Llama decoder and its paged KV cache on the Triton kernels of `ifbbench.kernels`."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.kernels.context_attention import context_attention
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.kernels.cache import addresses, copy_rows, copy_rows_buffered, rotate_and_write, row_bytes
+from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention, plan_tiles
 from ifbbench.kernels.generation_attention import generation_attention
-from ifbbench.kernels.rms_norm import add_rms_norm
-from ifbbench.kernels.rotary_write import rotate_and_write
-from ifbbench.kernels.swiglu import swiglu
-from ifbbench.model.attention import LayerInputs
+from ifbbench.kernels.launch import (
+    AttentionTiles,
+    choose_num_splits,
+    context_tiles,
+    generation_tiles,
+    multiprocessors,
+)
+from ifbbench.kernels.rows import add_rms_norm, swiglu
+from ifbbench.model.attention import LayerInputs, PagedBatch
+from ifbbench.model.attention_plan import Int64Array, QuerySpans
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import ForwardInputs, LlamaModel
-from ifbbench.model.paged_batch import KernelShapes
+from ifbbench.model.tensors import to_device, to_device_together
 from ifbbench.model.weights import LayerWeights, ModelWeights
+
+# A cache row of tokens that are not stored.
+NOWHERE = -1
+# Compute capability that kernels are shaped for where there is no GPU.
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShapes:
+    """Tile sizes of the attention kernels for a model on a device."""
+
+    context: AttentionTiles
+    generation: AttentionTiles
+    group: int
+    num_kv_heads: int
+    num_multiprocessors: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> "KernelShapes":
+        """The shapes for `config` on `device`. Narrower types in the cache use those of `dtype`."""
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+        group = config.num_heads // config.num_kv_heads
+        return cls(
+            context_tiles(config.head_dim, dtype.itemsize, capability),
+            generation_tiles(config.head_dim, group, dtype.itemsize),
+            group, config.num_kv_heads, multiprocessors(device),
+        )
+
+    @property
+    def queries_per_tile(self) -> int:
+        """Queries of a chunk per program of the context kernel. ValueError if too many heads share a KV head."""
+        if self.group > self.context.rows:
+            raise ValueError(f"{self.group} query heads share a KV head; the kernels take {self.context.rows} at most")
+        return self.context.rows // self.group
+
+    def num_splits(self, lengths: Int64Array) -> int:
+        """Number of parts that the keys of sequences of `lengths` keys are split into."""
+        if len(lengths) == 0:
+            return 1
+        return choose_num_splits(
+            self.num_kv_heads, int(lengths.max()), int(lengths.sum()), self.num_multiprocessors
+        )
+
+
+def plan_paged_batch(
+    spans: QuerySpans, num_chunks: int, block_tables: NDArray[np.int32], cache_rows: Int64Array,
+    window: AttentionWindow, shapes: KernelShapes, device: torch.device,
+) -> PagedBatch:
+    """The kernels' inputs for `spans`, of which the first `num_chunks` are context chunks.
+
+    block_tables: [rows, blocks of a sequence], read before this returns. cache_rows: [tokens], where keys and values
+    are stored.
+    """
+    chunks, steps = spans.select(np.arange(num_chunks)), spans.select(np.arange(num_chunks, len(spans.lengths)))
+    num_context_rows = int(chunks.lengths.sum())
+    rows, late_rows = cache_rows.astype(np.int32), None
+    if window.wraps and (chunks.ends > window.size).any():
+        late_rows = rows[:num_context_rows].copy()
+        rows[:num_context_rows] = NOWHERE
+    # Tables have the columns of the longest sequence allowed, which may be a hundred times as many as are used here.
+    tables = block_tables[:, : window.blocks_used(int(spans.ends.max(initial=0)))][spans.table_rows]
+    tiles = plan_tiles(chunks.first_rows, chunks.lengths, chunks.starts, np.arange(num_chunks), shapes.queries_per_tile)
+    step_rows = np.arange(num_chunks, len(spans.lengths))
+    arrays: list[NDArray[np.integer]] = [tiles.ravel(), tables.ravel(), step_rows, steps.ends, rows]
+    if late_rows is not None:
+        arrays.append(late_rows)
+    parts = to_device_together(arrays, device)
+    return PagedBatch(
+        window, num_context_rows, parts[0].view(-1, TILE_FIELDS), parts[1].view(tables.shape), parts[2], parts[3],
+        parts[4], parts[5] if late_rows is not None else None, shapes.num_splits(np.minimum(steps.ends, window.size)),
+    )
 
 
 class KernelLlama(LlamaModel):
-    """`LlamaModel` for a GPU, with its own kernels between matrix products. It takes batches with
-    `LayerInputs.paged`."""
+    """`LlamaModel` for a GPU, with kernels between matrix products. Its batches need `LayerInputs.paged`."""
 
     uses_kernels = True
 
@@ -26,7 +110,7 @@ class KernelLlama(LlamaModel):
         self.shapes = KernelShapes.of(config, self.device, self.dtype)
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Logits [outputs, vocabulary] of `inputs.output_rows`. Writes the batch's keys and values to the cache."""
+        """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache."""
         weights, epsilon = self._weights, self.config.rms_norm_eps
         hidden = weights.embedding.index_select(0, inputs.tokens)
         normed = add_rms_norm(hidden, None, weights.layers[0].attention_norm, epsilon)
@@ -34,7 +118,7 @@ class KernelLlama(LlamaModel):
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             attention = self._kernel_attention(index, layer, normed, inputs.positions, inputs.layers[index])
             if index == self.config.num_layers - 1:
-                # The cache is complete; from here on only the rows of wanted logits matter.
+                # The cache is complete. From here on only the rows of wanted logits are needed.
                 attention = attention.index_select(0, inputs.output_rows)
                 hidden = hidden.index_select(0, inputs.output_rows)
             normed = add_rms_norm(hidden, layer.attention_output(attention), layer.mlp_norm, epsilon)
@@ -46,7 +130,7 @@ class KernelLlama(LlamaModel):
     ) -> Tensor:
         """Attention output [tokens, heads · head size]."""
         config, batch = self.config, inputs.paged
-        assert batch is not None, "a batch that was planned for PyTorch's attention"
+        assert batch is not None, "a batch planned for PyTorch's attention"
         heads = layer.query_key_value(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         cache = inputs.cache.blocks(index)
@@ -55,10 +139,51 @@ class KernelLlama(LlamaModel):
         rotate_and_write(heads, *angles, positions, batch.cache_rows, *cache)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         context_attention(queries, keys, values, *cache, batch.block_tables, batch.tiles, output, self.shapes.context,
-                          batch.window)  # fmt: skip
+                          batch.window)
         first = batch.num_context_rows
         if batch.late_rows is not None:
             rotate_and_write(heads[:first], *angles, positions, batch.late_rows, *cache, rotates=False)
         generation_attention(queries[first:], *cache, batch.block_tables, batch.table_rows, batch.lengths,
-                             output[first:], self.shapes.generation, batch.num_splits, batch.window)  # fmt: skip
+                             output[first:], self.shapes.generation, batch.num_splits, batch.window)
         return output.flatten(1)
+
+
+class KernelPagedCache(PagedKvCache):
+    """`PagedKvCache` on a GPU, copied by a kernel for all layers at once, which also accesses host memory directly."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, tokens_per_block: int, device: torch.device, dtype: torch.dtype,
+        *, kv_cache_dtype: torch.dtype | None = None, layers: Sequence[int] | None = None, num_host_blocks: int = 0,
+    ) -> None:
+        super().__init__(config, num_blocks, tokens_per_block, device, dtype, kv_cache_dtype=kv_cache_dtype,
+                         layers=layers, num_host_blocks=num_host_blocks)
+        pools = self._all()
+        self._device = device
+        self._row_bytes = row_bytes(pools[0])
+        self._device_addresses = addresses(pools, device)
+        self._host_addresses = addresses(self._host.pools if self._host else [], device)
+
+    def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
+        moves = torch.stack([sources, destinations, torch.ones_like(sources)], dim=1)
+        copy_rows_buffered(self._device_addresses, self._device_addresses, moves, self._row_bytes, max_rows=1)
+
+    def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
+        size = self.tokens_per_block
+        moves = torch.stack([sources * size, destinations * size, torch.full_like(sources, size)], dim=1)
+        copy_rows_buffered(self._device_addresses, self._device_addresses, moves, self._row_bytes, size)
+
+    def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        self._host_pool()  # ValueError if there is none
+        copy_rows(self._device_addresses, self._host_addresses, self._moves(blocks, host_blocks), self._row_bytes,
+                  self.tokens_per_block)
+
+    def onboard(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        self._host_pool()  # ValueError if there is none
+        copy_rows(self._host_addresses, self._device_addresses, self._moves(host_blocks, blocks), self._row_bytes,
+                  self.tokens_per_block)
+
+    def _moves(self, sources: Sequence[int], destinations: Sequence[int]) -> Tensor:
+        size = self.tokens_per_block
+        rows = [np.asarray(blocks, dtype=np.int64) * size for blocks in (sources, destinations)]
+        moves = np.stack([*rows, np.full(len(rows[0]), size)], axis=1)
+        return to_device(moves, self._device)

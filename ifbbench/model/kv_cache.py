@@ -1,68 +1,105 @@
-"""Storage of the KV cache: which block belongs to whom is decided elsewhere."""
+"""Storage of keys and values, in blocks or as one piece of memory per sequence. The engine assigns blocks to sequences.
+
+A token's place is its cache row: block id · tokens per block + place in block.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.host_pool import HostPool
-from ifbbench.model.huge_pages import zeros
-from ifbbench.model.kv_values import StoredValues
+from ifbbench.model.tensors import to_device, zeros
 
 
-class KvStorage(Protocol):
-    """Keys and values of some layers. A token's place is its cache row, block id · tokens per block + place in block.
+class StoredValues:
+    """Conversion between the model's data type and a narrower one in the cache, such as fp8 e4m3.
 
-    spare_row: a row that no sequence has, for keys and values that nobody is to read; None where those may stay in the
-    rows of their own sequence.
+    Values beyond the narrow type's range become its limits: an infinity in the cache would give NaNs even where it is
+    masked.
     """
 
-    @property
-    def spare_row(self) -> int | None: ...
+    def __init__(self, model_dtype: torch.dtype, stored_dtype: torch.dtype | None = None) -> None:
+        self.dtype = stored_dtype or model_dtype
+        self._model_dtype = model_dtype
+        self.is_same = self.dtype == model_dtype
+        self._limits = torch.finfo(self.dtype)
+        # Stored as bytes, because PyTorch's index_copy_ on a CPU does not support eight-bit floats.
+        is_bytes = self.dtype.itemsize == 1
+        self.storage_dtype = torch.uint8 if is_bytes else self.dtype
+        # The value of each byte. On a CPU a look-up is six times faster than a cast.
+        self._table = torch.arange(256, dtype=torch.uint8).view(self.dtype).to(model_dtype) if is_bytes else None
 
-    @property
-    def is_readable_in_place(self) -> bool:
-        """Whether `blocks` are whole pieces of memory, and of the model's data type."""
-        ...
+    def packed(self, values: Tensor) -> Tensor:
+        """`values` in the stored data type."""
+        if self.is_same:
+            return values
+        if self._limits.max < torch.finfo(values.dtype).max:
+            values = values.clamp(self._limits.min, self._limits.max)
+        return values.to(self.dtype).view(self.storage_dtype)
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens].
+    def unpacked(self, stored: Tensor) -> Tensor:
+        """Stored values in the model's data type."""
+        if self.is_same:
+            return stored
+        if self._table is not None and stored.device.type == "cpu":
+            return self._table.index_select(0, stored.flatten().int()).view(stored.shape)
+        return stored.view(self.dtype).to(self._model_dtype)
 
-        Where a row comes several times, one of the values wins.
-        """
-        ...
 
-    def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
-        """Give the cache rows `destinations` [tokens] the keys and values of `sources` [tokens], in all layers.
+class HostPool:
+    """Blocks in host memory: for each device tensor one of [host blocks · tokens per block, KV heads, head size].
 
-        All sources are read before any is written. No row may be among the destinations twice.
-        """
-        ...
+    For a CUDA device it is pinned, and copies are queued on the device's current stream, ordered with the batches that
+    write and read the blocks. The host never reads the memory, so it does not wait.
+    """
 
-    def gather(self, layer: int, block_ids: Tensor | slice, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `num_keys` places of sequences with the blocks `block_ids` [sequences, blocks].
+    def __init__(self, storages: Sequence[Tensor], num_blocks: int, tokens_per_block: int) -> None:
+        """storages: the device's tensors, [rows, KV heads, head size]."""
+        pinned = any(storage.device.type == "cuda" for storage in storages)
+        rows = num_blocks * tokens_per_block
+        self._num_blocks = num_blocks
+        self.pools = [torch.zeros((rows, *storage.shape[1:]), dtype=storage.dtype, pin_memory=pinned)
+                      for storage in storages]
 
-        Each is [sequences, KV heads, keys, head size]. A slice: one block a sequence.
-        """
-        ...
+    def store(self, storages: Sequence[Tensor], blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copy `blocks` of each of `storages` [device blocks, values of a block] to `host_blocks`, all different."""
+        order = np.argsort(host_blocks)
+        sources = to_device(np.asarray(blocks, dtype=np.int64)[order], storages[0].device)
+        runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
+        for pool, storage in zip(self.pools, storages, strict=True):
+            chosen = storage.index_select(0, sources)
+            in_blocks = pool.view(self._num_blocks, -1)
+            for first, last, host in runs:
+                in_blocks[host : host + last - first].copy_(chosen[first:last], non_blocking=True)
 
-    def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the cache rows `rows` [sequences, keys], each [sequences, KV heads, keys, head size]."""
-        ...
+    def load(self, storages: Sequence[Tensor], host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy `host_blocks` to `blocks`, all different, of each of `storages` [device blocks, values of a block]."""
+        order = np.argsort(host_blocks, kind="stable")
+        device = storages[0].device
+        destinations = to_device(np.asarray(blocks, dtype=np.int64)[order], device)
+        runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
+        for pool, storage in zip(self.pools, storages, strict=True):
+            in_blocks = pool.view(self._num_blocks, -1)
+            pieces = [in_blocks[host : host + last - first].to(device, non_blocking=True) for first, last, host in runs]
+            storage.index_copy_(0, destinations, torch.cat(pieces))
 
-    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as views [blocks, tokens per block, KV heads, head size], in the data type in memory."""
-        ...
+
+def _runs(blocks: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Runs of consecutive numbers in the ascending `blocks`, as (first index, end index, first number)."""
+    cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
+    return [(first, last, int(blocks[first])) for first, last in pairwise(cuts)]
 
 
 class PagedKvCache:
-    """A cache in blocks of `tokens_per_block` tokens, of the layers `layers`: all, if not told.
+    """A cache in blocks of `tokens_per_block` tokens for the layers `layers` (default: all).
 
-    One pair of tensors a layer, each [blocks · tokens per block, KV heads, head size], changed in place: one tensor
-    over all layers would be copied whole by torch.compile at each layer. `spare_row` lies in a block more, which no
-    sequence has. kv_cache_dtype: the data type in memory, `dtype` if not told. `num_host_blocks` more are host memory.
+    Each layer has a pair of tensors [blocks · tokens per block, KV heads, head size]. `spare_row` is in an additional
+    block that no sequence has; it receives keys and values that must not be read. kv_cache_dtype: the data type in
+    memory (default: `dtype`). num_host_blocks: further blocks in host memory.
     """
 
     def __init__(
@@ -77,52 +114,54 @@ class PagedKvCache:
         shape = ((num_blocks + 1) * tokens_per_block, *self._heads)
 
         def storages() -> dict[int, Tensor]:
-            # Zeros, not empty: padding reads rows that were never written, and masking does not undo a NaN.
+            # Zeros, not empty: padding reads rows that were never written, and masking does not remove a NaN.
             return {layer: zeros(shape, device, self._stored.storage_dtype)
                     for layer in (range(config.num_layers) if layers is None else layers)}
 
         self._keys, self._values = storages(), storages()
-        self._host = HostPool.beside(self._all(), num_host_blocks, tokens_per_block) if num_host_blocks else None
+        self._host = HostPool(self._all(), num_host_blocks, tokens_per_block) if num_host_blocks else None
 
     @property
     def is_readable_in_place(self) -> bool:
-        """Whether what is stored is the model's data type."""
+        """Whether keys and values are stored in the model's data type."""
         return self._stored.is_same
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [tokens, KV heads, head size] at the cache rows `rows` [tokens]."""
+        """Store keys and values [tokens, KV heads, head size] in the cache rows `rows` [tokens].
+
+        If a row occurs several times, it is not defined which of the values is stored.
+        """
         self._keys[layer].index_copy_(0, rows, self._stored.packed(keys))
         self._values[layer].index_copy_(0, rows, self._stored.packed(values))
 
     def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
-        """Give the cache rows `destinations` [tokens] the keys and values of `sources` [tokens], in all layers."""
+        """Copy keys and values of the cache rows `sources` [tokens] to `destinations` [tokens], in all layers.
+
+        All sources are read before any destination is written. Destinations must differ.
+        """
         for storage in self._all():
             storage.index_copy_(0, destinations, storage.index_select(0, sources))
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
-        """Give the blocks `destinations` [blocks] the keys and values of the blocks `sources`, in all layers.
-
-        All sources are read before any is written. No block may be among the destinations twice.
-        """
+        """Copy keys and values of the blocks `sources` [blocks] to `destinations` [blocks], as `copy_rows`."""
         for storage in self._all():
             blocks = self._as_blocks(storage)
             blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Give each of `host_blocks`, all different, the keys and values of one of `blocks`, in all layers."""
+        """Copy keys and values of `blocks` to `host_blocks`, all different, in all layers."""
         self._host_pool().store([self._as_blocks(storage) for storage in self._all()], blocks, host_blocks)
 
     def onboard(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Give each of `blocks`, all different, the keys and values of one of `host_blocks`, in all layers."""
+        """Copy keys and values of `host_blocks` to `blocks`, all different, in all layers."""
         self._host_pool().load([self._as_blocks(storage) for storage in self._all()], host_blocks, blocks)
 
     def gather(self, layer: int, block_ids: Tensor | slice, num_keys: int = -1) -> tuple[Tensor, Tensor]:
-        """Keys and values of sequences with the blocks `block_ids` [sequences, blocks], always those of whole blocks.
+        """Keys and values of sequences with the blocks `block_ids` [sequences, blocks], all tokens of these blocks.
 
-        Each is [sequences, KV heads, blocks · tokens per block, head size], a transposed view of a fresh copy.
+        Each is [sequences, KV heads, blocks · tokens per block, head size], a transposed view of a copy.
         """
-        if isinstance(block_ids, slice):
-            block_ids = torch.arange(block_ids.start, block_ids.stop, device=self._keys[layer].device).view(-1, 1)
+        assert isinstance(block_ids, Tensor), "slices are planned for a contiguous cache only"
         return self._gather(self._keys[layer], block_ids), self._gather(self._values[layer], block_ids)
 
     def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,12 +171,12 @@ class PagedKvCache:
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values as views [blocks, tokens per block, KV heads, head size], in the data type in memory."""
         keys, values = (storage[layer].view(self._stored.dtype).view(-1, self.tokens_per_block, *self._heads)
-                        for storage in (self._keys, self._values))  # fmt: skip
+                        for storage in (self._keys, self._values))
         return keys, values
 
     def _gather(self, storage: Tensor, block_ids: Tensor) -> Tensor:
         # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).
-        blocks = storage.view(self.num_blocks + 1, -1).index_select(0, block_ids.flatten())
+        blocks = self._as_blocks(storage).index_select(0, block_ids.flatten())
         return self._stored.unpacked(blocks).view(block_ids.shape[0], -1, *self._heads).transpose(1, 2)
 
     def _gather_rows(self, storage: Tensor, rows: Tensor) -> Tensor:
@@ -154,3 +193,72 @@ class PagedKvCache:
         if self._host is None:
             raise ValueError("a copy from or to host memory, but the cache has no host blocks")
         return self._host
+
+
+class ContiguousKvCache:
+    """Keys and values of `num_sequences` sequences of up to `max_seq_len` tokens, with the methods of `PagedKvCache`.
+
+    Each layer has a tensor [sequences, 2, KV heads, positions, head size], the 2 being keys and values. To callers it
+    is a cache with one block of `max_seq_len` tokens per sequence: a token's cache row is sequence · `max_seq_len` +
+    position. There is no spare row: keys and values of padding are stored behind their prompt's own, where they are
+    not read before the sequence's next tokens overwrite them.
+    """
+
+    spare_row: int | None = None
+    is_readable_in_place = False
+
+    def __init__(
+        self, config: ModelConfig, num_sequences: int, max_seq_len: int, device: torch.device, dtype: torch.dtype,
+        *, kv_cache_dtype: torch.dtype | None = None, layers: Sequence[int] | None = None,
+    ) -> None:
+        self._max_seq_len = max_seq_len
+        self._stored = StoredValues(dtype, kv_cache_dtype)
+        shape = (num_sequences, 2, config.num_kv_heads, max_seq_len, config.head_dim)
+        self.storage = {layer: torch.zeros(shape, device=device, dtype=self._stored.storage_dtype)
+                        for layer in (range(config.num_layers) if layers is None else layers)}
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `PagedKvCache.write`."""
+        places = self._places(rows)
+        self._by_position(layer, 0).index_put_(places, self._stored.packed(keys))
+        self._by_position(layer, 1).index_put_(places, self._stored.packed(values))
+
+    def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
+        """As `PagedKvCache.copy_rows`."""
+        read, written = self._places(sources), self._places(destinations)
+        for layer in self.storage:
+            for part in (0, 1):
+                storage = self._by_position(layer, part)
+                storage.index_put_(written, storage[read])
+
+    def gather(self, layer: int, block_ids: Tensor | slice, num_keys: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `num_keys` positions of the sequences `block_ids` [sequences, 1], or a slice.
+
+        Each is [sequences, KV heads, keys, head size]; for a slice, a view of the cache itself.
+        """
+        stored = self.storage[layer].narrow(3, 0, num_keys)
+        chosen = stored[block_ids] if isinstance(block_ids, slice) else stored.index_select(0, block_ids.flatten())
+        keys, values = self._stored.unpacked(chosen).unbind(1)
+        return keys, values
+
+    def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """As `PagedKvCache.gather_rows`."""
+        places = self._places(rows)
+        keys, values = (self._stored.unpacked(self._by_position(layer, part)[places]) for part in (0, 1))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as views [sequences, positions, KV heads, head size], in the data type in memory."""
+        keys, values = (self._by_position(layer, part).view(self._stored.dtype) for part in (0, 1))
+        return keys, values
+
+    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Sequences and positions of cache rows."""
+        return rows // self._max_seq_len, rows % self._max_seq_len
+
+    def _by_position(self, layer: int, part: int) -> Tensor:
+        """Keys or values as a view [sequences, positions, KV heads, head size]."""
+        return self.storage[layer][:, part].transpose(1, 2)
+
+
+KvStorage = PagedKvCache | ContiguousKvCache

@@ -1,32 +1,39 @@
-"""The weights of a decoder: made from a seed, or read from files under Hugging Face's names."""
+"""The weights of a decoder: drawn from a seed, or read from safetensors or GGUF files under Hugging Face's names."""
 
+import hashlib
+import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig
-from ifbbench.model.families import GPT2
+from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.gguf_file import GgufFile
 from ifbbench.model.linear import MakeProduct, Product, make_linear
-from ifbbench.model.model_files import GPT2_PREFIX, ModelFiles, SafetensorsFiles
-from ifbbench.model.model_path import GGUF_SUFFIX
-from ifbbench.model.random_values import normal_values
+from ifbbench.model.named_models import GGUF_SUFFIX
 
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Safetensors files of GPT-2 have names with or without it.
+GPT2_PREFIX = "transformer."
 NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
+# Values per random generator. Threads draw pieces in parallel; one piece takes about 15 ms.
+PIECE = 1 << 22
 
-# Gives the tensor of a name in the shape asked for, on its final device and in its final data type.
+# Returns the tensor of a name in the shape asked for, on its final device and in its final data type.
 TensorSource = Callable[[str, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Query, key and value are one product, and so are gate and up (GPT-2 has no gate: up alone).
+    """One decoder layer. Query, key and value are one product, gate and up another (GPT-2 has no gate, only up).
 
     query_norm, key_norm: [head size], where heads are normalised. The biases of norms are GPT-2's.
     """
@@ -45,10 +52,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights of a decoder. embedding: [vocabulary, hidden]; norms: [hidden].
-
-    position_embedding: [positions, hidden], GPT-2's.
-    """
+    """All weights of a decoder. embedding: [vocabulary, hidden]; norms: [hidden]; position_embedding: [positions,
+    hidden], GPT-2's."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -61,11 +66,11 @@ class ModelWeights:
 def random_weights(
     config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, make_product: MakeProduct = make_linear
 ) -> ModelWeights:
-    """Weights drawn from `seed`, the same on every device. make_product: of the layers' weights.
+    """Weights drawn from `seed`, the same on every device. make_product: for the matrices of layers.
 
-    Each product keeps the size of what goes in (standard deviation 1/√inputs), so that attention and MLP move the
-    hidden state as much as the token's own embedding does. With the usual 0.02 they would hardly count, and greedy
-    output would fall into a loop of a few tokens.
+    Matrices have the standard deviation 1/√inputs, so that a product keeps the size of its input, and attention and MLP
+    change the hidden state as much as the token's embedding does. With the usual 0.02 they would have little effect,
+    and greedy output would repeat a few tokens.
     """
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -82,17 +87,39 @@ def random_weights(
     return _assemble(config, draw, make_product)
 
 
+def normal_values(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+    """Standard normal float32 values of `shape` on the CPU, determined by `seed` and `name` alone.
+
+    Drawn by PyTorch's number of threads, which does not change the values.
+    """
+    values = torch.empty(shape)
+
+    def draw(number: int, piece: Tensor) -> None:
+        digest = hashlib.sha256(f"{seed} {name} {number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        with torch.inference_mode():  # the mode is local to a thread
+            piece.normal_(generator=generator)
+
+    pieces = torch.split(values.view(-1), PIECE)
+    if len(pieces) == 1:
+        draw(0, pieces[0])
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(draw, range(len(pieces)), pieces))
+    return values
+
+
 def load_weights(
     config: ModelConfig, path: str | Path, device: torch.device, dtype: torch.dtype,
     make_product: MakeProduct = make_linear,
 ) -> ModelWeights:
-    """The weights at `path`: a GGUF file, or a directory with one model.safetensors, or shards listed in
-    model.safetensors.index.json. make_product: of the layers' weights.
+    """The weights at `path`: a GGUF file, or a directory with model.safetensors, or with shards and
+    model.safetensors.index.json. make_product: for the matrices of layers.
 
-    Raises InputError if a file or a tensor is missing or a tensor has another shape than the model's.
+    InputError if a file or a tensor is missing, or a tensor's shape does not match `config`.
     """
     path = Path(path)
-    files: ModelFiles = GgufFile(path) if path.suffix == GGUF_SUFFIX else SafetensorsFiles(path)
+    files = GgufFile(path) if path.suffix == GGUF_SUFFIX else SafetensorsFiles(path)
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         tensor, file = files.read(name)
@@ -104,8 +131,54 @@ def load_weights(
     return _assemble(config, read, make_product)
 
 
+class SafetensorsFiles:
+    """The tensors of model.safetensors in a directory, or of the shards that model.safetensors.index.json lists.
+
+    InputError if there is neither, or it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._shards = self._shards_of_tensors()
+
+    def read(self, name: str) -> tuple[Tensor, Path]:
+        """The tensor `name` in host memory and its file; InputError if it is missing."""
+        found = next((key for key in (name, name.removeprefix(GPT2_PREFIX)) if key in self._shards), None)
+        if found is None:
+            raise InputError(f"{self._directory}: the tensor {name!r} is missing from the safetensors files. Expected "
+                             "the weights that config.json describes; download the model again.")
+        path = self._directory / self._shards[found]
+        with _open(path) as file:
+            if found not in file.keys():  # noqa: SIM118 (a safetensors file is not a mapping)
+                raise InputError(f"{path}: the tensor {found!r} is missing, but {INDEX_FILE} lists it in this file. "
+                                 "Download the model again.")
+            return file.get_tensor(found), path
+
+    def _shards_of_tensors(self) -> dict[str, str]:
+        """Tensor name to file name."""
+        index, single = self._directory / INDEX_FILE, self._directory / SINGLE_FILE
+        if index.exists():
+            try:
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{index}: cannot be read as a weight index ({error!r}). Expected a JSON object with "
+                                 "weight_map; download the file again.") from error
+        if not single.exists():
+            raise InputError(f"--model: {self._directory} has neither {SINGLE_FILE} nor {INDEX_FILE}. Expected "
+                             "safetensors weights beside config.json; download or convert them.")
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors ({error}). Download the file again.") from error
+
+
 def _assemble(config: ModelConfig, source: TensorSource, make_product: MakeProduct) -> ModelWeights:
-    """Embeddings, norms and output layer as they are, and products of the layers' matrices."""
+    """make_product: for the matrices of layers. Embeddings, norms and the output layer keep the source's data type."""
     make = _gpt2 if config.architecture == GPT2 else _llama
     return make(config, source, make_product)
 
@@ -152,7 +225,7 @@ def _gpt2(config: ModelConfig, source: TensorSource, make_product: MakeProduct) 
         return source(f"{GPT2_PREFIX}{name}", (size,))
 
     def linear(name: str, inputs: int, outputs: int) -> Product:
-        """Its weights are stored as [inputs, outputs]."""
+        """GPT-2 stores its matrices as [inputs, outputs]."""
         weight = source(f"{GPT2_PREFIX}{name}.weight", (inputs, outputs))
         return make_product(weight.t().contiguous(), vector(f"{name}.bias", outputs))
 

@@ -9,7 +9,8 @@ from ifbbench.api.cache_layout import cache_layout, windows_of_layers
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.memory import MemoryPlan, plan_memory

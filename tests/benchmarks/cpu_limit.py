@@ -16,8 +16,8 @@ from ifbbench.api.engine import build_engine
 from ifbbench.engine.batch import Batch
 from ifbbench.execution.device_speed import DeviceSpeed
 from ifbbench.execution.null import NullExecutor
-from ifbbench.model.config import load_model_config
 from ifbbench.model.linear import make_linear
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.least_work import least_work
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ifbbench.model.config import ModelConfig, load_model_config
-from ifbbench.model.model_files import INDEX_FILE
-from ifbbench.model.model_path import config_path
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.named_models import config_path, load_model_config
+from ifbbench.model.weights import INDEX_FILE
 
 Shapes = dict[str, tuple[int, ...]]
 

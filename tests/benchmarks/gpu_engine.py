@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from ifbbench.config import RunConfig
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.replay.run import RunResult, run_trace
 from ifbbench.simulation.shard import Shard
 

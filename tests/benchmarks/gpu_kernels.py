@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.recording.environment import hardware, versions
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS_PER_BLOCK = 32, 8, 128, 32
+NO_WINDOW = AttentionWindow(TOKENS_PER_BLOCK)
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 GENERATION = ((64, 4096), (256, 1024), (8, 4096), (1, 32_768))
@@ -65,7 +67,7 @@ def relative_difference(
     output: Tensor, queries: Tensor, keys: Tensor, values: Tensor, first_position: int
 ) -> float:
     """Of `output`, attention of queries at `first_position` and behind over all keys before them, in relative norm."""
-    from ifbbench.kernels.attention_parts import attend_reference
+    from tests.kernels.references import attend_reference
 
     positions = torch.arange(len(keys), device=DEVICE)
     visible = positions <= first_position + torch.arange(len(queries), device=DEVICE)[:, None]
@@ -76,8 +78,7 @@ def relative_difference(
 def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
     """Attention of one token for each of `batch` sequences, whose blocks lie in random order."""
     from ifbbench.kernels.generation_attention import generation_attention
-    from ifbbench.kernels.launch import multiprocessors
-    from ifbbench.kernels.tiles import choose_num_splits, generation_tiles
+    from ifbbench.kernels.launch import choose_num_splits, generation_tiles, multiprocessors
 
     blocks = batch * length // TOKENS_PER_BLOCK
     keys, values = (drawn(blocks, TOKENS_PER_BLOCK, KV_HEADS, HEAD_SIZE) for _ in range(2))
@@ -87,7 +88,8 @@ def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
     lengths = torch.full_like(rows, length)
     shape = generation_tiles(HEAD_SIZE, HEADS // KV_HEADS, DTYPE.itemsize)
     splits = choose_num_splits(KV_HEADS, length, batch * length, multiprocessors(queries.device))
-    took = seconds(lambda: generation_attention(queries, keys, values, tables, rows, lengths, output, shape, splits))
+    took = seconds(lambda: generation_attention(queries, keys, values, tables, rows, lengths, output, shape, splits,
+                                                NO_WINDOW))
     moved = 2 * keys.numel() * DTYPE.itemsize
     last_keys, last_values = (cache[tables[-1].long()].flatten(0, 1) for cache in (keys, values))
     return {
@@ -101,7 +103,7 @@ def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
 def context(chunk: int, cached: int) -> dict[str, object]:
     """Attention of a chunk behind `cached` tokens, and PyTorch's of a whole prompt where nothing is cached."""
     from ifbbench.kernels.context_attention import context_attention, plan_tiles
-    from ifbbench.kernels.tiles import context_tiles
+    from ifbbench.kernels.launch import context_tiles
 
     fused = drawn(chunk, HEADS + 2 * KV_HEADS, HEAD_SIZE)
     queries, keys, values = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -114,7 +116,7 @@ def context(chunk: int, cached: int) -> dict[str, object]:
     tiles = torch.from_numpy(planned).to(DEVICE)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     took = seconds(lambda: context_attention(queries, keys, values, key_cache, value_cache, tables, tiles, output,
-                                             shape))  # fmt: skip
+                                             shape, NO_WINDOW))
     pairs = chunk * cached + chunk * (chunk + 1) / 2
     cached_keys, cached_values = (cache[tables[0].long()].flatten(0, 1)[:cached] for cache in (key_cache, value_cache))
     seen = torch.cat([cached_keys, keys]), torch.cat([cached_values, values])

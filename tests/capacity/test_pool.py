@@ -11,7 +11,8 @@ from ifbbench.capacity.pool import make_pool
 from ifbbench.config import DTYPE_BYTES, KV_CACHE_DTYPES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution import build, data_types, device_memory, host_memory
-from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.named_models import load_model_config
 
 TINY = ModelConfig.tiny()
 GIB = 1024**3

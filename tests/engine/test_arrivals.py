@@ -12,7 +12,7 @@ from ifbbench.engine.manager import BatchManager
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.null import NullExecutor
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.executor import SimulatedExecutor

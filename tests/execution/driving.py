@@ -25,8 +25,7 @@ from ifbbench.engine.sampling_params import (
     StopConditions,
 )
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.model.gpt2 import Gpt2Model
-from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.llama import ForwardInputs, Gpt2Model, LlamaModel
 
 CPU = torch.device("cpu")
 

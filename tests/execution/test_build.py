@@ -13,7 +13,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution import build, device_memory
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import ForwardInputs, LlamaModel
-from ifbbench.model.model_path import SHAPES
+from ifbbench.model.named_models import SHAPES
 
 
 def test_cuda_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_built_in_shapes_get_random_weights(tmp_path: Path, monkeypatch: pytest.
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
              "max_position_embeddings": 128}  # fmt: skip
     (tmp_path / "qwen3-none.json").write_text(json.dumps(shape))
-    monkeypatch.setattr("ifbbench.model.model_path.SHAPES", tmp_path)
+    monkeypatch.setattr("ifbbench.model.named_models.SHAPES", tmp_path)
     loaded = build.load_model(RunConfig(device="cpu", model="qwen3-none"))
     assert loaded.config.query_key_norm
 

@@ -6,7 +6,7 @@ import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.model.contiguous_cache import ContiguousKvCache
+from ifbbench.model.kv_cache import ContiguousKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, Driver, layout_driver, requests_of

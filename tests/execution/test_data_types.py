@@ -10,8 +10,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.data_types import check_data_types, compute_dtype, product_maker
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import Fp8Linear
-from ifbbench.model.linear import make_linear
+from ifbbench.model.linear import Fp8Linear, make_linear
 from ifbbench.model.weights import random_weights
 from ifbbench.simulation.shard import Shard
 

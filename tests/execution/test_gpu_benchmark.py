@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ifbbench.model.config import ModelConfig, load_model_config
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.named_models import load_model_config
 from ifbbench.model.weights import load_weights
 from ifbbench.replay.run import RunResult
 from ifbbench.simulation.shard import Shard

@@ -9,8 +9,7 @@ from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build
 from ifbbench.execution.data_types import KV_CACHE_DTYPES
-from ifbbench.model.contiguous_cache import ContiguousKvCache
-from ifbbench.model.kv_cache import PagedKvCache
+from ifbbench.model.kv_cache import ContiguousKvCache, PagedKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, layout_driver

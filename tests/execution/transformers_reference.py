@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ifbbench.model.config import load_model_config
-from ifbbench.model.cpu_operations import operations_for
-from ifbbench.model.operations import Operations
+from ifbbench.model.named_models import load_model_config
+from ifbbench.model.operations import Operations, operations_for
 from ifbbench.model.weights import load_weights
 from tests.execution.driving import CPU, RecordingGpt2, RecordingModel
 

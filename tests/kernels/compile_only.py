@@ -1,8 +1,7 @@
-"""Compiles kernels for GPUs that are not here, as a launch would, and runs none.
+"""Compiles kernels for GPUs that are not present, as a launch would, and runs none.
 
-`python -m tests.kernels.compile_only` prints one JSON object: for each kernel, GPU and case the shared memory in
-bytes, the registers of a thread and the bytes of its stack, where values go that find no register. Triton must not
-interpret.
+`python -m tests.kernels.compile_only` prints one JSON object: for each kernel, GPU and case the shared memory in bytes,
+the registers of a thread and the bytes of its stack, which holds spilled registers. Triton must not interpret.
 """
 
 import json
@@ -25,36 +24,32 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.attention_parts import EVERYTHING
+from ifbbench.kernels.cache import copy_rows, rotate_and_write
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
-from ifbbench.kernels.log_probs import log_probs_of
-from ifbbench.kernels.quantise_rows import quantise_rows
-from ifbbench.kernels.rms_norm import add_rms_norm
-from ifbbench.kernels.rotary_write import rotate_and_write
-from ifbbench.kernels.row_copy import copy_rows
-from ifbbench.kernels.swiglu import swiglu
-from ifbbench.kernels.tiles import context_tiles, generation_tiles
-from ifbbench.kernels.token_choice import choose_tokens
+from ifbbench.kernels.launch import context_tiles, generation_tiles
+from ifbbench.kernels.rows import add_rms_norm, quantise_rows, swiglu
+from ifbbench.kernels.token_choice import choose_tokens, log_probs_of
 
 OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", torch.uint8: "*u8",
-}  # fmt: skip
+}
 LARGE = 2**31
+NO_WINDOW = AttentionWindow(32)
 FIRST_WITH_FP8 = 89
 
 
 @dataclass
 class Compiler:
-    """Takes the place of launches, for the GPU of a compute capability such as 90."""
+    """Compiles instead of launching, for the GPU of a compute capability such as 90."""
 
     capability: int
     compiled: list[dict[str, object]] = field(default_factory=list)
 
     def run(self, kernel: JITFunction, *args: object, **kwargs: object) -> None:
-        """Compile what the launch would run."""
+        """Compile the kernel for these arguments."""
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         source = _source(kernel, values)
@@ -62,7 +57,7 @@ class Compiler:
         self.compiled.append({
             "kernel": kernel.__name__, "gpu": self.capability, "shared": result.metadata.shared,
             **_resources(result.asm["cubin"]), "warp_group_products": result.asm["ptx"].count("wgmma.mma_async"),
-        })  # fmt: skip
+        })
 
 
 def _source(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
@@ -86,7 +81,7 @@ def _source(kernel: JITFunction, values: dict[str, object]) -> ASTSource:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, where what does not fit into registers goes."""
+    """Registers of a thread and bytes of its stack, which holds spilled registers."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
@@ -98,7 +93,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 @contextmanager
 def instead_of_launches(compiler: Compiler) -> Iterator[None]:
-    """Every launch inside is compiled instead."""
+    """Compile instead of launching in this context."""
     def run(kernel: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
         compiler.run(kernel, *args, **kwargs)
 
@@ -111,7 +106,7 @@ def instead_of_launches(compiler: Compiler) -> Iterator[None]:
 
 
 def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None,
-              window: AttentionWindow = EVERYTHING) -> None:  # fmt: skip
+              window: AttentionWindow = NO_WINDOW) -> None:
     """Both attention kernels and the write, for 8 query heads on 2 KV heads."""
     major_minor = divmod(capability, 10)
     heads = torch.zeros((4, 12, head_size), dtype=dtype)
@@ -124,7 +119,7 @@ def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: 
     context_attention(queries, keys, values, cache, cache, tables, tiles, torch.empty_like(queries), shape, window)
     for num_splits in (1, 16):
         generation_attention(queries, cache, cache, tables, numbers, numbers, torch.empty_like(queries),
-                             generation_tiles(head_size, 4, dtype.itemsize), num_splits, window)  # fmt: skip
+                             generation_tiles(head_size, 4, dtype.itemsize), num_splits, window)
     angles = torch.zeros((16, head_size // 2))
     rotate_and_write(heads, angles, angles, numbers, numbers, cache, cache)
 
@@ -144,10 +139,10 @@ def others(dtype: torch.dtype) -> None:
 
 
 def eight_bits(capability: int) -> None:
-    """Attention over a cache of eight-bit floats, and what makes rows such."""
+    """Attention over a cache of eight-bit floats, and the conversion to them."""
     attention(capability, torch.bfloat16, 128, torch.float8_e4m3fn)
     for size in (4096, 14_336):
-        quantise_rows(torch.zeros((4, size), dtype=torch.bfloat16))
+        quantise_rows(torch.zeros((4, size), dtype=torch.bfloat16), torch.float8_e4m3fn, 1e-12)
 
 
 def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, object]]:

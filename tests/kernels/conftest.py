@@ -1,4 +1,4 @@
-"""Kernel tests run on a GPU where there is one, else in Triton's interpreter; they skip where neither is to be had."""
+"""Kernel tests run on a GPU if there is one, else in Triton's interpreter; without either they are skipped."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 
 def _why_not() -> str | None:
-    """Why kernels cannot be run here, None if they can."""
+    """Reason why kernels cannot run here; None if they can."""
     if find_spec("triton") is None:
         return "needs Triton, which is not installed"
     from triton import language
@@ -24,18 +24,18 @@ WHY_NOT = _why_not()
 
 
 class SkippedModule(pytest.Module):
-    """A module of tests that is not even imported."""
+    """A module of tests that is skipped without being imported."""
 
     def collect(self) -> NoReturn:
         pytest.skip(f"{self.name}: {WHY_NOT}", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Skip what cannot run."""
+    """Skip all modules where kernels cannot run."""
     return SkippedModule.from_parent(parent, path=module_path) if WHY_NOT else None
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels are run."""
+    """The device that runs kernels."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

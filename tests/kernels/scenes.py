@@ -1,4 +1,4 @@
-"""Sequences whose keys and values lie in a paged cache with everything else poisoned, and what attention must give."""
+"""Sequences with keys and values in a paged cache that is NaN elsewhere, and the expected attention."""
 
 from dataclasses import dataclass, field
 
@@ -24,10 +24,10 @@ class Heads:
 class Scene:
     """Sequences with `cached` tokens each and `new` ones in the batch.
 
-    Packed tensors [tokens, heads, head size] are views of one with queries, keys and values side by side, whose last
-    row is no token but NaN. The caches [blocks, tokens per block, KV heads, head size] are NaN wherever no token is;
-    blocks are handed out in random order, and table entries beyond a sequence's blocks name a block that is all NaN.
-    is_written: the new tokens are in the cache as well.
+    Packed tensors [tokens, heads, head size] are views of one with queries, keys and values side by side; its last row
+    is NaN. The caches [blocks, tokens per block, KV heads, head size] are NaN where no token is stored; blocks are
+    assigned in random order, and table entries beyond a sequence's blocks refer to a block that is all NaN.
+    is_written: the new tokens are in the cache too.
     """
 
     cached: list[int]
@@ -45,7 +45,7 @@ class Scene:
         self.generator = torch.Generator().manual_seed(self.seed)
         num_tokens, heads = sum(self.new), self.heads
         fused = torch.full((num_tokens + 1, heads.queries + 2 * heads.keys, heads.size), torch.nan, dtype=self.dtype)
-        self._lay_out_blocks()
+        self._assign_blocks()
         cache_shape = (self.num_blocks, self.rule.tokens_per_block, heads.keys, heads.size)
         caches = [torch.full(cache_shape, torch.nan, dtype=self.cache_dtype or self.dtype) for _ in range(2)]
         expected, row = [], 0
@@ -76,7 +76,7 @@ class Scene:
     def _draw(self, tokens: int, heads: int, dtype: torch.dtype) -> Tensor:
         return torch.randn((tokens, heads, self.heads.size), generator=self.generator).to(dtype)
 
-    def _lay_out_blocks(self) -> None:
+    def _assign_blocks(self) -> None:
         random = np.random.default_rng(self.seed)
         rule, size = self.rule, self.rule.tokens_per_block
         ends = [cached + new for cached, new in zip(self.cached, self.new, strict=True)]
@@ -84,13 +84,13 @@ class Scene:
         counts = [-(-place // size) for place in places]
         self.num_blocks = sum(counts) + SPARE_BLOCKS
         shuffled = random.permutation(self.num_blocks - 1).tolist()
-        nobodys = self.num_blocks - 1
-        self.tables = np.full((len(ends), max(counts, default=0) + 1), nobodys, np.int32)
+        unused = self.num_blocks - 1
+        self.tables = np.full((len(ends), max(counts, default=0) + 1), unused, np.int32)
         for row, count in enumerate(counts):
             self.tables[row, :count] = [shuffled.pop() for _ in range(count)]
 
     def _store(self, cache: Tensor, sequence: int, tokens: Tensor) -> None:
-        """Later tokens are written over earlier ones where their places are the same."""
+        """Later tokens overwrite earlier ones in the same place."""
         rows = self.rule.cache_rows(self.tables, np.full(len(tokens), sequence), np.arange(len(tokens)))
         flat = cache.view(-1, *cache.shape[2:])
         for row, token in zip(rows.tolist(), tokens, strict=True):

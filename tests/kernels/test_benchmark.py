@@ -1,4 +1,4 @@
-"""The GPU benchmark measures what it says, on small shapes and without a clock; without a GPU it says so."""
+"""The GPU benchmark on small shapes and without a clock, and its message without a GPU."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_generation_counts_keys_and_values_once() -> None:
     assert row["relative_difference"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_context_has_torch_beside_it_for_whole_prompts_only() -> None:
+def test_context_is_compared_with_torch_for_whole_prompts_only() -> None:
     whole, later = gpu_kernels.context(chunk=40, cached=0), gpu_kernels.context(chunk=8, cached=32)
     assert whole["share_of_torch_speed"] == 1.0
     assert "share_of_torch_speed" not in later
@@ -42,8 +42,8 @@ def test_a_wrong_result_shows() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_message_without_a_gpu() -> None:
     result = subprocess.run([sys.executable, "-m", "tests.benchmarks.gpu_kernels"], capture_output=True, text=True,
-                            check=False)  # fmt: skip
+                            check=False)
     assert result.returncode == 1
     assert result.stderr == "This measures a GPU, and PyTorch finds none here. Run it on a machine with one.\n"

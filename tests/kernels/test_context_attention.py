@@ -1,14 +1,14 @@
-"""Attention of context chunks against a float64 reference, with everything that is not to be read poisoned."""
+"""Attention of context chunks against float64, with NaN everywhere that must not be read."""
 
 import numpy as np
 import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.context_attention import context_attention, context_attention_twin, plan_tiles
-from ifbbench.kernels.launch import SMALLEST_DOT, KernelError
-from ifbbench.kernels.tiles import AttentionTiles
+from ifbbench.kernels.context_attention import context_attention, plan_tiles
+from ifbbench.kernels.launch import SMALLEST_DOT, AttentionTiles, KernelError
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import context_attention_reference
 from tests.kernels.scenes import Heads, Scene
 
 SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
@@ -23,14 +23,14 @@ WINDOWS = {
 
 
 def check(scene: Scene, shape: AttentionTiles = SMALL) -> None:
-    """Kernel and twin give what is expected, and leave other rows alone."""
+    """Kernel and reference give the expected output and do not change other rows."""
     group = scene.heads.queries // scene.heads.keys
     tiles = torch.from_numpy(plan_tiles(*scene.spans, shape.rows // group)).to(scene.device)
     inputs = (scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables, tiles)
-    by_kernel, by_twin = scene.poisoned_output(), scene.poisoned_output()
+    by_kernel, by_reference = scene.poisoned_output(), scene.poisoned_output()
     context_attention(*inputs, by_kernel, shape, window=scene.rule)
-    context_attention_twin(*inputs, by_twin, window=scene.rule)
-    for output in (by_kernel, by_twin):
+    context_attention_reference(*inputs, by_reference, window=scene.rule)
+    for output in (by_kernel, by_reference):
         assert_close(output[:-1], scene.expected, scene.dtype)
         assert output[-1].isnan().all()
 
@@ -53,7 +53,7 @@ def test_block_sizes(tokens_per_block: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("rule", WINDOWS.values(), ids=list(WINDOWS))
 def test_windows(rule: AttentionWindow, device: torch.device) -> None:
-    """Before, within and far beyond the window; also where the chunk will be written over what it sees."""
+    """Before, within and far beyond the window, also where the chunk will overwrite keys that it sees."""
     check(Scene([0, 2, 9, 33, 17], [30, 4, 6, 9, 1], Heads(), rule, torch.float32, device))
 
 
@@ -78,7 +78,7 @@ def test_a_batch_without_context(device: torch.device) -> None:
     assert tiles.shape == (0, 5)
     output = scene.poisoned_output()
     context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables,
-                      tiles, output, SMALL)  # fmt: skip
+                      tiles, output, SMALL, ALL)
     assert output.isnan().all()
 
 
@@ -88,7 +88,7 @@ def test_large_numbers_stay_numbers(device: torch.device) -> None:
     tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
     output = scene.poisoned_output()
     context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables,
-                      tiles, output, SMALL)  # fmt: skip
+                      tiles, output, SMALL, ALL)
     assert output[:-1].isfinite().all()
 
 
@@ -108,4 +108,4 @@ def test_a_failure_names_kernel_and_shapes(device: torch.device) -> None:
     tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
     with pytest.raises(KernelError, match=r"context_attention failed .*queries \[6, 2, 32\] float32"):
         context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache,
-                          scene.block_tables, tiles, scene.poisoned_output(), AttentionTiles(16, 24, 4, 1))  # fmt: skip
+                          scene.block_tables, tiles, scene.poisoned_output(), AttentionTiles(16, 24, 4, 1), ALL)

@@ -1,4 +1,4 @@
-"""What surrounds CUDA graphs: the ladder of sizes, padding, inputs that stay in place. On a GPU, graphs themselves."""
+"""The ladder of graph sizes, padding, and inputs in fixed memory; on a GPU, CUDA graphs themselves."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.model import paged_batch
+from ifbbench.model import tensors
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.weights import random_weights
@@ -30,7 +30,7 @@ LENGTHS = [(9, 5), (20, 3), (2, 4)]
 
 
 class Repeater:
-    """Stands in for CUDA graphs: does the work again. Every input must be in the memory that it had at first."""
+    """Replaces CUDA graphs: repeats the work. Every input must be in the same memory each time."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -84,17 +84,17 @@ def test_graphs_with_windows(model: KernelLlama, device: torch.device, is_cyclic
         assert outputs_with(layout_driver(model, layout, 3), record) == expected
 
 
-def test_a_batch_brings_the_blocks_that_it_has(
+def test_a_batch_copies_the_blocks_that_it_has(
     model: KernelLlama, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those that the longest sequence might have: 3 for its 23 tokens, of 8 in the table."""
-    brought: list[int] = []
+    """3 blocks for 23 tokens, not the 8 columns of the table."""
+    copied: list[int] = []
 
-    def host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
-        brought.append(len(arrays[-1]))
-        return paged_batch.host_numbers(arrays, device)
+    def packed_on_host(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
+        copied.append(len(arrays[-1]))
+        return tensors.packed_on_host(arrays, device)
 
-    monkeypatch.setattr(cuda_graphs, "host_numbers", host_numbers)
+    monkeypatch.setattr(cuda_graphs, "packed_on_host", packed_on_host)
     driver = driver_of(model, 1, 8, 40)
     driver.executor._graphs = None
     with torch.inference_mode():
@@ -102,8 +102,8 @@ def test_a_batch_brings_the_blocks_that_it_has(
     driver.run(requests_of([(20, 4)], MICRO.vocab_size))
     width = driver.tables.shape[-1]
     assert width > 3
-    # What is there before the first batch, behind that batch's own.
-    assert brought == [3, width, 3, 3]
+    # The first batch, the graph's initial inputs, and two more batches.
+    assert copied == [3, width, 3, 3]
 
 
 def test_padding_writes_nothing(model: KernelLlama) -> None:
@@ -119,36 +119,36 @@ def test_padding_writes_nothing(model: KernelLlama) -> None:
     before = [part.clone() for part in window.cache.blocks(0)]
     driver.step([], requests)
     places = {(int(driver.tables[request.slot, 0, (request.num_cached - 1) // 8]), (request.num_cached - 1) % 8)
-              for request in requests}  # fmt: skip
+              for request in requests}
     for part, old in zip(window.cache.blocks(0), before, strict=True):
         changed = (part != old).flatten(2).any(dim=-1).nonzero().tolist()
         assert {(block, place) for block, place in changed} == places
 
 
-class Heard:
-    """Progress as it was told."""
+class RecordedProgress:
+    """Records progress."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int, str]] = []
+        self.updates: list[tuple[int, int, str]] = []
 
     def update(self, completed: int, total: int, text: str) -> None:
-        self.told.append((completed, total, text))
+        self.updates.append((completed, total, text))
 
 
 def test_a_warm_up_leaves_nothing_to_record(model: KernelLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of every size come after it, and find their graph."""
+    """Batches of every size use a recorded graph afterwards."""
     loaded = build.LoadedModel(MICRO, model, model.device, model.dtype)
     monkeypatch.setattr(build, "load_model", lambda config: loaded)
     monkeypatch.setattr(engine_module, "load_model_config", lambda name: MICRO)
     engine = build_engine(RunConfig(device=model.device.type, max_batch_size=3, max_tokens_in_paged_kvcache=320,
-                                    max_seq_len=48, tokens_per_block=8))  # fmt: skip
-    record, heard, slots = Repeater(), Heard(), engine.limits.num_slots
+                                    max_seq_len=48, tokens_per_block=8))
+    record, progress, slots = Repeater(), RecordedProgress(), engine.limits.num_slots
     assert isinstance(engine.executor, ModelExecutor)
     with torch.inference_mode():
         engine.executor.use_graphs(slots, 48, record)
-    warm_up(engine, heard)
+    warm_up(engine, progress)
     assert record.recorded == len(ladder(slots))
-    assert heard.told == [(done + 1, record.recorded, "warming up") for done in range(record.recorded)]
+    assert progress.updates == [(done + 1, record.recorded, "warming up") for done in range(record.recorded)]
     repeated = record.repeated
     outputs = generate(engine, [[1, 2, 3], [4], [5, 6, 7, 8]], 4)
     assert [len(output) for output in outputs] == [4, 4, 4]
@@ -158,7 +158,7 @@ def test_a_warm_up_leaves_nothing_to_record(model: KernelLlama, monkeypatch: pyt
 
 
 def test_nothing_is_recorded_before_a_batch_has_run(model: KernelLlama) -> None:
-    """How many blocks a sequence may have is not known yet."""
+    """The number of blocks per sequence is not known yet."""
     driver, record = driver_of(model, 3, 8, 40), Repeater()
     driver.executor.use_graphs(3, 40, record)
     driver.executor.warm_up(lambda done, total: None)

@@ -1,13 +1,13 @@
-"""Attention of generation tokens against a float64 reference, with everything that is not to be read poisoned."""
+"""Attention of generation tokens against float64, with NaN everywhere that must not be read."""
 
 import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.generation_attention import generation_attention, generation_attention_twin
-from ifbbench.kernels.launch import SMALLEST_DOT
-from ifbbench.kernels.tiles import AttentionTiles
+from ifbbench.kernels.generation_attention import generation_attention
+from ifbbench.kernels.launch import SMALLEST_DOT, AttentionTiles
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import generation_attention_reference
 from tests.kernels.scenes import Heads, Scene
 from tests.kernels.test_context_attention import ALL, WINDOWS
 
@@ -17,21 +17,21 @@ SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
 def scene_of(
     cached: list[int], heads: Heads, rule: AttentionWindow, dtype: torch.dtype, device: torch.device,
     cache_dtype: torch.dtype | None = None,
-) -> Scene:  # fmt: skip
+) -> Scene:
     return Scene(cached, [1] * len(cached), heads, rule, dtype, device, is_written=True, cache_dtype=cache_dtype)
 
 
 def check(scene: Scene, num_splits: int = 1, shape: AttentionTiles = SMALL) -> None:
-    """Kernel and twin give what is expected. Table rows come in another order than sequences."""
+    """Kernel and reference give the expected output. Table rows are in another order than sequences."""
     order = torch.arange(len(scene.cached) - 1, -1, -1)
     lengths = (torch.tensor(scene.cached) + 1).int()[order].to(scene.device)
     table_rows = order.int().to(scene.device)
     queries = scene.queries[:-1][order.to(scene.device)]
     inputs = (queries, scene.key_cache, scene.value_cache, scene.block_tables, table_rows, lengths)
-    by_kernel, by_twin = (scene.poisoned_output()[:-1] for _ in range(2))
+    by_kernel, by_reference = (scene.poisoned_output()[:-1] for _ in range(2))
     generation_attention(*inputs, by_kernel, shape, num_splits, window=scene.rule)
-    generation_attention_twin(*inputs, by_twin, window=scene.rule)
-    for output in (by_kernel, by_twin):
+    generation_attention_reference(*inputs, by_reference, window=scene.rule)
+    for output in (by_kernel, by_reference):
         assert_close(output, scene.expected[order], scene.dtype)
 
 
@@ -64,7 +64,7 @@ def test_windows(rule: AttentionWindow, num_splits: int, device: torch.device) -
 
 
 @pytest.mark.parametrize("num_splits", [2, 5, 16])
-def test_parts_that_have_no_keys_are_not_looked_at(num_splits: int, device: torch.device) -> None:
+def test_parts_without_keys_are_not_read(num_splits: int, device: torch.device) -> None:
     check(scene_of([70, 0, 16, 31], Heads(), ALL, torch.float32, device), num_splits)
 
 
@@ -79,7 +79,7 @@ def test_padding_of_length_zero_gives_zeros(device: torch.device) -> None:
     for num_splits in (1, 3):
         output = scene.poisoned_output()[:-1]
         generation_attention(scene.queries[:-1], scene.key_cache, scene.value_cache, scene.block_tables, lengths,
-                             lengths, output, SMALL, num_splits)  # fmt: skip
+                             lengths, output, SMALL, num_splits, ALL)
         assert not output.any()
 
 
@@ -88,5 +88,5 @@ def test_an_empty_batch(device: torch.device) -> None:
     nothing = torch.zeros(0, dtype=torch.int32, device=device)
     output = scene.poisoned_output()
     generation_attention(scene.queries[:0], scene.key_cache, scene.value_cache, scene.block_tables, nothing, nothing,
-                         output[:0], SMALL, 1)  # fmt: skip
+                         output[:0], SMALL, 1, ALL)
     assert output.isnan().all()

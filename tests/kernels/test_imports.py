@@ -1,4 +1,4 @@
-"""Who has no GPU needs no Triton."""
+"""A run without a GPU needs no Triton."""
 
 import subprocess
 import sys
@@ -6,6 +6,6 @@ import sys
 
 def test_a_run_on_a_cpu_does_not_import_triton() -> None:
     code = ("import sys, ifbbench.kernels, ifbbench.execution.build, ifbbench.execution.model_executor\n"
-            "print(sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))")  # fmt: skip
+            "print(sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

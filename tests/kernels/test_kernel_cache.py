@@ -1,4 +1,4 @@
-"""The cache whose copies are kernels ends up as the cache whose copies are PyTorch's."""
+"""Copies of the cache by kernels give the same content as by PyTorch."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.kernel_cache import KernelPagedCache
+from ifbbench.model.kernel_llama import KernelPagedCache
 from ifbbench.model.kv_cache import PagedKvCache
 
 CONFIG = ModelConfig(vocab_size=1, hidden_size=1, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=8,
-                     intermediate_size=1, max_position_embeddings=1)  # fmt: skip
+                     intermediate_size=1, max_position_embeddings=1)
 BLOCKS, TOKENS_PER_BLOCK, HOST_BLOCKS = 6, 8, 4
 
 
 def after(
     cache_class: type[PagedKvCache], device: torch.device, work: Callable[[PagedKvCache], None],
     kv_cache_dtype: torch.dtype | None = None,
-) -> list[list[list[float]]]:  # fmt: skip
-    """What a cache of random numbers holds when `work` is done, layer by layer."""
+) -> list[list[list[float]]]:
+    """Content of a cache of random values after `work`, layer by layer."""
     cache = cache_class(CONFIG, BLOCKS, TOKENS_PER_BLOCK, device, torch.float32, kv_cache_dtype=kv_cache_dtype,
-                        num_host_blocks=HOST_BLOCKS)  # fmt: skip
+                        num_host_blocks=HOST_BLOCKS)
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(BLOCKS * TOKENS_PER_BLOCK, device=device)
     for layer in range(CONFIG.num_layers):
@@ -50,7 +50,7 @@ def round_trip(cache: PagedKvCache) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_copies(work, kv_cache_dtype: torch.dtype | None, device: torch.device) -> None:
     by_torch, by_kernels = (after(cache_class, device, work, kv_cache_dtype)
-                            for cache_class in (PagedKvCache, KernelPagedCache))  # fmt: skip
+                            for cache_class in (PagedKvCache, KernelPagedCache))
     assert by_kernels == by_torch
     assert by_kernels != after(PagedKvCache, device, lambda cache: None, kv_cache_dtype)
 

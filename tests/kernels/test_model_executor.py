@@ -1,4 +1,4 @@
-"""The whole executor with kernels gives the tokens that it gives without them."""
+"""The executor gives the same tokens with kernels as without."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,12 +11,10 @@ from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
-from ifbbench.kernels.fp8_rows import FP8
-from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import Fp8Linear
+from ifbbench.model.config import ModelConfig, YarnRopeScaling
 from ifbbench.model.kernel_llama import KernelLlama
+from ifbbench.model.linear import FP8, Fp8Linear
 from ifbbench.model.llama import LlamaModel
-from ifbbench.model.rope_scaling import YarnRopeScaling
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, Driver, FakeRequest, driver_of, layout_driver, requests_of
 
@@ -36,16 +34,16 @@ def with_kernels(device: torch.device) -> KernelLlama:
 
 
 def outputs_of(driver: Driver, requests: list[FakeRequest], largest_chunk: int | None = 7) -> list[object]:
-    """The tokens of each, or what its beams hold."""
+    """The tokens of each request, or those of its beams."""
     driver.run(requests, largest_chunk)
     return [request.outputs or (request.search.tokens.tolist(), request.search.scores.round(3).tolist())
-            for request in requests]  # fmt: skip
+            for request in requests]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=9, top_p=0.8, seed=5)])
 def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: SamplingParams) -> None:
     outputs = [outputs_of(driver_of(model, 3, 8, 40), requests_of(LENGTHS, MICRO.vocab_size, sampling=sampling))
-               for model in (plain, with_kernels)]  # fmt: skip
+               for model in (plain, with_kernels)]
     assert outputs[0] == outputs[1]
     assert all(outputs[1])
 
@@ -53,7 +51,7 @@ def test_mixed_batches(plain: LlamaModel, with_kernels: KernelLlama, sampling: S
 @pytest.mark.parametrize("changes", [
     {"query_key_norm": True}, {"attention_bias": True, "mlp_bias": True},
     {"rope_scaling": YarnRopeScaling(4.0, 64, attention_factor=1.2)},
-], ids=["Qwen 3", "biases", "YaRN"])  # fmt: skip
+], ids=["Qwen 3", "biases", "YaRN"])
 def test_other_families(changes: dict[str, Any], device: torch.device) -> None:
     config = replace(MICRO, num_layers=2, **changes)
     outputs = []
@@ -79,9 +77,9 @@ def layout_of(
 @pytest.mark.parametrize("layout", [
     layout_of(layers=2), layout_of(layers=2, sink=3), layout_of(layers=2, is_cyclic=False),
     layout_of(layers=2, is_cyclic=False, sink=3), layout_of(layers=2, is_contiguous=True),
-], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])  # fmt: skip
+], ids=["cyclic", "cyclic with sinks", "linear", "linear with sinks", "contiguous"])
 def test_windows(layout: CacheLayout, device: torch.device) -> None:
-    """With two layers: what the middle of a chunk has seen shows in the keys of the second."""
+    """With two layers, because the keys that the middle of a chunk sees affect keys of the second layer."""
     config = replace(MICRO, num_layers=2)
     outputs = []
     for model_class, place in ((LlamaModel, CPU), (KernelLlama, device)):
@@ -92,7 +90,7 @@ def test_windows(layout: CacheLayout, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("layout", [layout_of(beams=2), layout_of(beams=2, is_contiguous=True)],
-                         ids=["cyclic", "contiguous"])  # fmt: skip
+                         ids=["cyclic", "contiguous"])
 def test_beams(plain: LlamaModel, with_kernels: KernelLlama, layout: CacheLayout) -> None:
     outputs = []
     for model in (plain, with_kernels):
@@ -111,7 +109,7 @@ def test_padded_prompts(plain: LlamaModel, with_kernels: KernelLlama) -> None:
 
 
 def test_numbers_and_copied_blocks(plain: LlamaModel, with_kernels: KernelLlama) -> None:
-    """A prompt's first block is copied to where another request then finds it."""
+    """A prompt's first block is copied to the table of another request."""
     log_probs = []
     for model in (plain, with_kernels):
         first, second = requests_of([(12, 2), (12, 2)], MICRO.vocab_size)
@@ -145,14 +143,14 @@ def test_half_precision_stays_near_the_same_logits(dtype: torch.dtype, device: t
 
 
 def test_eight_bits_stay_near_the_logits_in_16(device: torch.device) -> None:
-    """Weights, and then keys and values too. PyTorch's own products on a CPU are what is compared with."""
+    """Of weights, and then of keys and values too, compared with PyTorch's products on a CPU."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("this GPU has no eight-bit floats")
     config = replace(MICRO, intermediate_size=48)
     kernels = KernelLlama(config, random_weights(config, 3, device, torch.bfloat16, Fp8Linear))
     layout = layout_of(is_cyclic=False)
     drivers = [driver_of(LlamaModel(config, random_weights(config, 3, CPU, torch.bfloat16)), 1, 8, 40),
-               driver_of(kernels, 1, 8, 40), layout_driver(kernels, layout, 1, kv_cache_dtype=FP8)]  # fmt: skip
+               driver_of(kernels, 1, 8, 40), layout_driver(kernels, layout, 1, kv_cache_dtype=FP8)]
     logits = []
     for driver in drivers:
         (request,) = requests_of([(14, 2)], MICRO.vocab_size)

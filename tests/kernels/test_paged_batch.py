@@ -1,22 +1,22 @@
-"""How much of the block tables an iteration brings to the device: what its sequences have, not what any might."""
+"""An iteration copies the block table columns that its sequences use to the device, not all columns."""
 
 import numpy as np
 import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.tiles import AttentionTiles
+from ifbbench.kernels.launch import AttentionTiles
 from ifbbench.model.attention_plan import QuerySpans
-from ifbbench.model.paged_batch import KernelShapes, plan_paged_batch
+from ifbbench.model.kernel_llama import KernelShapes, plan_paged_batch
 
 SHAPES = KernelShapes(AttentionTiles(16, 16, 4, 1), AttentionTiles(16, 16, 4, 1), 2, 1, 1)
 RULES = [AttentionWindow(8), AttentionWindow(8, size=14, sink=3, is_cyclic=False),
-         AttentionWindow(8, size=14, sink=3)]  # fmt: skip
+         AttentionWindow(8, size=14, sink=3)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["all", "window", "cyclic window"])
 @pytest.mark.parametrize("longest", [1, 3, 8, 9, 17, 40])
-def test_no_token_lies_beyond_the_blocks_that_are_used(rule: AttentionWindow, longest: int) -> None:
+def test_no_token_is_stored_beyond_the_used_blocks(rule: AttentionWindow, longest: int) -> None:
     used = rule.blocks_used(longest)
     last_place = int(rule.places(np.arange(longest)).max())
     assert last_place // 8 < used <= last_place // 8 + 1 + (rule.bubble > 0)
@@ -25,10 +25,10 @@ def test_no_token_lies_beyond_the_blocks_that_are_used(rule: AttentionWindow, lo
 def test_wide_tables_are_cut_to_the_longest_sequence(device: torch.device) -> None:
     tables = np.arange(4 * 1000, dtype=np.int32).reshape(4, 1000)
     spans = QuerySpans(first_rows=np.array([0, 9]), lengths=np.array([9, 1]), starts=np.array([0, 20]),
-                       table_rows=np.array([3, 1]))  # fmt: skip
+                       table_rows=np.array([3, 1]))
     batch = plan_paged_batch(spans, 1, tables, np.arange(10), RULES[0], SHAPES, device)
     assert batch.block_tables.tolist() == tables[[3, 1], :3].tolist()
 
 
-def test_a_batch_of_nobody_uses_no_blocks() -> None:
+def test_an_empty_batch_uses_no_blocks() -> None:
     assert RULES[0].blocks_used(0) == 0

@@ -1,4 +1,4 @@
-"""Rotary embedding in place and the write into a paged cache whose other places are poisoned."""
+"""Rotary embedding in place and the write to a paged cache that is NaN elsewhere."""
 
 import math
 
@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.rotary_write import rotate_and_write, rotate_and_write_twin
+from ifbbench.kernels.cache import rotate_and_write
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import rotate_and_write_reference
 
 BLOCKS, TOKENS_PER_BLOCK, POSITIONS = 5, 8, 12
-BOTH = pytest.mark.parametrize("write", [rotate_and_write, rotate_and_write_twin])
+BOTH = pytest.mark.parametrize("write", [rotate_and_write, rotate_and_write_reference])
 
 
-def turned(heads: Tensor, positions: Tensor, step: float) -> Tensor:
+def rotated(heads: Tensor, positions: Tensor, step: float) -> Tensor:
     """Each pair as a complex number, times e^(i · angle)."""
     first, second = heads.double().chunk(2, dim=-1)
     pairs = first.shape[-1]
@@ -23,12 +24,12 @@ def turned(heads: Tensor, positions: Tensor, step: float) -> Tensor:
 
 
 class Case:
-    """Tokens to turn and store; `step` is the angle between positions of the fastest pair."""
+    """Tokens to rotate and store; `step` is the angle between positions of the fastest pair."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype = torch.float32, *, num_tokens: int = 5, num_heads: int = 2,
         num_kv_heads: int = 1, size: int = 16, cache_dtype: torch.dtype | None = None, step: float = 0.3,
-    ) -> None:  # fmt: skip
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = (num_tokens, num_heads + 2 * num_kv_heads, size)
         self.heads = torch.randn(shape, generator=generator).to(cache_dtype or dtype).to(device, dtype)
@@ -48,7 +49,7 @@ class Case:
     def check(self, dtype: torch.dtype, rotates: bool = True) -> None:
         queries, keys, values = self.before.split(self.parts, dim=1)
         if rotates:
-            queries, keys = (turned(part, self.positions, self.step) for part in (queries, keys))
+            queries, keys = (rotated(part, self.positions, self.step) for part in (queries, keys))
         assert_close(self.heads, torch.cat([queries.double(), keys.double(), values.double()], dim=1), dtype)
         stored = self.rows >= 0
         for cache, expected in zip(self.caches, (keys, values), strict=True):
@@ -77,7 +78,7 @@ def test_numbers_of_heads(write, num_heads: int, num_kv_heads: int, device: torc
 
 
 @BOTH
-def test_tokens_without_a_place_are_turned_but_not_stored(write, device: torch.device) -> None:
+def test_tokens_without_a_place_are_rotated_but_not_stored(write, device: torch.device) -> None:
     case = Case(device)
     case.rows[1::2] = -1
     case.run(write)
@@ -85,7 +86,7 @@ def test_tokens_without_a_place_are_turned_but_not_stored(write, device: torch.d
 
 
 @BOTH
-def test_what_was_turned_before_is_only_stored(write, device: torch.device) -> None:
+def test_rotated_heads_are_only_stored(write, device: torch.device) -> None:
     case = Case(device)
     case.run(write, rotates=False)
     case.check(torch.float32, rotates=False)
@@ -93,7 +94,7 @@ def test_what_was_turned_before_is_only_stored(write, device: torch.device) -> N
 
 @BOTH
 def test_a_cache_in_another_order_of_dimensions(write, device: torch.device) -> None:
-    """As in a contiguous cache, whose heads lie apart."""
+    """As in a contiguous cache, where the heads of a token are not adjacent."""
     case = Case(device, num_heads=4, num_kv_heads=2)
     case.caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in case.caches]
     case.run(write)
@@ -103,7 +104,7 @@ def test_a_cache_in_another_order_of_dimensions(write, device: torch.device) -> 
 @BOTH
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_eight_bits(write, cache_dtype: torch.dtype, device: torch.device) -> None:
-    """Quarter turns keep numbers that eight bits hold; those beyond become the largest."""
+    """Quarter turns keep values that eight bits represent; values beyond the range become its limits."""
     case = Case(device, cache_dtype=cache_dtype, step=math.pi / 2, size=2)
     case.tables = (case.tables[0].round(), case.tables[1].round())
     case.run(write)

@@ -1,4 +1,4 @@
-"""The choice of tokens against a plain one in float64, and what it must keep to whatever the numbers are."""
+"""The choice of tokens against a simple one in float64, and its invariants for extreme values."""
 
 import numpy as np
 import pytest
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ifbbench.kernels import token_choice
-from ifbbench.kernels.log_probs import log_probs_of, log_probs_twin
-from ifbbench.kernels.token_choice import choose_tokens, choose_tokens_twin
+from ifbbench.kernels.token_choice import choose_tokens, log_probs_of
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import choose_tokens_reference, log_probs_reference
 
-BOTH = pytest.mark.parametrize("choose", [choose_tokens, choose_tokens_twin])
+BOTH = pytest.mark.parametrize("choose", [choose_tokens, choose_tokens_reference])
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a vocabulary of some hundred tokens takes several."""
+    """A vocabulary of some hundred tokens takes several steps."""
     monkeypatch.setattr(token_choice, "TOKENS_AT_ONCE", 128)
     monkeypatch.setattr(token_choice, "TOKENS_AT_ONCE_IN_SEARCH", 64)
 
@@ -29,12 +29,12 @@ def column(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def chosen(choose, logits: Tensor, temperatures: list[float], top_k: list[int], top_p: list[float],
-           uniforms: list[float]) -> list[int]:  # fmt: skip
+           uniforms: list[float]) -> list[int]:
     device = logits.device
     tokens = choose(
         logits, column(temperatures, torch.float32, device), column(top_k, torch.int32, device),
         column(top_p, torch.float32, device), column(uniforms, torch.float64, device),
-    )  # fmt: skip
+    )
     assert tokens.dtype == torch.int64
     assert tokens.device == device
     result: list[int] = tokens.tolist()
@@ -58,15 +58,16 @@ def plainly_chosen(logits: np.ndarray, temperature: float, top_k: int, top_p: fl
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 64, 300])
-def test_every_way_of_choosing(choose, dtype: torch.dtype, vocabulary: int, device: torch.device) -> None:
-    """In one batch. Without ties: equal logits in half precision are dealt with below."""
-    ways = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.6), (0.9, 20, 0.8), (1.0, 1, 1.0), (2.0, 0, 0.01)]
+def test_all_sampling_parameters(choose, dtype: torch.dtype, vocabulary: int, device: torch.device) -> None:
+    """In one batch, without ties."""
+    parameters = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.6), (0.9, 20, 0.8), (1.0, 1, 1.0),
+                  (2.0, 0, 0.01)]
     logits = torch.stack([torch.randperm(vocabulary, generator=torch.Generator().manual_seed(row)) for row in range(7)])
     logits = (logits / 16).to(device, dtype)
-    uniforms = np.random.default_rng(0).random(len(ways)).tolist()
-    expected = [plainly_chosen(row.double().cpu().numpy(), *way, uniform)
-                for row, way, uniform in zip(logits, ways, uniforms, strict=True)]  # fmt: skip
-    temperatures, top_k, top_p = (list(column) for column in zip(*ways, strict=True))
+    uniforms = np.random.default_rng(0).random(len(parameters)).tolist()
+    expected = [plainly_chosen(row.double().cpu().numpy(), *row_parameters, uniform)
+                for row, row_parameters, uniform in zip(logits, parameters, uniforms, strict=True)]
+    temperatures, top_k, top_p = (list(column) for column in zip(*parameters, strict=True))
     assert chosen(choose, logits, temperatures, top_k, top_p, uniforms) == expected
 
 
@@ -119,7 +120,7 @@ def test_no_rows(device: torch.device) -> None:
     assert log_probs_of(torch.empty((0, 9), device=device), column([], torch.int64, device)).tolist() == []
 
 
-@pytest.mark.parametrize("log_probs", [log_probs_of, log_probs_twin])
+@pytest.mark.parametrize("log_probs", [log_probs_of, log_probs_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 7, 9000])
 def test_log_probs(log_probs, dtype: torch.dtype, vocabulary: int, device: torch.device) -> None:

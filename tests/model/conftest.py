@@ -1,4 +1,4 @@
-"""What tests of the model share."""
+"""Shared by tests of the model."""
 
 import ctypes
 
@@ -6,14 +6,14 @@ import pytest
 
 from ifbbench.model.cpu_kernels import load_cpu_kernels
 
-# What the compiler is told to leave out of the processor's instructions, so that vectors are 16, 8 and 4 floats wide
-# wherever this runs, and bfloat16 has no instruction of its own.
+# Compiler options that exclude instructions of the processor, so that vectors of 16, 8 and 4 floats are tested on any
+# machine, and bfloat16 without its own instruction.
 INSTRUCTIONS = {"all": "", "no bf16": "-mno-avx512bf16", "AVX2": "-mno-avx512f", "SSE": "-mno-avx"}
 
 
 @pytest.fixture(scope="session", params=list(INSTRUCTIONS.values()), ids=list(INSTRUCTIONS))
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, compiled for these instructions."""
+    """The C kernels, compiled for these instructions."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
             patch.setenv("CC", f"cc {request.param}")

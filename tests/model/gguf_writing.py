@@ -17,8 +17,8 @@ def write_gguf(path: Path, reference: Any, architecture: str, **changes: object)
 
 
 def write_gguf_without_texts(path: Path, reference: Any, kind: str) -> None:
-    """The Llama `reference` of transformers as a GGUF file that knows token ids alone. kind: of its matrices, as GGUF
-    names it; norms are float32."""
+    """The Llama model `reference` of transformers as a GGUF file without a tokenizer. kind: GGUF's type of
+    its matrices; norms are float32."""
     changes = {"vocab_size": reference.config.vocab_size}
     _write(path, reference, "llama", changes, kind, lambda writer: writer.add_tokenizer_model("no_vocab"))
 
@@ -26,7 +26,7 @@ def write_gguf_without_texts(path: Path, reference: Any, kind: str) -> None:
 def _write(
     path: Path, reference: Any, architecture: str, changes: Mapping[str, object], kind: str,
     add_tokenizer: Callable[[Any], None],
-) -> None:  # fmt: skip
+) -> None:
     gguf = pytest.importorskip("gguf")
     config, kinds = reference.config, gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, architecture)
@@ -36,7 +36,7 @@ def _write(
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": 10_000.0,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
-    }  # fmt: skip
+    }
     for key, value in {**metadata, **changes}.items():
         add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{key}", value)
@@ -44,9 +44,9 @@ def _write(
     for name, tensor in reference.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             values = _permuted(name, tensor, config) if architecture == "llama" else tensor
-            stored_as = kinds[kind] if values.ndim == 2 else kinds.F32
-            stored = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), stored_as)
-            writer.add_tensor(_stored_name(name), stored, raw_dtype=stored_as)
+            stored_kind = kinds[kind] if values.ndim == 2 else kinds.F32
+            stored = gguf.quants.quantize(np.ascontiguousarray(values.numpy()), stored_kind)
+            writer.add_tensor(_stored_name(name), stored, raw_dtype=stored_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -54,7 +54,7 @@ def _write(
 
 
 def _permuted(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Rows as llama.cpp has them: the values that are turned together are neighbours."""
+    """Rows in the order of llama.cpp, where the values of a rotary pair are neighbours."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return tensor

@@ -1,10 +1,11 @@
-"""The plan covers every query once, in few calls, with little padding, and masks what must not be seen."""
+"""The plan covers every query once, in few calls, with little padding, and masks hidden keys."""
 
 import numpy as np
 import pytest
 import torch
 
-from ifbbench.model.attention_plan import AttentionGroup, QuerySpans, plan_attention
+from ifbbench.model.attention import AttentionGroup
+from ifbbench.model.attention_plan import QuerySpans, plan_attention
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def test_padding_always_sees_a_key() -> None:
         assert group.mask.any(-1).all()
 
 
-def test_like_lengths_share_a_call() -> None:
+def test_similar_lengths_share_a_call() -> None:
     assert len(plan([1] * 100, list(range(100, 200)))) <= 2
     assert len(plan(list(range(50, 90)), [0] * 40)) <= 5
 
@@ -82,7 +83,7 @@ def test_entries_beyond_a_sequence_are_replaced_by_its_own_first_block() -> None
     assert group.block_ids.tolist() == [[0, 1, 2], [3, 3, 3]]
 
 
-def test_sequences_of_one_block_that_follow_each_other_are_a_slice() -> None:
+def test_consecutive_sequences_of_one_block_are_a_slice() -> None:
     ones = np.ones(3, np.int64)
     tables = np.arange(8, dtype=np.int32)[:, None]
     for rows, expected in (([4, 2, 3], slice(2, 5)), ([1, 2, 4], None), ([2, 2, 4], None)):

@@ -1,4 +1,4 @@
-"""Products in eight-bit floats, and a model of such products, against float64."""
+"""Products in eight-bit floats against float64, and a model of such products."""
 
 import dataclasses
 from typing import Any
@@ -8,20 +8,18 @@ import torch
 from torch import Tensor
 
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import Fp8Linear
-from ifbbench.model.linear import MakeProduct, make_linear
-from ifbbench.model.llama import LlamaModel
-from ifbbench.model.make_model import make_model
+from ifbbench.model.linear import Fp8Linear, MakeProduct, make_linear
+from ifbbench.model.llama import LlamaModel, make_model
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, driver_of
 from tests.execution.test_attention_windows import asking_requests
 
 SMALL = ModelConfig(vocab_size=211, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
-                    intermediate_size=96, max_position_embeddings=128)  # fmt: skip
-# A value of three bits is off by up to 1/16, by 1/40 in the mean square. So is the product of two by √2 of that, and
-# a sum of many such products, whose errors cancel like the products themselves.
+                    intermediate_size=96, max_position_embeddings=128)
+# Three bits of mantissa give a relative error of up to 1/16, and of 1/40 in the mean square. A product of two such
+# values, and a sum of many products, has √2 of that in the mean square.
 PRODUCT_ERROR = 0.05
-# Of three layers, which add up.
+# The errors of three layers add up.
 LOGITS_ERROR = 0.1
 
 
@@ -36,7 +34,7 @@ def relative_norm(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 96), (3, 48, 32), (40, 256, 688)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_near_the_exact_one(rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
-    """Also where outputs and tokens are of very different sizes: each has a scale of its own."""
+    """Also if outputs and tokens have very different magnitudes, because each has its own scale."""
     output_sizes, row_sizes = (torch.logspace(-2, 2, count).bfloat16().unsqueeze(1) for count in (outputs, rows))
     weight, values = drawn(outputs, inputs, seed=1) * output_sizes, drawn(rows, inputs, seed=2) * row_sizes
     bias = drawn(outputs, seed=3) * output_sizes[:, 0] if has_bias else None
@@ -47,22 +45,22 @@ def test_a_product_is_near_the_exact_one(rows: int, inputs: int, outputs: int, h
     assert relative_norm(product / sizes, exact / sizes) < PRODUCT_ERROR
 
 
-def test_a_token_s_product_does_not_depend_on_the_others() -> None:
+def test_the_product_of_a_token_does_not_depend_on_other_tokens() -> None:
     linear, values = Fp8Linear(drawn(32, 48, seed=1)), drawn(5, 48, seed=2)
     louder = values.clone()
     louder[1:] *= 1000
     assert torch.equal(linear(values)[0], linear(louder)[0])
 
 
-def test_where_no_kernel_takes_the_scales_they_come_after_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Hopper, where cuBLAS refuses few rows with many inputs; it is asked once for each number of rows."""
+def test_scales_are_applied_after_the_product_if_no_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, where cuBLAS refuses few rows with many inputs; each number of rows is tried once."""
     multiply, refused = torch._scaled_mm, list[int]()
 
-    def scaled_mm(rows: Tensor, weight: Tensor, *, scale_a: Tensor, scale_b: Tensor, **how: Any) -> Tensor:
+    def scaled_mm(rows: Tensor, weight: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
         if scale_b.numel() > 1 and len(rows) < 5:
             refused.append(len(rows))
             raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic(")
-        return multiply(rows, weight, scale_a=scale_a, scale_b=scale_b, **how)
+        return multiply(rows, weight, scale_a=scale_a, scale_b=scale_b, **options)
 
     linear, values = Fp8Linear(drawn(32, 48, seed=1), drawn(32, seed=3)), drawn(6, 48, seed=2)
     expected = linear(values)
@@ -100,8 +98,8 @@ def context_logits(config: ModelConfig, make_product: MakeProduct, dtype: torch.
     dataclasses.replace(SMALL, attention_bias=True, query_key_norm=True),
     dataclasses.replace(SMALL, architecture="gpt2", num_kv_heads=4, attention_bias=True, attention_output_bias=True,
                         mlp_bias=True, activation="gelu_new"),
-], ids=["llama", "biases and normalised heads", "gpt2"])  # fmt: skip
-def test_logits_of_a_model_are_near_those_in_bfloat16(config: ModelConfig) -> None:
+], ids=["llama", "biases and normalised heads", "gpt2"])
+def test_logits_of_a_model_are_close_to_those_in_bfloat16(config: ModelConfig) -> None:
     exact = context_logits(config, make_linear, torch.float32)
     in_bf16 = context_logits(config, make_linear, torch.bfloat16)
     in_fp8 = context_logits(config, Fp8Linear, torch.bfloat16)

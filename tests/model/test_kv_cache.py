@@ -1,4 +1,4 @@
-"""The cache's rows: copies that overlap, and the spare block behind the others."""
+"""Cache rows: copies that overlap, and the spare row."""
 
 import torch
 
@@ -29,10 +29,10 @@ def test_copies_read_all_sources_before_they_write() -> None:
         assert torch.equal(keys, -values)
 
 
-def test_the_spare_row_is_nobodys() -> None:
+def test_the_spare_row_is_in_no_block() -> None:
     cache = filled()
     assert cache.spare_row == 6
-    junk = torch.full((3, 2, 8), 7.0)
-    cache.write(0, torch.full((3,), cache.spare_row), junk, junk)
+    values_of_padding = torch.full((3, 2, 8), 7.0)
+    cache.write(0, torch.full((3,), cache.spare_row), values_of_padding, values_of_padding)
     _, values = cache.gather(0, torch.tensor([[0], [1], [2]]))
     assert values[:, 0, :, 0].flatten().tolist() == [0, 1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""Matrix products with a fixed weight say what float64 says, however they are done."""
+"""Matrix products with a fixed weight against float64, in every implementation."""
 
 import ctypes
 from pathlib import Path
@@ -14,13 +14,14 @@ from ifbbench.model.linear import CpuLinear, Linear, OneDnnLinear, make_linear
 DTYPES = {"float32": (torch.float32, 1e-6), "bf16": (torch.bfloat16, 4e-3)}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.values(), ids=DTYPES.keys())
 
+
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_products(make: linear.MakeProduct, dtype: torch.dtype, tolerance: float) -> None:
-    """Of shapes on both sides of what a tile, a panel and a group of tiles hold, with inputs that a step does not
-    divide, and rows that are not next to each other."""
+    """Products of sizes around those of a tile, a panel and a group of tiles, with inputs that are no multiple of a
+    step, and rows that are not contiguous."""
     for outputs, inputs in ((1, 1), (31, 7), (32, 64), (100, 129), (250, 48)):
         weight, bias = random(outputs, inputs, dtype=dtype, seed=1), random(outputs, dtype=dtype, seed=2)
         for given in (None, bias):
@@ -52,7 +53,7 @@ def test_plain_weights() -> None:
 
 
 def test_rows_do_not_depend_on_each_other(kernels: ctypes.CDLL) -> None:
-    """Not even a NaN beside them changes a row."""
+    """Not even a NaN in another row changes a row."""
     product = CpuLinear(kernels, random(40, 33, dtype=torch.float32), None)
     rows = random(30, 33, dtype=torch.float32)
     alone = product(rows)
@@ -67,8 +68,8 @@ def test_rows_do_not_depend_on_each_other(kernels: ctypes.CDLL) -> None:
     ("compiled", "packs", "has_matrix_units", "expected"),
     [(True, True, False, CpuLinear), (True, False, True, CpuLinear), (True, True, True, OneDnnLinear),
      (False, True, False, OneDnnLinear), (False, False, False, Linear)],
-)  # fmt: skip
-def test_each_machine_gets_the_fastest_that_it_has(
+)
+def test_each_machine_gets_its_fastest_product(
     monkeypatch: pytest.MonkeyPatch, compiled: bool, packs: bool, has_matrix_units: bool, expected: type
 ) -> None:
     kernels = load_cpu_kernels()
@@ -96,7 +97,7 @@ def test_no_memory_for_packed_rows() -> None:
         product(torch.ones(2, 3))
 
 
-def test_a_changed_kernel_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_changed_source_is_recompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = cpu_kernels._fingerprint("cc")
     for source in cpu_kernels.SOURCES.iterdir():
         (tmp_path / source.name).write_text(source.read_text())

@@ -17,7 +17,7 @@ from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.engine.reuse_tokens import ReuseIdentity
 from ifbbench.engine.statistics import IterationStatistics
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.step_work import StepWork

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.least_work import least_work

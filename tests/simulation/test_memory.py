@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.model.config import load_model_config
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.memory import kv_memory_bytes, plan_memory
 from ifbbench.simulation.shard import Shard

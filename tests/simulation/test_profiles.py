@@ -5,8 +5,7 @@ import json
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.model.config import load_model_config
-from ifbbench.model.model_path import built_in_models
+from ifbbench.model.named_models import built_in_models, load_model_config
 from ifbbench.simulation.hardware import PROFILES, hardware_names, load_hardware
 
 WANTED_HARDWARE = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ifbbench.model.model_path import built_in_models
+from ifbbench.model.named_models import built_in_models
 from ifbbench.simulation.hardware import hardware_names
 from tests.benchmarks.published import ROLES, SOURCES, compare, figures, policies
 

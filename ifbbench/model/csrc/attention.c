@@ -1,4 +1,4 @@
-/* Paged attention of a mixed batch, over keys and values where they lie in the cache. */
+/* Paged attention of a mixed batch, which reads keys and values in the cache without a copy. */
 
 #include <omp.h>
 #include <stdlib.h>
@@ -6,32 +6,32 @@
 #include "attention_chunk.h"
 #include "attention_step.h"
 
-/* So many units of a thread even out that some take longer. */
+/* Units per thread: enough to balance units of different duration. */
 #define UNITS_PER_THREAD 4
 
-/* How many KV heads of a single query are one unit: all, for they lie beside each other, unless threads would idle. */
+/* KV heads of a single query per unit: all, because they are adjacent in memory, unless threads would be idle. */
 static int64_t heads_of_a_step(int64_t spans, int64_t kv_heads) {
   int64_t heads = kv_heads;
   while (heads > 1 && spans * (kv_heads / heads) < UNITS_PER_THREAD * omp_get_max_threads()) heads = (heads + 1) / 2;
   return heads;
 }
 
-/* Attention of spans, each consecutive queries of one sequence that see the keys up to their own. rows, counts,
- * lengths: [spans], the row of a span's first query, how many it has, and how many keys the last of them sees. blocks:
- * [spans, width]. For the other arguments see batch_t. Returns 0, or 1 if there is no memory to work in. */
+/* Causal attention of spans of consecutive queries of one sequence each. rows, counts, lengths: [spans], row of the
+ * first query, number of queries, and number of keys that the last query sees. blocks: [spans, width]. The other
+ * arguments are those of batch_t. Returns 0, or 1 if there is not enough memory for scratch space. */
 int NAME(attend)(const value_t *queries, value_t *out, const value_t *keys, const value_t *values, const int64_t *rows,
                  const int64_t *counts, const int64_t *lengths, const int64_t *blocks, int64_t spans, int64_t width,
                  int64_t stride, int64_t kv_heads, int64_t group, int64_t size, int64_t in_block) {
   batch_t batch = {queries, out, keys, values, stride, kv_heads, group, size, in_block};
-  int64_t longest = 0, most_queries = 0, pairs = 0;
+  int64_t longest = 0, max_queries = 0, pairs = 0;
   for (int64_t s = 0; s < spans; s++) {
     longest = at_least(longest, lengths[s]);
-    most_queries = at_least(most_queries, counts[s]);
+    max_queries = at_least(max_queries, counts[s]);
     pairs += counts[s] * lengths[s];
   }
-  int64_t pieces = parts_of(most_queries, CHUNK_QUERIES);
+  int64_t pieces = parts_of(max_queries, CHUNK_QUERIES);
   int64_t step_heads = heads_of_a_step(spans, kv_heads), floats = step_scratch_floats(step_heads, group, size, longest);
-  if (most_queries > 1) floats = at_least(floats, chunk_scratch_floats(size, group));
+  if (max_queries > 1) floats = at_least(floats, chunk_scratch_floats(size, group));
   int failed = 0;
 #pragma omp parallel if (pairs * kv_heads * size > PARALLEL_VALUES)
   {

@@ -1,9 +1,9 @@
-/* Attention of a unit with many queries, block of keys by block, the softmax with it (Milakov and Gimelshein,
- * arXiv:1805.02867; Dao et al., arXiv:2205.14135).
+/* Attention of a unit with many queries, block of keys by block of keys, with an online softmax (Milakov and
+ * Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135).
  *
- * A row is a query in one of the heads that share a KV head; rows of a query follow each other. Rows go into tiles as
- * those of products.c do, some keys are turned into a panel [size, KEYS], and their values are panels [KEYS, COLUMNS]
- * for each COLUMNS of their size. */
+ * A row is a query in one of the heads that share a KV head; the rows of a query are consecutive. Rows are packed into
+ * tiles as in products.c, KEYS keys are transposed into a panel [size, KEYS], and their values form a panel
+ * [KEYS, COLUMNS] for each COLUMNS of their size. */
 
 #ifndef IFBBENCH_ATTENTION_CHUNK_H
 #define IFBBENCH_ATTENTION_CHUNK_H
@@ -11,13 +11,13 @@
 #include "attention_unit.h"
 #include "exponential.h"
 
-/* A unit has so many queries at most: enough for the turned keys to be worth it, few enough to stay in the cache. */
+/* Maximum number of queries of a unit: enough to repay transposing the keys, few enough for the processor's cache. */
 #define CHUNK_QUERIES 64
 #define KEYS COLUMNS
 
-/* What a unit is worked on in. queries: tiles [size, rows of the tile]. sums: [rows, wide], of values by weight.
- * largest, total: [rows], of scores so far. keys, values: panels. scores: [rows of a tile, KEYS], then weights.
- * product: [rows of a tile, COLUMNS]. */
+/* Scratch space of a unit. queries: tiles [size, rows of the tile]. sums: [rows, wide], weighted sums of values.
+ * largest, total: [rows], the largest score so far and the sum of weights. keys, values: panels. scores: [rows of a
+ * tile, KEYS], then weights. product: [rows of a tile, COLUMNS]. */
 typedef struct {
   float *queries, *sums, *largest, *total, *keys, *values, *scores, *product;
   int64_t rows, tiles, wide;
@@ -25,7 +25,7 @@ typedef struct {
 
 static int64_t chunk_scratch_floats(int64_t size, int64_t group) {
   int64_t rows = CHUNK_QUERIES * group, wide = rounded_up(size, COLUMNS);
-  return rows * (size + wide + 2) + (size + wide + 2 * MOST_ROWS) * KEYS;
+  return rows * (size + wide + 2) + (size + wide + 2 * MAX_ROWS) * KEYS;
 }
 
 static chunk_t chunk_in(const batch_t *b, const unit_t *u, float *scratch) {
@@ -38,7 +38,7 @@ static chunk_t chunk_in(const batch_t *b, const unit_t *u, float *scratch) {
   c.keys = c.total + c.rows;
   c.values = c.keys + b->size * KEYS;
   c.scores = c.values + c.wide * KEYS;
-  c.product = c.scores + MOST_ROWS * KEYS;
+  c.product = c.scores + MAX_ROWS * KEYS;
   return c;
 }
 
@@ -55,7 +55,7 @@ static void load_queries(const batch_t *b, const unit_t *u, chunk_t *c) {
   }
 }
 
-/* The next `count` keys and values as panels, with zeros behind them. */
+/* Load the next `count` keys and values as panels, padded with zeros. */
 static void load_keys(const batch_t *b, chunk_t *c, cursor_t *key, cursor_t *value, int64_t count) {
   if (count < KEYS) memset(c->keys, 0, (b->size + c->wide) * KEYS * sizeof(float));
   for (int64_t k = 0; k < count; k++) {
@@ -68,7 +68,7 @@ static void load_keys(const batch_t *b, chunk_t *c, cursor_t *key, cursor_t *val
   }
 }
 
-/* product[rows, COLUMNS] = tile times panel[steps, COLUMNS]; for the tile's strides see `add_product`. */
+/* product[rows, COLUMNS] = tile times panel[steps, COLUMNS]; the strides of the tile are those of `add_product`. */
 static void multiply_floats(int64_t rows, const float *tile, int64_t row_stride, int64_t step_stride,
                             const float *panel, int64_t steps, float *product) {
 #define MULTIPLY(n)                                                                                \
@@ -82,22 +82,23 @@ static void multiply_floats(int64_t rows, const float *tile, int64_t row_stride,
 #undef MULTIPLY
 }
 
-/* A row's scores of the first `seen` of KEYS become weights. Returns what the row's earlier sums are to be multiplied
- * by: its largest score may have grown. */
+/* Turn a row's scores of the first `seen` of KEYS keys into weights. Returns the factor for the row's earlier sums,
+ * which accounts for a new largest score. */
 INLINE float weigh(float *scores, int64_t seen, float *largest, float *total) {
   float sum = 0;
   for (int64_t k = seen < 0 ? 0 : seen; k < KEYS; k++) scores[k] = -INFINITY;
-  float most = largest_of(scores, KEYS, *largest);
-  for (int64_t k = 0; k < KEYS; k++) scores[k] = exponential(scores[k] - most), sum += scores[k];
-  float shrink = exponential(*largest - most);
+  float maximum = largest_of(scores, KEYS, *largest);
+  for (int64_t k = 0; k < KEYS; k++) scores[k] = exponential(scores[k] - maximum), sum += scores[k];
+  float shrink = exponential(*largest - maximum);
   *total = *total * shrink + sum;
-  *largest = most;
+  *largest = maximum;
   return shrink;
 }
 
-/* Adds what a tile's rows see of the panels. seen_by_first: how many of their keys the unit's first query sees. */
+/* Add the panels to the sums of a tile's rows. seen_by_first: number of the panels' keys that the unit's first query
+ * sees. */
 static void attend_tile(const batch_t *b, chunk_t *c, int64_t first, int64_t rows, int64_t seen_by_first) {
-  float shrink[MOST_ROWS];
+  float shrink[MAX_ROWS];
   multiply_floats(rows, c->queries + first * b->size, 1, rows, c->keys, b->size, c->scores);
   for (int64_t r = 0; r < rows; r++) {
     int64_t row = first + r;
@@ -112,7 +113,7 @@ static void attend_tile(const batch_t *b, chunk_t *c, int64_t first, int64_t row
   }
 }
 
-/* scratch: `chunk_scratch_floats`. */
+/* scratch: of `chunk_scratch_floats` floats. */
 static void attend_chunk(const batch_t *b, const unit_t *u, float *scratch) {
   chunk_t c = chunk_in(b, u, scratch);
   load_queries(b, u, &c);

@@ -1,5 +1,5 @@
-/* Attention of a unit with one query. The time goes into reading keys and values, which are used as they lie, LANES at
- * a time: while the heads of some are at work, the next are fetched. */
+/* Attention of a unit with one query. It is bound by reading keys and values, which are used without repacking, LANES
+ * at a time: while LANES of them are processed for all heads, the next are prefetched. */
 
 #ifndef IFBBENCH_ATTENTION_STEP_H
 #define IFBBENCH_ATTENTION_STEP_H
@@ -7,9 +7,9 @@
 #include "attention_unit.h"
 #include "exponential.h"
 
-/* Query heads that are done at once. */
+/* Query heads that are processed together. */
 #define STEP_ROWS 4
-/* Vectors of a value whose sums are in registers, for each of these heads. */
+/* Vectors of a value that are summed in registers, for each of these heads. */
 #define STEP_VECTORS (LANES == 16 ? 4 : 2)
 
 /* queries, sums: [rows, wide], a row being a query head of the unit. scores: [rows, longest], then weights. */
@@ -30,7 +30,7 @@ static step_t step_in(const batch_t *b, const unit_t *u, float *scratch) {
   return s;
 }
 
-/* Where the next LANES keys, or values, of the unit's first head are; behind the last, that one again. */
+/* Addresses of the next LANES keys, or values, of the unit's first head; the last one repeats. */
 INLINE void locate(cursor_t *cursor, const value_t *at[LANES]) {
   for (int k = 0; k < LANES; k++) at[k] = cursor->at, advance(cursor);
 }
@@ -39,12 +39,12 @@ INLINE void fetch(const value_t *from, int64_t size) {
   for (int64_t i = 0; i < size; i += CACHE_LINE / (int64_t)sizeof(value_t)) __builtin_prefetch(from + i);
 }
 
-/* LANES values of `size` from `i` on, as floats. */
+/* LANES of `size` values from index `i` on, as floats. */
 INLINE vector load_part(const value_t *from, int64_t i, int64_t size) {
   return size - i < LANES ? load_some_values(from + i, size - i) : load_values(from + i);
 }
 
-/* scores[rows, s->longest], LANES of each: queries[rows, s->wide] times the keys `at`, `offset` values from there. */
+/* scores[rows, s->longest], LANES of each row: queries[rows, s->wide] times the keys at `at` + `offset`. */
 INLINE void score_keys(const step_t *s, int rows, int64_t size, const float *queries, const value_t *at[LANES],
                        const value_t *next[LANES], int64_t offset, float *scores) {
   vector products[STEP_ROWS][LANES];
@@ -63,8 +63,8 @@ INLINE void score_keys(const step_t *s, int rows, int64_t size, const float *que
   for (int r = 0; r < rows; r++) store_vector(scores + r * s->longest, sums_of(products[r]));
 }
 
-/* sums[rows, s->wide] += weights[rows, s->longest], the first `count` of each, times the values `at`, `offset` values
- * from there; `vectors` of each value at a time. */
+/* sums[rows, s->wide] += weights[rows, s->longest], the first `count` of each row, times the values at `at` + `offset`;
+ * `vectors` vectors of each value at a time. */
 INLINE void sum_values(const step_t *s, int rows, int64_t size, int vectors, const float *weights, int64_t count,
                        const value_t *at[LANES], const value_t *next[LANES], int64_t offset, float *sums) {
   for (int k = 0; k < LANES; k++) fetch(next[k] + offset, size);
@@ -88,17 +88,17 @@ INLINE void sum_values(const step_t *s, int rows, int64_t size, int vectors, con
   }
 }
 
-/* e^(scores - their largest), over the sum of these. Behind them, up to a multiple of LANES, is the last one again. */
+/* Softmax of the first `count` scores. They are padded to a multiple of LANES with copies of the last one. */
 static void softmax(float *scores, int64_t count) {
   float largest = largest_of(scores, count, scores[0]), total = 0;
   for (int64_t n = 0; n < count; n++) scores[n] = exponential(scores[n] - largest), total += scores[n];
   for (int64_t n = 0; n < count; n++) scores[n] /= total;
 }
 
-/* The next three are for the `rows` query heads from `row` on of each KV head; `rows` and, for common sizes, `size` are
- * constants where they are inlined. */
+/* The next three functions process the `rows` query heads from `row` on of each KV head. `rows` and, for common sizes,
+ * `size` are constants where they are inlined. */
 
-/* All scores. */
+/* Scores of all keys. */
 INLINE void score_all(const batch_t *b, const unit_t *u, const step_t *s, int rows, int64_t size, int64_t row) {
   const value_t *places[2][LANES];
   cursor_t key = first_of(b, u, b->keys);
@@ -111,7 +111,7 @@ INLINE void score_all(const batch_t *b, const unit_t *u, const step_t *s, int ro
   }
 }
 
-/* All sums of values. */
+/* Weighted sums of all values. */
 INLINE void sum_all(const batch_t *b, const unit_t *u, const step_t *s, int rows, int64_t size, int vectors,
                     int64_t row) {
   const value_t *places[2][LANES];
@@ -133,7 +133,7 @@ INLINE void attend_heads(const batch_t *b, const unit_t *u, const step_t *s, int
   sum_all(b, u, s, rows, size, vectors, row);
 }
 
-/* The common sizes as constants, for loops without a remainder. */
+/* Common sizes are constants, so that loops have no remainder. */
 #define ATTEND_HEADS(rows)                                                         \
   switch (b->size) {                                                               \
     case 32: attend_heads(b, u, &s, rows, 32, 2, first); break;                    \
@@ -142,7 +142,7 @@ INLINE void attend_heads(const batch_t *b, const unit_t *u, const step_t *s, int
     default: attend_heads(b, u, &s, rows, b->size, 1, first);                      \
   }
 
-/* scratch: `step_scratch_floats`. */
+/* scratch: of `step_scratch_floats` floats. */
 static void attend_step(const batch_t *b, const unit_t *u, float *scratch) {
   step_t s = step_in(b, u, scratch);
   float scale = 1 / sqrtf(b->size);

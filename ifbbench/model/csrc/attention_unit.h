@@ -1,4 +1,4 @@
-/* The work of paged attention: units, each some queries of a sequence in some heads. */
+/* Units of work of paged attention: some queries of a sequence in some heads. */
 
 #ifndef IFBBENCH_ATTENTION_UNIT_H
 #define IFBBENCH_ATTENTION_UNIT_H
@@ -15,7 +15,7 @@ typedef struct {
 } batch_t;
 
 /* Rows [row, row + count) of the batch in the KV heads [head, head + heads). The last row sees `length` keys, each
- * other one fewer than the next. blocks: where the sequence's keys and values are. */
+ * other row one key fewer than the next. blocks: ids of the sequence's blocks. */
 typedef struct {
   const int64_t *blocks;
   int64_t head, heads, row, count, length;
@@ -29,7 +29,7 @@ INLINE value_t *results_of(const batch_t *b, const unit_t *u) {
   return b->out + (u->row * b->kv_heads + u->head) * b->group * b->size;
 }
 
-/* Goes through the keys, or values, of a unit's first head. */
+/* Iterates over the keys, or values, of a unit's first head. */
 typedef struct {
   const batch_t *batch;
   const unit_t *unit;
@@ -44,14 +44,14 @@ INLINE void enter_block(cursor_t *cursor) {
   cursor->left_in_block = b->in_block;
 }
 
-/* At the first of a unit's keys, or values; `cache` is all of them. */
+/* A cursor at the first of a unit's keys, or values. cache: the keys, or values, of all blocks. */
 INLINE cursor_t first_of(const batch_t *b, const unit_t *u, const value_t *cache) {
   cursor_t cursor = {b, u, cache, NULL, u->blocks, 0, u->length};
   enter_block(&cursor);
   return cursor;
 }
 
-/* To the next one; from the last nowhere. */
+/* Move to the next one; stay at the last. */
 INLINE void advance(cursor_t *cursor) {
   if (--cursor->left <= 0) return;
   cursor->at += cursor->batch->kv_heads * cursor->batch->size;

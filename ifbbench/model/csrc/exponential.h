@@ -5,8 +5,8 @@
 
 #include "values.h"
 
-/* e^x to one part in 10^7, as 2^n e^r with a polynomial for e^r (Cephes' expf); 0 or infinity beyond what a float
- * holds. The C library's would not be vectorised here. */
+/* e^x with a relative error of 1e-7, as 2^n e^r with a polynomial for e^r (Cephes' expf); x is clamped to the range of
+ * floats. Compilers do not vectorise the C library's function here. */
 INLINE float exponential(float x) {
   x = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
   float n = rintf(x * 1.44269504f);

@@ -1,12 +1,12 @@
-/* Matrix products with a fixed weight, for the one to some hundred rows of a batch.
+/* Matrix products with a fixed weight, for the one to several hundred rows of a batch.
  *
- * The way of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008), without blocks over the
- * inputs, for a panel of weights fits into the second cache: a tile of results stays in registers while a panel passes
- * by. With few rows the time goes into reading weights from memory, so while a panel is multiplied, the next one is
- * fetched, a part with each tile.
+ * The algorithm of Goto and van de Geijn ("Anatomy of High-Performance Matrix Multiplication", 2008), without blocks
+ * over the inputs, because a panel of weights fits into the L2 cache: a tile of results stays in registers while a
+ * panel is read. With few rows the product is bound by reading weights from memory, so while a panel is multiplied the
+ * next one is prefetched, a part with each tile.
  *
  * A weight is packed once: panels of COLUMNS outputs, each [steps, COLUMNS]. A step is 32 bits of inputs, one float or
- * two bf16, so that both kinds have one layout. Rows are packed at each call, into tiles of [steps, rows]. */
+ * two bf16, so that both types have the same layout. Rows are packed at each call, into tiles of [steps, rows]. */
 
 #include <stdlib.h>
 
@@ -16,9 +16,9 @@
 #include <immintrin.h>
 #endif
 
-/* How many tiles pass by a panel before the next: so many tiles, and a panel, stay in the second cache. */
-#define MOST_TILES 8
-/* After so many steps the next few cache lines are fetched: few enough not to push out what is being multiplied. */
+/* Tiles multiplied with a panel before the next panel: these tiles and the panel stay in the L2 cache. */
+#define MAX_TILES 8
+/* Steps between prefetches: each fetches few enough cache lines not to evict what is being multiplied. */
 #define FETCH_STEPS 16
 #define INPUTS_PER_STEP ((int64_t)(4 / sizeof(value_t)))
 
@@ -34,8 +34,8 @@ INLINE vector add_step(vector sum, uint32_t inputs, words weights) {
 #endif
 }
 
-/* product[rows, COLUMNS] = tile[steps, rows] times panel[steps, COLUMNS]. Fetches `lines` cache lines from `next` on
- * with each FETCH_STEPS steps. */
+/* product[rows, COLUMNS] = tile[steps, rows] times panel[steps, COLUMNS]. Prefetches `lines` cache lines from `next` on
+ * every FETCH_STEPS steps. */
 static void multiply_tile(int64_t rows, const uint32_t *tile, const uint32_t *panel, int64_t steps, const char *next,
                           int64_t lines, float *product) {
 #define MULTIPLY(n)                                                                                                \
@@ -76,10 +76,10 @@ INLINE void store_rows(const float *product, int64_t rows, const value_t *bias, 
       for (int64_t c = 0; c < columns; c++) to[c] = to_value(product[c]);
 }
 
-/* How many 32-bit words a packed weight [outputs, inputs] takes. */
+/* Size of a packed weight [outputs, inputs] in 32-bit words. */
 int64_t NAME(packed_words)(int64_t outputs, int64_t inputs) { return panels_of(outputs) * COLUMNS * steps_of(inputs); }
 
-/* Packs `weight` [outputs, inputs]. Beyond it the panels are zero. */
+/* Pack `weight` [outputs, inputs]. Panels are padded with zeros. */
 void NAME(pack)(const value_t *weight, uint32_t *packed, int64_t outputs, int64_t inputs) {
   int64_t panel_words = COLUMNS * steps_of(inputs);
 #pragma omp parallel for
@@ -97,11 +97,11 @@ void NAME(pack)(const value_t *weight, uint32_t *packed, int64_t outputs, int64_
 }
 
 /* out[rows, outputs] = x[rows, inputs] times a packed weight, plus `bias` [outputs] unless it is null. Returns 0, or 1
- * if there is no memory for the packed rows. */
+ * if there is not enough memory for the packed rows. */
 int NAME(multiply)(const value_t *x, const uint32_t *packed, const value_t *bias, value_t *out, int64_t rows,
                    int64_t outputs, int64_t inputs) {
   int64_t steps = steps_of(inputs), panels = panels_of(outputs);
-  int64_t tiles = tiles_of(rows), groups = parts_of(tiles, MOST_TILES);
+  int64_t tiles = tiles_of(rows), groups = parts_of(tiles, MAX_TILES);
   uint32_t *tiled = malloc(4 * rows * steps + 1);
   if (!tiled) return 1;
 #pragma omp parallel
@@ -120,7 +120,7 @@ int NAME(multiply)(const value_t *x, const uint32_t *packed, const value_t *bias
         int64_t lines = parts_of(FETCH_STEPS * COLUMNS * 4 / CACHE_LINE, last - first);
         for (int64_t t = first; t < last; t++, next += steps / FETCH_STEPS * lines * CACHE_LINE) {
           int64_t row = first_row(t, rows, tiles), count = first_row(t + 1, rows, tiles) - row;
-          float product[MOST_ROWS * COLUMNS];
+          float product[MAX_ROWS * COLUMNS];
           multiply_tile(count, tiled + row * steps, panel, steps, next, lines, product);
           store_rows(product, count, bias ? bias + p * COLUMNS : NULL, out + row * outputs + p * COLUMNS,
                      columns_of(p, outputs), outputs);

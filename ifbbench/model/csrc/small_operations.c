@@ -1,4 +1,4 @@
-/* The small steps of a decoder between its matrix products and its attention. */
+/* The elementwise steps of a decoder, between its matrix products and its attention. */
 
 #include "exponential.h"
 
@@ -15,7 +15,7 @@ void NAME(rms_norm)(const value_t *x, const value_t *weight, value_t *out, int64
   }
 }
 
-/* out[r, i] = silu(x[r, i]) * x[r, size + i]: gate and up lie side by side. */
+/* out[r, i] = silu(x[r, i]) * x[r, size + i]: a row holds gate, then up. */
 void NAME(swiglu)(const value_t *x, value_t *out, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > PARALLEL_VALUES)
   for (int64_t r = 0; r < rows; r++) {
@@ -27,8 +27,8 @@ void NAME(swiglu)(const value_t *x, value_t *out, int64_t rows, int64_t size) {
   }
 }
 
-/* Turns the first `heads` of each token's `stride / size` heads in place: (a, b) -> (a cos - b sin, b cos + a sin),
- * a and b the halves of a head; angles of its position: cos, sin [positions, size / 2]. */
+/* Rotate the first `heads` of each token's `stride / size` heads in place: (a, b) -> (a cos - b sin, b cos + a sin),
+ * with a and b the halves of a head. cos, sin: [positions, size / 2], of the angles of each position. */
 void NAME(rotate)(value_t *x, const int64_t *positions, const float *cos, const float *sin, int64_t tokens,
                   int64_t heads, int64_t stride, int64_t size) {
   int64_t half = size / 2;

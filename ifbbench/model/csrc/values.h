@@ -1,5 +1,5 @@
-/* The kind of values that a kernel reads and writes: float32, or bfloat16 with -DBF16. Each source is compiled once for
- * each kind; all arithmetic is in float32. */
+/* The type of values that kernels read and write: float32, or bfloat16 with -DBF16. Each source is compiled once for
+ * each type; all arithmetic is in float32. */
 
 #ifndef IFBBENCH_VALUES_H
 #define IFBBENCH_VALUES_H
@@ -9,12 +9,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define CACHE_LINE 64
-/* Below this many values a second thread costs more than it saves. */
+/* With fewer values a second thread costs more than it saves. */
 #define PARALLEL_VALUES 32768
 
-INLINE int64_t at_most(int64_t most, int64_t value) { return value < most ? value : most; }
-INLINE int64_t at_least(int64_t least, int64_t value) { return value > least ? value : least; }
-/* How many parts of `size` hold `count`, and how much those hold. */
+INLINE int64_t at_most(int64_t limit, int64_t value) { return value < limit ? value : limit; }
+INLINE int64_t at_least(int64_t limit, int64_t value) { return value > limit ? value : limit; }
+/* `count` divided by `size`, rounded up; and `count` rounded up to a multiple of `size`. */
 INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 INLINE int64_t rounded_up(int64_t count, int64_t size) { return parts_of(count, size) * size; }
 

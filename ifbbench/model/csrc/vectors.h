@@ -1,20 +1,20 @@
-/* Vectors as wide as the processor's, and the tile of a matrix product that its registers hold. */
+/* Vectors of the processor's width, and the tile of a matrix product that fits into its registers. */
 
 #ifndef IFBBENCH_VECTORS_H
 #define IFBBENCH_VECTORS_H
 
 #include "values.h"
 
-/* A tile's results, MOST_ROWS pairs of vectors, fit into the registers beside a pair of weights and an input. */
+/* MAX_ROWS pairs of vectors, a tile's results, fit into the registers with a pair of weights and an input. */
 #if defined(__AVX512F__)
 #define LANES 16
-#define MOST_ROWS 14
+#define MAX_ROWS 14
 #elif defined(__AVX2__)
 #define LANES 8
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #else
 #define LANES 4
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #endif
 #define COLUMNS (2 * LANES)
 
@@ -40,14 +40,14 @@ INLINE vector load_values(const value_t *from) {
 #endif
 }
 
-/* The first `count` of LANES values as floats, and zeros behind them. */
+/* The first `count` of LANES values as floats, padded with zeros. */
 INLINE vector load_some_values(const value_t *from, int64_t count) {
   value_t values[LANES] = {0};
   memcpy(values, from, count * sizeof(value_t));
   return load_values(values);
 }
 
-/* The lanes of `first`, and behind them those of `second`, in the order of `which`, a constant. */
+/* The lanes of `first` and `second`, numbered in this order, at the indices `which`, a constant. */
 INLINE vector shuffled(vector first, vector second, integers which) {
 #ifdef __clang__
   vector result;
@@ -63,8 +63,8 @@ INLINE vector add_float_step(vector sum, uint32_t input, words weights) {
   return sum + float_of_bits(input) * (vector)weights;
 }
 
-/* The sums of LANES vectors, as one vector: in each round, halves of two vectors change places, so that one addition
- * serves both. */
+/* The sums of LANES vectors, as one vector: each round exchanges halves of two vectors, so that one addition sums
+ * both. */
 INLINE vector sums_of(vector *of) {
 #define ROUND(half)                                                                      \
   if (half < LANES) {                                                                    \
@@ -84,13 +84,13 @@ INLINE vector sums_of(vector *of) {
   return of[0];
 }
 
-/* Lane by lane the larger one. (Compilers do not vectorise a search for the largest, for the sake of NaN.) */
+/* The larger value of each lane. (Because of NaN, compilers do not vectorise a search for the maximum.) */
 INLINE vector larger(vector first, vector second) {
   words is_first = (words)(first > second);
   return (vector)(((words)first & is_first) | ((words)second & ~is_first));
 }
 
-/* The largest of `least` and of the floats from `from` on, so many whole vectors as hold `count`. */
+/* The largest of `least` and the floats at `from`, of `count` floats rounded up to whole vectors. */
 INLINE float largest_of(const float *from, int64_t count, float least) {
   vector found = load_vector(from);
   for (int64_t i = LANES; i < count; i += LANES) found = larger(found, load_vector(from + i));
@@ -118,11 +118,11 @@ INLINE void add_product(int rows, add_step_t add_step, vector sum[][2], const ui
   }
 }
 
-/* Rows are divided among tiles as evenly as can be. */
-INLINE int64_t tiles_of(int64_t rows) { return parts_of(rows, MOST_ROWS); }
+/* Rows are divided among tiles as evenly as possible. */
+INLINE int64_t tiles_of(int64_t rows) { return parts_of(rows, MAX_ROWS); }
 INLINE int64_t first_row(int64_t tile, int64_t rows, int64_t tiles) { return tile * rows / tiles; }
 
-/* Calls `CALL(n)` with `count`, 1 to MOST_ROWS, as the constant n. */
+/* Calls `CALL(n)` with `count`, 1 to MAX_ROWS, as the constant n. */
 #define WITH_CONSTANT(count, CALL)                        \
   switch (count) {                                        \
     case 1: CALL(1); break;                               \
@@ -133,7 +133,7 @@ INLINE int64_t first_row(int64_t tile, int64_t rows, int64_t tiles) { return til
     case 6: CALL(6); break;                               \
     WITH_CONSTANT_ABOVE_6(CALL)                           \
   }
-#if MOST_ROWS > 6
+#if MAX_ROWS > 6
 #define WITH_CONSTANT_ABOVE_6(CALL) \
   case 7: CALL(7); break;           \
   case 8: CALL(8); break;           \

@@ -1,4 +1,4 @@
-"""The kernels for CPUs do what PyTorch's operations do."""
+"""The C kernels against PyTorch's operations."""
 
 import ctypes
 import subprocess
@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from ifbbench.model import cpu_kernels
-from ifbbench.model.attention_plan import QuerySpans, SpansInPlace
+from ifbbench.model.attention_plan import QuerySpans, spans_in_place
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.cpu_kernels import load_cpu_kernels
-from ifbbench.model.cpu_operations import CpuOperations, operations_for
-from ifbbench.model.operations import Operations
-from ifbbench.model.rotary import RotaryEmbedding
+from ifbbench.model.operations import CpuOperations, Operations, RotaryEmbedding, operations_for
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": (torch.float32, 1e-6), "bf16": (torch.bfloat16, 4e-3)}
@@ -67,7 +65,7 @@ def test_swiglu_of_large_values() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("head_dim", [2, 16, 32, 64, 80, 128])
-def test_rotation_in_place_leaves_what_is_beside(dtype: torch.dtype, tolerance: float, head_dim: int) -> None:
+def test_rotation_in_place_leaves_neighbours_unchanged(dtype: torch.dtype, tolerance: float, head_dim: int) -> None:
     config = ModelConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=head_dim,
                          intermediate_size=8, max_position_embeddings=50)
     rotary, positions = RotaryEmbedding(config, CPU), torch.tensor([0, 49, 7, 7, 30])
@@ -119,8 +117,8 @@ def test_attention_of_a_mixed_batch_in_place(
             queries[row : row + count].transpose(0, 1).double(), own_keys.transpose(0, 1).double(),
             own_values.transpose(0, 1).double(), attn_mask=places <= torch.arange(end - count, end)[:, None],
             enable_gqa=True,
-        ).transpose(0, 1)  # fmt: skip
-    spans = SpansInPlace.of(QuerySpans(rows, counts, ends - counts, np.arange(len(ends))), tables, tokens_per_block)
+        ).transpose(0, 1)
+    spans = spans_in_place(QuerySpans(rows, counts, ends - counts, np.arange(len(ends))), tables, tokens_per_block)
     output = torch.full((num_rows, heads, head_dim), 5.0, dtype=dtype)
     CpuOperations(kernels, dtype).attend(queries, keys, values, spans, output)
     assert (output[0] == 5.0).all()
@@ -130,12 +128,12 @@ def test_attention_of_a_mixed_batch_in_place(
 
 @each_dtype
 def test_attention_of_scores_far_apart(dtype: torch.dtype, tolerance: float) -> None:
-    """The softmax must not overflow, nor lose what comes after a score that is far above or below it."""
+    """The softmax must neither overflow nor lose scores that follow one far above or below them."""
     queries, values = torch.full((40, 1, 16), 30.0, dtype=dtype), random(5, 8, 1, 16, dtype=dtype)
     keys = torch.zeros(5, 8, 1, 16, dtype=dtype)
     keys.view(40, 16)[:, 0] = torch.linspace(-40, 40, 40)[torch.randperm(40)]
-    spans = SpansInPlace.of(QuerySpans(*map(np.array, ([0, 39], [39, 1], [0, 39], [0, 0]))),
-                            np.arange(5, dtype=np.int32)[None], 8)  # fmt: skip
+    spans = spans_in_place(QuerySpans(*map(np.array, ([0, 39], [39, 1], [0, 39], [0, 0]))),
+                            np.arange(5, dtype=np.int32)[None], 8)
     expected = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1).double(), keys.view(1, 40, 16).double(), values.view(1, 40, 16).double(), is_causal=True
     ).transpose(0, 1)
@@ -145,13 +143,13 @@ def test_attention_of_scores_far_apart(dtype: torch.dtype, tolerance: float) -> 
 
 
 def test_no_spans() -> None:
-    none = SpansInPlace.of(QuerySpans(*[np.zeros(0, np.int64)] * 4), np.zeros((2, 3), np.int32), 8)
+    none = spans_in_place(QuerySpans(*[np.zeros(0, np.int64)] * 4), np.zeros((2, 3), np.int32), 8)
     cache, output = torch.zeros(3, 8, 1, 4), torch.ones(1, 2, 4)
     operations(torch.float32).attend(torch.zeros(0, 2, 4), cache, cache, none, output)
     assert (output == 1.0).all()
 
 
-def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_pytorch_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for compiler in ("no-such-compiler", "false"):
         monkeypatch.setenv("CC", compiler)
@@ -166,7 +164,7 @@ def test_kinds_without_kernels() -> None:
 
 
 def test_the_process_keeps_its_subnormal_numbers():
-    """A library linked with -ffast-math would turn them off for everyone."""
+    """A library linked with -ffast-math would turn them off in the whole process."""
     code = "from ifbbench.model.cpu_kernels import load_cpu_kernels; load_cpu_kernels(); print(5e-324 + 0.0 > 0.0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"

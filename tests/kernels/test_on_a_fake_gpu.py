@@ -1,4 +1,4 @@
-"""Every way through the executor on a GPU that is only pretended: nothing stays on the host, nothing waits for it."""
+"""All paths of the executor on a fake GPU: no tensor stays on the host, and nothing waits for the GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +12,11 @@ from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.fp8_linear import Fp8Linear
 from ifbbench.model.kernel_llama import KernelLlama
-from ifbbench.model.linear import MakeProduct, Product, make_linear
+from ifbbench.model.linear import Fp8Linear, MakeProduct, Product, make_linear
 from ifbbench.model.weights import LayerWeights, ModelWeights
 from tests.execution.driving import driver_of, layout_driver, requests_of
-from tests.kernels.pretended_cuda import CUDA, pretend
+from tests.kernels.fake_cuda import CUDA, install
 from tests.kernels.test_model_executor import layout_of
 
 HIDDEN, FFN, HEAD = 64, 48, 16
@@ -30,8 +29,8 @@ EVERYTHING = OutputOptions(return_log_probs=True, return_context_logits=True, re
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that were started."""
-    kernels = pretend(monkeypatch)
+    """The names of the kernels that were started."""
+    kernels = install(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield kernels
 
@@ -48,7 +47,7 @@ def model_of(config: ModelConfig = MICRO, make_product: MakeProduct = make_linea
         LayerWeights(empty(HIDDEN), product(2 * HIDDEN, HIDDEN, config.attention_bias), product(HIDDEN, HIDDEN),
                      empty(HIDDEN), product(2 * FFN, HIDDEN), product(HIDDEN, FFN), norm, norm)
         for _ in range(config.num_layers)
-    )  # fmt: skip
+    )
     return KernelLlama(config, ModelWeights(empty(64, HIDDEN), layers, empty(HIDDEN), make_linear(empty(64, HIDDEN))))
 
 
@@ -65,13 +64,13 @@ def test_mixed_batches_and_graphs(sampling: SamplingParams, options: OutputOptio
 
 
 @pytest.mark.parametrize("config", [replace(MICRO, query_key_norm=True), replace(MICRO, attention_bias=True)],
-                         ids=["Qwen 3", "biases"])  # fmt: skip
+                         ids=["Qwen 3", "biases"])
 def test_other_families(config: ModelConfig) -> None:
     driver_of(model_of(config), 3, 8, 64).run(requests_of(LENGTHS, 64), 7)
 
 
 def test_weights_and_cache_in_eight_bits(started: list[str]) -> None:
-    """Where PyTorch itself checks how factors and scales must lie in memory."""
+    """PyTorch checks the memory layout of factors and scales."""
     layout = layout_of(layers=2, is_cyclic=False)
     driver = layout_driver(model_of(make_product=Fp8Linear), layout, 2, kv_cache_dtype=torch.float8_e4m3fn)
     driver.run(requests_of([(9, 4), (30, 3)], 64), 11)
@@ -80,7 +79,7 @@ def test_weights_and_cache_in_eight_bits(started: list[str]) -> None:
 
 @pytest.mark.parametrize("layout", [
     layout_of(layers=2), layout_of(layers=2, sink=3), layout_of(layers=2, is_contiguous=True),
-], ids=["cyclic", "sinks", "contiguous"])  # fmt: skip
+], ids=["cyclic", "sinks", "contiguous"])
 def test_windows(layout: CacheLayout) -> None:
     layout_driver(model_of(), layout, 2).run(requests_of([(9, 4), (30, 3)], 64), 11)
 
@@ -99,8 +98,8 @@ def test_copies_of_blocks(started: list[str]) -> None:
     assert started.count("_copy_kernel") == 4
 
 
-def test_what_this_would_show() -> None:
-    """A number that the host waits for, and an operation on tensors here and there."""
+def test_errors_that_a_fake_gpu_shows() -> None:
+    """A value that the host waits for, and an operation on tensors of different devices."""
     with pytest.raises(DataDependentOutputException):
         torch.zeros(3, device=CUDA).sum().item()
     with pytest.raises(RuntimeError, match="device"):

@@ -1,4 +1,4 @@
-"""Arrays on their way to a device."""
+"""Transfer of arrays to devices."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.model.to_device import to_device
+from ifbbench.model.tensors import to_device
 
 
-def test_on_the_host_nothing_is_copied() -> None:
+def test_arrays_are_not_copied_on_the_host() -> None:
     array = np.arange(3)
     assert to_device(array, torch.device("cpu")).data_ptr() == array.ctypes.data
 
 
-def test_to_a_gpu_it_goes_through_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a GPU that is pretended."""
+def test_transfer_to_a_gpu_uses_pinned_memory_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated GPU."""
     pinned: list[list[int]] = []
     copies: list[tuple[Tensor, dict[str, Any]]] = []
 
@@ -24,8 +24,8 @@ def test_to_a_gpu_it_goes_through_pinned_memory_and_nobody_waits(monkeypatch: py
         pinned.append(host.tolist())
         return host.clone()
 
-    def copy(host: Tensor, device: torch.device, **how: Any) -> Tensor:
-        copies.append((host, how))
+    def copy(host: Tensor, device: torch.device, **options: Any) -> Tensor:
+        copies.append((host, options))
         return host
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
@@ -33,6 +33,6 @@ def test_to_a_gpu_it_goes_through_pinned_memory_and_nobody_waits(monkeypatch: py
     array = np.arange(3)
     to_device(array, torch.device("cuda"))
     assert pinned == [[0, 1, 2]]
-    ((host, how),) = copies
+    ((host, options),) = copies
     assert host.data_ptr() != array.ctypes.data
-    assert how == {"non_blocking": True}
+    assert options == {"non_blocking": True}

@@ -1,7 +1,7 @@
-"""A GPU that is not there: tensors have shapes, types and a device, but no numbers, and kernels do nothing.
+"""A fake GPU: tensors have shapes, data types and a device, but no values, and kernels do nothing.
 
-So it shows what would fail on a GPU before any number is wrong: a tensor left on the host, a product of shapes that do
-not fit, a number that the host would have to wait for, a copy that waits, a grid that no GPU takes.
+It shows errors that do not depend on values: a tensor left on the host, a product of incompatible shapes, a value that
+the host waits for, a blocking copy, a grid that exceeds the limits of a GPU.
 """
 
 from types import SimpleNamespace
@@ -24,33 +24,32 @@ from ifbbench.execution import (
     sampling,
     under_way,
 )
-from ifbbench.kernels import row_copy
-from ifbbench.model import kernel_cache, paged_batch
+from ifbbench.kernels import cache
+from ifbbench.model import kernel_llama, tensors
 
 CUDA = torch.device("cuda", 0)
-MOST_ON_SHORT_AXES = 65_535
+MAX_ON_SHORT_AXES = 65_535
 H100 = SimpleNamespace(multi_processor_count=132)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From now on, and within a `FakeTensorMode`, code for CUDA runs. Returns the names of kernels, as they start."""
+def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let code for CUDA run within a `FakeTensorMode`. Returns a list that receives the names of started kernels."""
     started: list[str] = []
 
     def start(kernel: Any, *arguments: object, grid: tuple[int, ...], warmup: bool, **options: object) -> None:
         assert all(size > 0 for size in grid), grid
-        assert all(size <= MOST_ON_SHORT_AXES for size in grid[1:]), grid
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        assert all(tensor.device == CUDA for tensor in tensors), kernel
+        assert all(size <= MAX_ON_SHORT_AXES for size in grid[1:]), grid
+        assert all(argument.device == CUDA for argument in arguments if isinstance(argument, Tensor)), kernel
         started.append(kernel.fn.__name__)
 
-    monkeypatch.setattr(type(row_copy._copy_kernel), "run", start)
+    monkeypatch.setattr(type(cache._copy_kernel), "run", start)
     monkeypatch.setattr(torch, "Event", _Event)
     for name, value in (("get_device_capability", (9, 0)), ("get_device_properties", H100),
-                        ("graph_pool_handle", (0, 0))):  # fmt: skip
+                        ("graph_pool_handle", (0, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(cuda_graphs, "CudaGraphRecorder", lambda: _record)
     monkeypatch.setattr(under_way.OutputsUnderWay, "wait", _zeros)
-    _replace_what_looks_at_numbers(monkeypatch)
+    _replace_functions_that_read_values(monkeypatch)
     return started
 
 
@@ -67,22 +66,22 @@ def _record(work: Any) -> Any:
     return work
 
 
-def _replace_what_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_cache):
+def _replace_functions_that_read_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (block_copies, model_executor, numbers, penalty, sampling, kernel_llama):
         monkeypatch.setattr(module, "to_device", _to_device)
     monkeypatch.setattr(cache_windows.CacheWindows, "_tensor", lambda windows, array: _to_device(array, CUDA))
-    for module in (cuda_graphs, paged_batch):
-        monkeypatch.setattr(module, "host_numbers", _host_numbers)
-    monkeypatch.setattr(kernel_cache, "addresses", lambda pools, device: torch.empty(len(pools), dtype=torch.int64,
-                                                                                    device=device))  # fmt: skip
-    monkeypatch.setattr(kernel_cache, "row_bytes", lambda pool: pool.stride(0) * pool.element_size())
+    for module in (cuda_graphs, tensors):
+        monkeypatch.setattr(module, "packed_on_host", _packed_on_host)
+    monkeypatch.setattr(kernel_llama, "addresses", lambda pools, device: torch.empty(len(pools), dtype=torch.int64,
+                                                                                    device=device))
+    monkeypatch.setattr(kernel_llama, "row_bytes", lambda pool: pool.stride(0) * pool.element_size())
     monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: 1 << 40)
-    # A PyTorch without CUDA would ask for a CUDA device here, which it does not for all else.
+    # Unlike other operations, these require a CUDA device in a build of PyTorch without CUDA.
     index, copy = Tensor.__getitem__, Tensor.copy_
     monkeypatch.setattr(Tensor, "__getitem__", lambda tensor, key: _part(tensor, key) if _is_cuda(tensor)
-                        else index(tensor, key))  # fmt: skip
+                        else index(tensor, key))
     monkeypatch.setattr(Tensor, "copy_", lambda tensor, source, non_blocking=False: _copied(
-        tensor, source, non_blocking) if _is_cuda(tensor) else copy(tensor, source, non_blocking))  # fmt: skip
+        tensor, source, non_blocking) if _is_cuda(tensor) else copy(tensor, source, non_blocking))
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -93,12 +92,12 @@ def _to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.empty(array.shape, dtype=getattr(torch, str(array.dtype)), device=device)
 
 
-def _host_numbers(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
-    return torch.empty(sum(paged_batch.aligned(len(array)) for array in arrays), dtype=torch.int32)
+def _packed_on_host(arrays: list[NDArray[np.integer]], device: torch.device) -> Tensor:
+    return torch.empty(sum(tensors.aligned(len(array)) for array in arrays), dtype=torch.int32)
 
 
 def _part(tensor: Tensor, key: object) -> Tensor:
-    """`tensor[key]` without a look at the device: slices, whole numbers, and an index for one dimension."""
+    """`tensor[key]` without access to the device: slices, integers, and an index for one dimension."""
     dimension = 0
     for part in key if isinstance(key, tuple) else (key,):
         if isinstance(part, slice):
@@ -114,13 +113,13 @@ def _part(tensor: Tensor, key: object) -> Tensor:
 
 
 def _copied(tensor: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-    assert _is_cuda(source) or non_blocking, "a copy that waits"
+    assert _is_cuda(source) or non_blocking, "a blocking copy"
     assert torch.broadcast_shapes(tensor.shape, source.shape) == tensor.shape
     return tensor
 
 
 def _zeros(outputs: under_way.OutputsUnderWay) -> StepOutputs:
-    """Zeros in the shapes of `outputs`, which have all come to the host."""
+    """Zeros in the shapes of `outputs`, which are all on the host."""
     def zeros(tensor: Tensor) -> NDArray[Any]:
         assert not _is_cuda(tensor)
         return np.zeros(tensor.shape, str(tensor.dtype).removeprefix("torch."))

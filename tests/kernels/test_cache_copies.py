@@ -1,4 +1,4 @@
-"""Copies of rows in all layers at once: whole blocks, parts of blocks, beams, and to and from host memory."""
+"""Copies of rows in all layers: whole blocks, parts of blocks, beams, and to and from host memory."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels import row_copy
-from ifbbench.kernels.row_copy import addresses, copy_rows, copy_rows_through, copy_rows_twin, row_bytes
+from ifbbench.kernels import cache
+from ifbbench.kernels.cache import addresses, copy_rows, copy_rows_buffered, row_bytes
+from tests.kernels.references import copy_rows_reference
 
 ROWS = 40
 
@@ -30,39 +31,39 @@ def check(copy, pools: list[Tensor], moves: list[tuple[int, int, int]]) -> None:
     device = pools[0].device
     expected = expected_after(pools, moves)
     places = addresses(pools, device)
-    most_rows = max(count for _, _, count in moves)
-    copy(places, places, torch.tensor(moves, device=device), row_bytes(pools[0]), most_rows)
+    max_rows = max(count for _, _, count in moves)
+    copy(places, places, torch.tensor(moves, device=device), row_bytes(pools[0]), max_rows)
     for pool, result in zip(pools, expected, strict=True):
         assert torch.equal(pool.view(torch.uint8), result.view(torch.uint8))
 
 
-@pytest.mark.parametrize("copy", [copy_rows, copy_rows_through])
+@pytest.mark.parametrize("copy", [copy_rows, copy_rows_buffered])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 8), (torch.bfloat16, 5), (torch.float8_e4m3fn, 6)])
 def test_blocks_and_parts_of_blocks(copy, dtype: torch.dtype, size: int, device: torch.device) -> None:
     check(copy, pools_of(device, dtype, size=size), [(0, 8, 8), (16, 24, 5), (3, 39, 1), (4, 30, 0)])
 
 
-@pytest.mark.parametrize("copy", [copy_rows, copy_rows_through])
-def test_rows_of_more_than_a_piece(copy, device: torch.device) -> None:
+@pytest.mark.parametrize("copy", [copy_rows, copy_rows_buffered])
+def test_rows_larger_than_a_piece(copy, device: torch.device) -> None:
     check(copy, pools_of(device, heads=4, size=300), [(0, 8, 8), (16, 24, 5)])
 
 
 def test_places_that_are_read_and_written(device: torch.device) -> None:
     """Beams that swap: every source is read before any destination is written."""
-    check(copy_rows_through, pools_of(device), [(0, 8, 8), (8, 0, 8), (16, 17, 6), (24, 16, 1)])
+    check(copy_rows_buffered, pools_of(device), [(0, 8, 8), (8, 0, 8), (16, 17, 6), (24, 16, 1)])
 
 
 def test_many_random_swaps(device: torch.device) -> None:
     order = np.random.default_rng(2).permutation(ROWS)
-    check(copy_rows_through, pools_of(device), [(int(source), row, 1) for row, source in enumerate(order)])
+    check(copy_rows_buffered, pools_of(device), [(int(source), row, 1) for row, source in enumerate(order)])
 
 
 @pytest.mark.parametrize("pools_at_once", [1, 2])
 def test_a_small_buffer_takes_some_pools_at_a_time(
     pools_at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_copy, "BUFFER_BYTES", pools_at_once * 2 * 8 * row_bytes(pools_of(device)[0]))
-    check(copy_rows_through, pools_of(device), [(0, 8, 8), (8, 0, 8)])
+    monkeypatch.setattr(cache, "BUFFER_BYTES", pools_at_once * 2 * 8 * row_bytes(pools_of(device)[0]))
+    check(copy_rows_buffered, pools_of(device), [(0, 8, 8), (8, 0, 8)])
 
 
 def test_more_moves_than_the_shorter_axes_of_a_grid_have(
@@ -75,17 +76,17 @@ def test_more_moves_than_the_shorter_axes_of_a_grid_have(
             grids.append(grid)
             return lambda *args, **options: None
 
-    monkeypatch.setattr(row_copy, "_copy_kernel", Kernel())
+    monkeypatch.setattr(cache, "_copy_kernel", Kernel())
     places = torch.zeros(2, dtype=torch.int64, device=device)
     copy_rows(places, places, torch.zeros((100_000, 3), dtype=torch.int64, device=device), 4096, 32)
     assert grids == [(100_000, 16, 2)]
 
 
-def test_twin_reads_before_it_writes(device: torch.device) -> None:
+def test_the_reference_reads_before_it_writes(device: torch.device) -> None:
     pools = pools_of(device)
     moves = [(0, 8, 8), (8, 0, 8)]
     expected = expected_after(pools, moves)
-    copy_rows_twin(pools, pools, torch.tensor(moves))
+    copy_rows_reference(pools, pools, torch.tensor(moves))
     assert all(torch.equal(pool, result) for pool, result in zip(pools, expected, strict=True))
 
 
@@ -111,9 +112,9 @@ def test_no_moves(device: torch.device) -> None:
     places = addresses(pools, device)
     nothing = torch.empty((0, 3), dtype=torch.int64, device=device)
     copy_rows(places, places, nothing, row_bytes(pools[0]), 8)
-    copy_rows_through(places, places, nothing, row_bytes(pools[0]), 8)
+    copy_rows_buffered(places, places, nothing, row_bytes(pools[0]), 8)
 
 
-def test_rows_that_no_word_fits_are_refused(device: torch.device) -> None:
+def test_rows_that_are_no_multiple_of_a_word_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="rows of 6 bytes"):
         row_bytes(torch.zeros((4, 1, 3), dtype=torch.float16, device=device))

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.kernels.rms_norm import add_rms_norm, add_rms_norm_twin
-from ifbbench.kernels.swiglu import swiglu, swiglu_twin
+from ifbbench.kernels.rows import add_rms_norm, swiglu
 from tests.kernels.comparing import DTYPES, assert_close
+from tests.kernels.references import add_rms_norm_reference, swiglu_reference
 
 EPSILON = 1e-5
 SIZES = [1, 33, 64, 1500]
@@ -21,7 +21,7 @@ def norm_reference(hidden: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(hidden.double(), (hidden.shape[1],), weight.double(), EPSILON)
 
 
-@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_twin])
+@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -35,8 +35,8 @@ def test_norm_of_the_sum(norm, dtype: torch.dtype, size: int, num_tokens: int, d
     assert normed.dtype == dtype
 
 
-@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_twin])
-def test_norm_alone_leaves_what_is_normed(norm, device: torch.device) -> None:
+@pytest.mark.parametrize("norm", [add_rms_norm, add_rms_norm_reference])
+def test_norm_alone_does_not_change_its_input(norm, device: torch.device) -> None:
     hidden, weight = drawn((3, 70), torch.float32, device), drawn((70,), torch.float32, device, 3)
     before = hidden.clone()
     assert_close(norm(hidden, None, weight, EPSILON), norm_reference(before, weight), torch.float32)
@@ -44,7 +44,7 @@ def test_norm_alone_leaves_what_is_normed(norm, device: torch.device) -> None:
 
 
 def test_norm_of_rows_with_others_between(device: torch.device) -> None:
-    """As in a slice of a wider tensor, whose other columns must stay."""
+    """As in a slice of a wider tensor, where other columns must not change."""
     wide = drawn((4, 100), torch.float32, device)
     wide[:, 70:] = torch.nan
     weight, added = (drawn(shape, torch.float32, device, 3) for shape in ((70,), (4, 70)))
@@ -53,7 +53,7 @@ def test_norm_of_rows_with_others_between(device: torch.device) -> None:
     assert wide[:, 70:].isnan().all()
 
 
-@pytest.mark.parametrize("product", [swiglu, swiglu_twin])
+@pytest.mark.parametrize("product", [swiglu, swiglu_reference])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_gated_product(product, dtype: torch.dtype, size: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ def test_gated_product_of_large_numbers(device: torch.device) -> None:
     assert swiglu(gate_up).tolist() == [[0.0, 200.0]]
 
 
-def test_nothing_gives_nothing(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     nothing = torch.empty((0, 64), device=device)
     assert add_rms_norm(nothing, nothing, torch.ones(64, device=device), EPSILON).shape == (0, 64)
     assert swiglu(nothing).shape == (0, 32)
