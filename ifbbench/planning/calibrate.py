@@ -42,14 +42,9 @@ class Calibration:
 
 
 def calibrate(
-    config: RunConfig,
-    output: Path | None = None,
-    *,
-    overwrite: bool = False,
-    quick: bool = False,
-    progress: Progress | None = None,
-    owns_process: bool = False,
-) -> Calibration:
+    config: RunConfig, output: Path | None = None, *, overwrite: bool = False, quick: bool = False,
+    progress: Progress | None = None, owns_process: bool = False,
+) -> Calibration:  # fmt: skip
     """Measure the executor that `config` builds, and write its profile to `output` and a chart (.png) beside it.
 
     output: DEVICE-MODEL.toml in the working directory if None. quick: a few batches only, for a first impression.
@@ -106,19 +101,13 @@ def calibrated(engine: Engine, hardware: HardwareProfile, points: Sequence[Point
     seconds = predicted_s(points, make_cost_model(fitted))
     error = FitError.of(points, seconds)
     about = {
-        "model": config.model,
-        "dtype": config.weight_dtype,
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "max_batch_size": engine.limits.max_batch_size,
-        "max_num_tokens": engine.limits.max_num_tokens,
+        "model": config.model, "dtype": config.weight_dtype, "kv_cache_dtype": config.kv_cache_dtype,
+        "max_batch_size": engine.limits.max_batch_size, "max_num_tokens": engine.limits.max_num_tokens,
         "tokens_per_block": engine.limits.tokens_per_block,
-        "median_error": error.median,
-        "p90_error": error.p90,
-        "worst_error": error.worst,
-        "points": len(points),
-        "iterations": sum(point.samples for point in points),
+        "median_error": error.median, "p90_error": error.p90, "worst_error": error.worst,
+        "points": len(points), "iterations": sum(point.samples for point in points),
         "torch": environment.versions()["torch"],
-    }
+    }  # fmt: skip
     return Calibration(path, replace(fitted, calibration=about), points, seconds)
 
 

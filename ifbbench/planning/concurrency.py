@@ -88,16 +88,11 @@ class Fit:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "policy": self.case.policy,
-            "moment": self.case.moment or None,
+            "policy": self.case.policy, "moment": self.case.moment or None,
             "mean_blocks_per_request": float(self.mean_blocks),
-            "by_kv_blocks": self.by_blocks,
-            "by_batch_size": self.by_batch_size,
-            "by_num_tokens": self.by_tokens,
-            "at_once": self.at_once,
-            "bound_by": self.bound_by.value,
-            "first_requests": self.first,
-        }
+            "by_kv_blocks": self.by_blocks, "by_batch_size": self.by_batch_size, "by_num_tokens": self.by_tokens,
+            "at_once": self.at_once, "bound_by": self.bound_by.value, "first_requests": self.first,
+        }  # fmt: skip
 
 
 def fit(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> Fit:

@@ -87,18 +87,13 @@ class Explanation:
         """All figures, for `--json`: times in seconds, sizes in bytes."""
         shard, hardware = self.cost_model.shard, self.cost_model.hardware
         return {
-            "model": self.model,
-            "hardware": hardware.name,
-            "dtype": shard.dtype,
-            "kv_cache_dtype": shard.kv_cache_dtype,
-            "tp_size": shard.tp_size,
-            "pp_size": shard.pp_size,
+            "model": self.model, "hardware": hardware.name, "dtype": shard.dtype,
+            "kv_cache_dtype": shard.kv_cache_dtype, "tp_size": shard.tp_size, "pp_size": shard.pp_size,
             "work": self.work._asdict(),
             "operations": [asdict(operation) for operation in self.operations],
-            "device_s": self.device_ns / NANOSECONDS,
-            "host_s": self.host_ns / NANOSECONDS,
+            "device_s": self.device_ns / NANOSECONDS, "host_s": self.host_ns / NANOSECONDS,
             "memory": asdict(self.memory) | {"kv_cache_tokens": self.kv_tokens, "step_tokens": self.step_kv_tokens},
-        }
+        }  # fmt: skip
 
 
 def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanation:

@@ -58,16 +58,9 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        hardware: HardwareProfile,
-        *,
-        dtype: str,
-        kv_cache_dtype: str | None = None,
-        tp_size: int = 1,
-        pp_size: int = 1,
-        cuda_graphs: bool = True,
-    ) -> None:
+        self, model: ModelConfig, hardware: HardwareProfile, *, dtype: str, kv_cache_dtype: str | None = None,
+        tp_size: int = 1, pp_size: int = 1, cuda_graphs: bool = True,
+    ) -> None:  # fmt: skip
         hardware.check_dtype(dtype)
         self.shard = shard = Shard(model, dtype, kv_cache_dtype or hardware.kv_dtype(dtype), tp_size, pp_size)
         self.hardware = hardware
