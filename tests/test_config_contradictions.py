@@ -7,7 +7,7 @@ import pytest
 from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.config import RunConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 

@@ -13,8 +13,8 @@ from ifbbench.api.resolve import batching_config, resolve_limits
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Executor, WarmingExecutor
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.errors import InputError
@@ -128,7 +128,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
         if progress:
             progress.update(done, total, "warming up")
 
-    manager = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
+    manager = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     try:
         while manager.step():
             pass

@@ -6,10 +6,10 @@ import numpy as np
 
 from ifbbench.api.engine import Engine
 from ifbbench.clock import WallClock
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import IntArray
-from ifbbench.engine.response import Response
 from ifbbench.engine.sampling_params import SamplingParams, StopConditions
 from ifbbench.errors import InputError
 
@@ -33,7 +33,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: i
         assert response.output_tokens is not None
         outputs[response.request.request_id] = response.output_tokens
 
-    manager = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, send_response)
+    manager = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, send_response)
     while manager.step():
         pass
     return [outputs[index] for index in range(len(prompts))]

@@ -4,8 +4,7 @@ import logging
 
 from ifbbench.api.cache_layout import parse_windows
 from ifbbench.config import RunConfig
-from ifbbench.engine.batching_config import V1_POLICY, BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.policies import find_policy

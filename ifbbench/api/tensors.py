@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.response import Response
+from ifbbench.engine.in_flight import Response
 
 Tensors = dict[str, NDArray[Any]]
 

@@ -9,8 +9,8 @@ from ifbbench.api.engine import Engine
 from ifbbench.calibration.scenarios import Scenario
 from ifbbench.clock import Clock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
-from ifbbench.engine.manager import BatchManager
-from ifbbench.engine.statistics import IterationStatistics
+from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.make_request import request_maker
@@ -86,7 +86,7 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
     with TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory), {}, len(trace), statistics, client.arrival_s)
         watch = StopWatch(engine.executor, clock)
-        manager = BatchManager(
+        manager = TokenGenerationLoop(
             limits, watch, clock, client.get_requests, client.send_response, recorder, client.queued
         )
         while manager.step():

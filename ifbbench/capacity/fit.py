@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ifbbench.capacity.pool import Pool
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.workload.trace import TraceRequest

@@ -18,8 +18,7 @@ from ifbbench.capacity.fit import (
 )
 from ifbbench.capacity.pool import Pool, PoolWindow, make_pool
 from ifbbench.config import RunConfig
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.sizing import max_attention_window
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig, load_model_config

@@ -2,7 +2,7 @@
 
 from ifbbench.capacity.fit import Fit
 from ifbbench.capacity.study import Study
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.report.units import count, significant
 

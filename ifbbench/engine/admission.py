@@ -1,4 +1,4 @@
-"""Admission: which requests are refused at once, and which become active when."""
+"""Admission control: fetches requests, refuses those that can never run, and activates the others by priority."""
 
 import math
 from bisect import insort
@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.batching_config import LOOK_AHEAD, BatchingConfig
+from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.request import Request
 
 NextChange = Callable[[float], float | None]
-"""From the time now to when more requests will have arrived, both in seconds on the run's clock; None if only a
-response lets one come, or none does."""
+"""Takes the time and returns when more requests will have arrived, in seconds on the run's clock; None if only a
+response lets one arrive, or none will."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """max_seq_len, max_input_len: in tokens. pools: geometry and number of blocks of each attention window. vocab_size:
-    None where no model says. pause_truncates: whether a pause may cost a request tokens that it has made already."""
+    """The refusal rules: which requests can never run. This is the only place where they are written.
+
+    max_seq_len, max_input_len: in tokens. pools: geometry and number of blocks of each attention window. vocab_size:
+    None without a model. pause_truncates: whether a pause may drop tokens that were generated, because a resumed prompt
+    must fit into max_input_len. reuses_blocks: whether block reuse is on.
+    """
 
     max_seq_len: int
     max_input_len: int
@@ -30,7 +34,7 @@ class AdmissionLimits:
 
     @classmethod
     def of(cls, config: BatchingConfig, policy_may_pause: bool) -> "AdmissionLimits":
-        """What `config` lets in. Without chunks a resumed prompt may be too long, and is cut then."""
+        """The limits of `config`."""
         return cls(
             config.max_seq_len, config.max_input_len, config.pools, config.max_beam_width, config.vocab_size,
             pause_truncates=config.chunk_unit is None and policy_may_pause, reuses_blocks=config.reuse.enabled,
@@ -38,9 +42,9 @@ class AdmissionLimits:
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
-        return self._contents(request) or self._lengths(request) or self._streaming(request)
+        return self._invalid_field(request) or self._too_long(request) or self._not_streamable(request)
 
-    def _contents(self, request: Request) -> str | None:
+    def _invalid_field(self, request: Request) -> str | None:
         if not 1 <= request.beam_width <= self.max_beam_width:
             return f"beam width {request.beam_width}: expected 1 to {self.max_beam_width} (max_beam_width)"
         if not math.isfinite(request.priority):
@@ -53,20 +57,7 @@ class AdmissionLimits:
                 return f"token id {found} is not in the vocabulary; expected 0 to {self.vocab_size - 1}"
         return request.sampling.problem(request.beam_width)
 
-    def _streaming(self, request: Request) -> str | None:
-        if not request.options.streaming:
-            return None
-        if request.beam_width > 1:
-            return "streaming with beams: expected one or the other, for beams are ordered only at the end"
-        longest = request.prompt_len + request.max_new_tokens - 1
-        if self.pause_truncates and longest > self.max_input_len:
-            return (
-                f"streaming up to {longest} tokens: a pause could cut tokens already sent, for without chunked context "
-                f"a resumed prompt has at most {self.max_input_len} (max_input_len)"
-            )
-        return None
-
-    def _lengths(self, request: Request) -> str | None:
+    def _too_long(self, request: Request) -> str | None:
         prompt_len = request.prompt_len
         if prompt_len < 1 or request.max_new_tokens < 1:
             return f"a prompt of {prompt_len} tokens and {request.max_new_tokens} new tokens: both must be at least 1"
@@ -85,80 +76,76 @@ class AdmissionLimits:
                 return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None
 
+    def _not_streamable(self, request: Request) -> str | None:
+        if not request.options.streaming:
+            return None
+        if request.beam_width > 1:
+            return "streaming with beams: expected one or the other, because beams are ordered only at the end"
+        longest = request.prompt_len + request.max_new_tokens - 1
+        if self.pause_truncates and longest > self.max_input_len:
+            return (
+                f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
+                f"context a resumed prompt has at most {self.max_input_len} tokens (max_input_len)"
+            )
+        return None
+
 
 class Admission:
-    """The queue's front: fetches requests, refuses the impossible, lets the others in by priority.
+    """Fetches up to the free batch slots and a look-ahead, and keeps what cannot become active yet, by priority.
 
-    `get_requests(n)` returns at most n requests that have arrived; `refuse(request, error)` answers for a refused one.
-    `next_change(now_s)`: when it may return others, unless somebody leaves before; None for never. Without it that may
-    be at any time.
+    get_requests(n): returns at most n requests that have arrived. refuse(request, error): answers a refused one.
+    next_change: see NextChange. Without it, `get_requests` is called in every iteration.
+    waiting: fetched requests that are not active, in order.
     """
 
     def __init__(
-        self,
-        limits: AdmissionLimits,
-        max_active: int,
-        get_requests: Callable[[int], list[Request]],
-        refuse: Callable[[Request, str], None],
-        next_change: NextChange | None = None,
-    ) -> None:
+        self, limits: AdmissionLimits, max_active: int, get_requests: Callable[[int], list[Request]],
+        refuse: Callable[[Request, str], None], next_change: NextChange | None = None,
+    ) -> None:  # fmt: skip
+        self.waiting: list[Request] = []
         self._limits = limits
         self._max_active = max_active
         self._get_requests = get_requests
         self._refuse = refuse
         self._next_change = next_change
-        self._nothing_before_s = -math.inf
-        self._waiting: list[Request] = []
+        # Until then admission has nothing to do, unless a request leaves.
+        self._idle_until_s = -math.inf
         self._in_use: dict[int, Request] = {}
 
-    @property
-    def waiting(self) -> list[Request]:
-        """Fetched requests that are not active yet, in order."""
-        return self._waiting
-
-    def forget(self, request: Request) -> None:
-        """The request had its final response: its id may be used again, and its place."""
-        self._nothing_before_s = -math.inf
-        self._in_use.pop(request.request_id, None)
-
-    def find(self, request_id: int) -> Request | None:
-        """The request, waiting or active, that this id belongs to now."""
-        return self._in_use.get(request_id)
-
-    def withdraw(self, request: Request) -> None:
-        """It will not become active: it was stopped, or the loop ends."""
-        self._waiting.remove(request)
-        self.forget(request)
-
     def admit(self, active: ActiveRequests, now_s: float) -> Sequence[Request]:
-        """Fetch, and make active what the limits allow; returns the newly active requests."""
-        if now_s < self._nothing_before_s:
+        """Fetch requests, and add to `active` what the limits allow; returns the newly active requests."""
+        if now_s < self._idle_until_s:
             return ()
         self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD)
         admitted = []
-        while self._waiting and self._may_enter(self._waiting[0], active):
-            request = self._waiting.pop(0)
+        while self.waiting and self._may_enter(self.waiting[0], active):
+            request = self.waiting.pop(0)
             active.add(request)
             admitted.append(request)
         if self._next_change is not None:
             change_s = self._next_change(now_s)
-            self._nothing_before_s = math.inf if change_s is None else change_s
+            self._idle_until_s = math.inf if change_s is None else change_s
         return admitted
 
-    def _may_enter(self, request: Request, active: ActiveRequests) -> bool:
-        last = active.last
-        if last is not None and request.beam_width != last.beam_width:
-            return False
-        if len(active) < self._max_active:
-            return True
-        # Beyond the limit only what goes before the last active request, while there are sequence slots.
-        return last is not None and request.priority > last.priority and active.table.free_rows > 0
+    def find(self, request_id: int) -> Request | None:
+        """The waiting or active request with this id."""
+        return self._in_use.get(request_id)
+
+    def withdraw(self, request: Request) -> None:
+        """`request` ends while it waits."""
+        self.waiting.remove(request)
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """`request` has left: its id may be used again, and its batch slot."""
+        self._idle_until_s = -math.inf
+        self._in_use.pop(request.request_id, None)
 
     def _fetch(self, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
-        them are fetched in the same call, for `admit` may not be called again until something changes."""
+        them are fetched in the same call, because `admit` may do nothing until the next arrival."""
         num_refused = 1
-        while num_refused and (room := max_waiting - len(self._waiting)) > 0:
+        while num_refused and (room := max_waiting - len(self.waiting)) > 0:
             num_refused = 0
             for request in self._get_requests(room):
                 if error := self._refusal(request):
@@ -166,9 +153,18 @@ class Admission:
                     self._refuse(request, error)
                 else:
                     self._in_use[request.request_id] = request
-                    insort(self._waiting, request, key=lambda item: -item.priority)
+                    insort(self.waiting, request, key=lambda item: -item.priority)
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._in_use:
             return f"request id {request.request_id} is in use"
         return self._limits.refusal(request)
+
+    def _may_enter(self, request: Request, active: ActiveRequests) -> bool:
+        last = active.last
+        if last is not None and request.beam_width != last.beam_width:
+            return False
+        if len(active) < self._max_active:
+            return True
+        # Beyond the limit only before the last active request, while there are sequence slots.
+        return last is not None and request.priority > last.priority and active.table.free_rows > 0

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ifbbench.engine.batch import BeamCandidates, FloatArray, StepOutputs
+from ifbbench.engine.batch import BeamCandidates, StepOutputs
+from ifbbench.engine.request_table import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

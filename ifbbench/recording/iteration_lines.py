@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ifbbench.engine.records import IterationRecord, Stretch
-from ifbbench.engine.statistics import IterationStatistics
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.jsonl_writer import encode
 from ifbbench.recording.metrics import bound_by

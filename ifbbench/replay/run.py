@@ -11,10 +11,9 @@ from ifbbench.api.profile import Profile
 from ifbbench.api.progress import Progress
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
-from ifbbench.engine.manager import BatchManager
-from ifbbench.engine.records import IterationRecord, Observer, Stretch
+from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder
@@ -80,7 +79,7 @@ def _replay(
         engine.config.iteration_stats_every, profile=engine.profile.steps if engine.profile else None,
     )  # fmt: skip
     observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
-    manager = BatchManager(
+    manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued,
         next_change=client.next_arrival_s,
     )  # fmt: skip
@@ -121,7 +120,7 @@ class _StatisticsPrinter:
 
 
 def _loop(
-    manager: BatchManager,
+    manager: TokenGenerationLoop,
     client: ReplayClient,
     recorder: Recorder,
     progress: Progress | None,
@@ -152,7 +151,7 @@ def _loop(
         pass
 
 
-def _no_progress(manager: BatchManager, client: ReplayClient, total: int) -> RunFailed:
+def _no_progress(manager: TokenGenerationLoop, client: ReplayClient, total: int) -> RunFailed:
     return RunFailed(
         f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} were "
         f"fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and {client.queued()} in the "

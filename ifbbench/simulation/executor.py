@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, IntArray64, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.request_table import Int64Array
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.step_work import StepWork
 
@@ -47,7 +48,7 @@ class SimulatedExecutor:
         self._device_free_ns = start_ns + self._cost_model.device_ns(work)
         self._finish_ns.append(self._device_free_ns)
 
-    def generation_times(self, positions: IntArray64, steps: int) -> tuple[int, IntArray64]:
+    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
         """What `submit` and `collect` would take for each of the next iterations of nothing but these requests. Only
         with one attention window for all layers."""
         ((window, _),) = self._windows

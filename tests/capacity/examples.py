@@ -1,7 +1,7 @@
 """Pools and requests to fit into them."""
 
 from ifbbench.capacity.pool import Pool, PoolWindow
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import WindowLayout
 from ifbbench.workload.trace import TraceRequest

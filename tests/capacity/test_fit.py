@@ -7,8 +7,7 @@ import pytest
 
 from ifbbench.capacity.fit import WAYS, Fit, Way, as_admitted, contiguous_fit, fit, refusal
 from ifbbench.capacity.pool import Pool
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.request import Request

@@ -1,4 +1,4 @@
-"""Drives a BatchManager over requests with arrivals, with executors that check what they are given."""
+"""Drives a TokenGenerationLoop over requests with arrivals, with executors that check what they are given."""
 
 import dataclasses
 from collections import Counter, deque
@@ -11,11 +11,11 @@ import numpy as np
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
 from tests.engine.executors import Broken
 
 MAX_STEPS = 100_000
@@ -89,7 +89,7 @@ class Run:
     errors: by id, of those that left before their end, "" for the `stopped` ones. failures: raised by `step`.
     """
 
-    manager: BatchManager
+    manager: TokenGenerationLoop
     responses: list[Response] = field(default_factory=list)
     records: list[IterationRecord] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class _Client:
 
 
 class Loop:
-    """A BatchManager and its client, to step by hand or to run to the end.
+    """A TokenGenerationLoop and its client, to step by hand or to run to the end.
 
     Each request arrives before the step that it names, counted from 0. stops: whose stop signals come in which step.
     """
@@ -170,7 +170,7 @@ class Loop:
         stops: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.client = _Client(arrivals, stops)
-        self.manager = BatchManager(
+        self.manager = TokenGenerationLoop(
             config, executor, VirtualClock(), self.client.get_requests, self.client.responses.append, self.client,
             poll_stop_signals=self.client.poll_stop_signals,
         )  # fmt: skip
@@ -207,7 +207,7 @@ class Loop:
         return self.result
 
 
-Check = Callable[[BatchManager, IterationRecord], None]
+Check = Callable[[TokenGenerationLoop, IterationRecord], None]
 
 
 def run(
@@ -241,12 +241,12 @@ def checked_run(config: BatchingConfig, *requests: Request) -> tuple[Run, Checki
     return run(config, at_once(*requests), executor, check_blocks), executor
 
 
-def check_blocks(manager: BatchManager, record: IterationRecord) -> None:
+def check_blocks(manager: TokenGenerationLoop, record: IterationRecord) -> None:
     """A `check` for `run`: no block is owned by two, and none is lost."""
     manager.kv_cache.check_consistency()
 
 
-def assert_nothing_is_held(manager: BatchManager) -> None:
+def assert_nothing_is_held(manager: TokenGenerationLoop) -> None:
     """No request, block or slot is left in the engine."""
     manager.kv_cache.check_consistency()
     assert len(manager.active) == 0

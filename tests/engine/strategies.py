@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.geometry import ceil_div
 from ifbbench.engine.policies import POLICY_CLASSES
 from ifbbench.engine.request import Request

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.geometry import ceil_div
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.null import NullExecutor
 from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ifbbench.engine.chunking import ChunkLimits, size_chunks
+from ifbbench.engine.micro_batch import ChunkLimits, size_chunks
 from ifbbench.engine.request import Request
 
 FCFS, EQUAL = "first_come_first_served", "equal_progress"

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.manager import ExecutorFailed
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions

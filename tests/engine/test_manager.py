@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.manager import SchedulerStalled
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions

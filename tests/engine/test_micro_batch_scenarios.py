@@ -2,8 +2,7 @@
 
 import pytest
 
-from ifbbench.engine.chunking import ChunkLimits
-from ifbbench.engine.micro_batch import MicroBatchScheduler
+from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.request import Request
 from tests.conformance.micro_batch_loop import MicroBatchLoop
 from tests.engine.scenario import asks, micro_batch_timeline

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from tests.engine.engine import (

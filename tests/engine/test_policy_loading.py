@@ -8,8 +8,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.config import POLICIES
-from ifbbench.engine.policies import POLICY_CLASSES, find_policy
-from ifbbench.engine.policies.load import ENTRY_POINT_GROUP
+from ifbbench.engine.policies import ENTRY_POINT_GROUP, POLICY_CLASSES, find_policy
 from ifbbench.errors import InputError
 
 MODULE = '''
@@ -77,7 +76,7 @@ def installed(monkeypatch):
     def install(**values: str) -> None:
         entries = EntryPoints(EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items())
         monkeypatch.setattr(
-            "ifbbench.engine.policies.load.entry_points", lambda group: entries.select(group=group)
+            "ifbbench.engine.policies.entry_points", lambda group: entries.select(group=group)
         )
 
     return install

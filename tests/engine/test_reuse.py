@@ -7,12 +7,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.copies import CopyKind
 from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.request import Request
-from ifbbench.engine.reuse_tokens import ReuseIdentity, ReuseTokens
+from ifbbench.engine.request import Request, ReuseIdentity, ReuseTokens
 from ifbbench.engine.sampling_params import OutputOptions
 from tests.engine.engine import Loop, Run
 from tests.engine.executors import FailingExecutor

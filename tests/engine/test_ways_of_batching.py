@@ -7,8 +7,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.request import Request
 from tests.engine.engine import CheckingExecutor, Loop, Run, assert_nothing_is_held, check_blocks
 from tests.engine.executors import FailingExecutor, SpyExecutor
