@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry, ceil_div
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sizing import WindowBlocks, blocks_of_memory
 from ifbbench.errors import InputError
@@ -23,10 +23,10 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
     layers = _layers_of_window(config, model)
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
     sizes = {window: float(len(members) * per_layer) for window, members in layers.items()}
-    geometries = {window: _geometry(config, window) for window in layers}
-    blocks = _blocks(config, sizes, geometries, memory_bytes)
+    attention_windows = {window: _attention_window(config, window) for window in layers}
+    blocks = _blocks(config, sizes, attention_windows, memory_bytes)
     windows = tuple(
-        WindowLayout(tuple(members), geometries[window], blocks[window].primary, blocks[window].secondary)
+        WindowLayout(tuple(members), attention_windows[window], blocks[window].primary, blocks[window].secondary)
         for window, members in layers.items()
     )
     if min(window.num_blocks for window in windows) < 1:
@@ -40,7 +40,7 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
 def windows_of_layers(layout: CacheLayout, model: ModelConfig) -> list[tuple[int | None, float]]:
     """How many positions up to its own a query sees, None if all, and the share of the layers in which it does."""
     return [
-        (size if (size := window.geometry.attention_window) < window.geometry.max_seq_len else None,
+        (size if (size := window.attention_window.size) < window.attention_window.max_seq_len else None,
          len(window.layers) / model.num_layers)
         for window in layout.windows
     ]  # fmt: skip
@@ -52,15 +52,16 @@ def kv_value_bytes(config: RunConfig) -> int:
 
 
 def _blocks(
-    config: RunConfig, sizes: Mapping[int, float], geometries: Mapping[int, CacheGeometry], memory_bytes: int | None
+    config: RunConfig, sizes: Mapping[int, float], attention_windows: Mapping[int, AttentionWindow],
+    memory_bytes: int | None,
 ) -> dict[int, WindowBlocks]:
     most = config.max_tokens_in_paged_kvcache
     host = blocks_of_memory(0, sizes, config.tokens_per_block, host_bytes=config.kv_host_cache_bytes)
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)
     room = None if memory_bytes is None else blocks_of_memory(memory_bytes, sizes, config.tokens_per_block)
     blocks = {}
-    for window, geometry in geometries.items():
-        wanted = full_batch * geometry.max_blocks_per_sequence
+    for window, attention_window in attention_windows.items():
+        wanted = full_batch * attention_window.max_blocks_per_sequence
         if most is not None:
             wanted = ceil_div(most, config.tokens_per_block)
         primary = wanted if room is None else min(wanted, room[window].primary)
@@ -105,10 +106,10 @@ def parse_windows(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _geometry(config: RunConfig, window: int) -> CacheGeometry:
+def _attention_window(config: RunConfig, window: int) -> AttentionWindow:
     longest, beams = config.max_seq_len or window, config.max_beam_width or 1
     is_limited = window < longest
-    return CacheGeometry(
+    return AttentionWindow(
         config.tokens_per_block, window, longest, config.sink_token_len if is_limited else 0, beams,
         is_cyclic=config.window_mode == "cyclic" or not is_limited,
     )  # fmt: skip

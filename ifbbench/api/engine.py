@@ -152,8 +152,8 @@ def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
         affordable = int(CPU_WARM_UP_FLOPS / (2 * engine.model.num_parameters))
         return short, max(short, min(affordable, LONG_WARM_UP_PROMPT_LEN, in_batch, in_cache))
     # Longer than a window, for what a chunk does when it leaves its window behind has a kernel of its own.
-    windows = [window.geometry.attention_window for window in limits.windows
-               if window.geometry.attention_window < limits.max_seq_len]  # fmt: skip
+    windows = [window.attention_window.size for window in limits.windows
+               if window.attention_window.size < limits.max_seq_len]  # fmt: skip
     longest = max([LONG_WARM_UP_PROMPT_LEN, *(size + 1 for size in windows)])
     return short, max(short, min(longest, in_batch, in_cache))
 

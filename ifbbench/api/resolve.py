@@ -107,11 +107,6 @@ def _check_cache(config: RunConfig) -> None:
             "--policy (it then counts requests only) or a paged cache."
         )
     windows = set(parse_windows(config.max_attention_window))
-    if windows and config.window_mode == "cyclic" and (config.max_beam_width or 1) > 1:
-        raise InputError(
-            "--max_attention_window: beams share the blocks that a cyclic window writes over, and how many of their "
-            "own they will take is not known when they start; choose --window_mode linear, or one beam."
-        )
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or len(windows) > 1):
             raise InputError(
@@ -178,7 +173,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
                 f"--{name}: {token} is not a token id of model {config.model}; expected at most {vocab_size - 1}."
             )
     first = layout.windows[0]
-    is_limited = len(layout.windows) > 1 or first.geometry.attention_window < _resolved(config.max_seq_len)
+    is_limited = len(layout.windows) > 1 or first.attention_window.size < _resolved(config.max_seq_len)
     return BatchingConfig(
         batching_type=BatchingType(config.type),
         policy=config.policy,

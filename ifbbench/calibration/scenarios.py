@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.workload.trace import Trace, TraceRequest
 
 PROMPT_LENS = (16, 64, 192, 512, 1024, 2048, 4096)

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from ifbbench.capacity.pool import Pool
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.workload.trace import TraceRequest
 
@@ -24,7 +24,7 @@ class Way:
 
     policy: str
     moment: str
-    blocks: Callable[[TraceRequest, CacheGeometry], int]
+    blocks: Callable[[TraceRequest, AttentionWindow], int]
     starts_together: bool = False
 
     @property
@@ -63,17 +63,17 @@ class Fit:
         return min(limits, key=limits.__getitem__)
 
 
-def _until_complete(request: TraceRequest, geometry: CacheGeometry) -> int:
-    return geometry.blocks_to_completion(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
+def _until_complete(request: TraceRequest, attention_window: AttentionWindow) -> int:
+    return attention_window.blocks_to_completion(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
 
 
-def _for_prompt(request: TraceRequest, geometry: CacheGeometry) -> int:
-    return geometry.first_chunk_need(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
+def _for_prompt(request: TraceRequest, attention_window: AttentionWindow) -> int:
+    return attention_window.first_chunk_need(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
 
 
-def _at_end(request: TraceRequest, geometry: CacheGeometry) -> int:
+def _at_end(request: TraceRequest, attention_window: AttentionWindow) -> int:
     """The last token is never cached."""
-    return geometry.blocks_to_completion(request.prompt_len, request.output_len - 1, 0, request.beam_width)
+    return attention_window.blocks_to_completion(request.prompt_len, request.output_len - 1, 0, request.beam_width)
 
 
 WAYS = (
@@ -106,7 +106,7 @@ def refusal(request: TraceRequest, limits: BatchingConfig, pool: Pool) -> str | 
         return f"its {request.beam_width} beams are more than the {limits.max_beam_width} of max_beam_width"
     clamped = as_admitted(request, limits)
     for window in () if pool.is_contiguous else pool.windows:
-        need, there = _until_complete(clamped, window.geometry), window.num_blocks
+        need, there = _until_complete(clamped, window.attention_window), window.num_blocks
         if need > there:
             return f"it needs {need:,} KV cache blocks until it is complete, the cache has {there:,}"
     return None
@@ -120,7 +120,7 @@ def as_admitted(request: TraceRequest, limits: BatchingConfig) -> TraceRequest:
 
 def fit(way: Way, requests: Sequence[TraceRequest], limits: BatchingConfig, pool: Pool) -> Fit:
     """How many of `requests`, none of them refused and each as admitted, run at once."""
-    totals = [sum(way.blocks(request, window.geometry) for request in requests) for window in pool.windows]
+    totals = [sum(way.blocks(request, window.attention_window) for request in requests) for window in pool.windows]
     means = [Fraction(total, len(requests)) for total in totals]
     return Fit(
         way,
@@ -162,7 +162,10 @@ def _pack(way: Way, requests: Sequence[TraceRequest], limits: BatchingConfig, po
     free = [window.num_blocks for window in pool.windows]
     tokens = 0
     for count, request in enumerate(requests):
-        free = [left - way.blocks(request, window.geometry) for left, window in zip(free, pool.windows, strict=True)]
+        free = [
+            left - way.blocks(request, window.attention_window)
+            for left, window in zip(free, pool.windows, strict=True)
+        ]
         prompt = request.prompt_len if limits.chunk_unit is None else min(request.prompt_len, limits.chunk_unit)
         needs = request.prompt_len if way.starts_together else max(prompt, request.beam_width)
         too_long = tokens + needs > limits.max_num_tokens and count > 0

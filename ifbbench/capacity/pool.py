@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
 from ifbbench.capacity.device import Device
 from ifbbench.config import RunConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sizing import blocks_of_memory
 from ifbbench.errors import InputError
@@ -27,8 +27,8 @@ class PoolWindow:
     num_blocks: int
 
     @property
-    def geometry(self) -> CacheGeometry:
-        return self.layout.geometry
+    def attention_window(self) -> AttentionWindow:
+        return self.layout.attention_window
 
     @property
     def blocks_of_run(self) -> int:
@@ -36,7 +36,7 @@ class PoolWindow:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.geometry.tokens_per_block
+        return self.bytes_per_token * self.attention_window.tokens_per_block
 
     @property
     def kv_bytes(self) -> int:
@@ -76,13 +76,13 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     weight_bytes, budget = _memory(config, model, device)
     layout = cache_layout(config, model, budget)
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
-    sizes = {window.geometry.attention_window: len(window.layers) * per_layer for window in layout.windows}
-    numbers = {window.geometry.attention_window: window.num_blocks for window in layout.windows}
+    sizes = {window.attention_window.size: len(window.layers) * per_layer for window in layout.windows}
+    numbers = {window.attention_window.size: window.num_blocks for window in layout.windows}
     if budget is not None and config.max_tokens_in_paged_kvcache is None:
         numbers = {window: blocks.primary for window, blocks
                    in blocks_of_memory(budget, sizes, config.tokens_per_block).items()}  # fmt: skip
     windows = (
-        PoolWindow(window, sizes[window.geometry.attention_window], numbers[window.geometry.attention_window])
+        PoolWindow(window, sizes[window.attention_window.size], numbers[window.attention_window.size])
         for window in layout.windows
     )
     return Pool(tuple(windows), weight_bytes, budget, layout.is_contiguous)

@@ -63,12 +63,12 @@ class Study:
         )
 
     def _longest_in(self, window: PoolWindow, prompt_len: int, output_len: int) -> int:
-        geometry = window.geometry
-        if window.num_blocks >= geometry.max_blocks_per_sequence * geometry.max_beam_width:
-            return geometry.max_seq_len
+        attention_window = window.attention_window
+        if window.num_blocks >= attention_window.max_blocks_per_sequence * attention_window.max_beam_width:
+            return attention_window.max_seq_len
         return max_attention_window(
-            prompt_len, output_len, geometry.sink_token_length, window.num_blocks, geometry.max_beam_width,
-            geometry.tokens_per_block,
+            prompt_len, output_len, attention_window.sink, window.num_blocks, attention_window.max_beam_width,
+            attention_window.tokens_per_block,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,13 +111,13 @@ class Study:
             "longest_sequence_tokens": self.longest_sequence,
             "windows": [
                 {
-                    "attention_window": window.geometry.attention_window,
-                    "sink_tokens": window.geometry.sink_token_length,
+                    "attention_window": window.attention_window.size,
+                    "sink_tokens": window.attention_window.sink,
                     "layers": len(window.layout.layers),
                     "bytes_per_token": window.bytes_per_token,
                     "bytes_per_block": window.bytes_per_block,
                     "blocks": window.num_blocks,
-                    "tokens": window.num_blocks * window.geometry.tokens_per_block,
+                    "tokens": window.num_blocks * window.attention_window.tokens_per_block,
                     "blocks_of_run": window.blocks_of_run,
                     "host_blocks": window.layout.num_host_blocks,
                 }

@@ -38,7 +38,7 @@ def _memory_table(study: Study) -> Table:
     for style in ("dim", None, "dim", None):
         table.add_column(style=style)
     per_block = sum(window.bytes_per_block for window in pool.windows)
-    tokens = " + ".join(count(window.num_blocks * window.geometry.tokens_per_block) for window in pool.windows)
+    tokens = " + ".join(count(window.num_blocks * window.attention_window.tokens_per_block) for window in pool.windows)
     num_devices = study.config.tp_size * study.config.pp_size
     each, of_all = (" of each GPU", f" of all {num_devices}") if num_devices > 1 else ("", "")
     rows = [

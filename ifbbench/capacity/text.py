@@ -21,7 +21,7 @@ def title(study: Study) -> str:
     """Model, device and limits in one line."""
     config = study.config
     beams = f"{config.max_beam_width} beams" if study.limits.max_beam_width > 1 else None
-    windows = [window.geometry.attention_window for window in study.pool.windows]
+    windows = [window.attention_window.size for window in study.pool.windows]
     is_limited = windows != [config.max_seq_len]
     parts = [
         f"on {study.device.name}",

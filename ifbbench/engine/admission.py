@@ -3,11 +3,9 @@
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.request import Request
 
 NextChange = Callable[[float], float | None]
@@ -15,63 +13,49 @@ NextChange = Callable[[float], float | None]
 response lets one arrive, or none will."""
 
 
-@dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """The refusal rules: which requests can never run. This is the only place where they are written.
+    """The refusal rules: which requests can never run. This is the only place where they are written."""
 
-    max_seq_len, max_input_len: in tokens. pools: geometry and number of blocks of each attention window. vocab_size:
-    None without a model. pause_truncates: whether a pause may drop tokens that were generated, because a resumed prompt
-    must fit into max_input_len. reuses_blocks: whether block reuse is on.
-    """
-
-    max_seq_len: int
-    max_input_len: int
-    pools: tuple[tuple[CacheGeometry, int], ...]
-    max_beam_width: int = 1
-    vocab_size: int | None = None
-    pause_truncates: bool = False
-    reuses_blocks: bool = False
-
-    @classmethod
-    def of(cls, config: BatchingConfig, policy_may_pause: bool) -> "AdmissionLimits":
-        """The limits of `config`."""
-        return cls(
-            config.max_seq_len, config.max_input_len, config.pools, config.max_beam_width, config.vocab_size,
-            pause_truncates=config.chunk_unit is None and policy_may_pause, reuses_blocks=config.reuse.enabled,
-        )  # fmt: skip
+    def __init__(self, config: BatchingConfig, policy_may_pause: bool) -> None:
+        self._config = config
+        self._pools = config.pools
+        # Without chunked context a pause drops generated tokens that do not fit into a resumed prompt.
+        self._pause_truncates = config.chunk_unit is None and policy_may_pause
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
         return self._invalid_field(request) or self._too_long(request) or self._not_streamable(request)
 
     def _invalid_field(self, request: Request) -> str | None:
-        if not 1 <= request.beam_width <= self.max_beam_width:
-            return f"beam width {request.beam_width}: expected 1 to {self.max_beam_width} (max_beam_width)"
+        if not 1 <= request.beam_width <= self._config.max_beam_width:
+            return f"beam width {request.beam_width}: expected 1 to {self._config.max_beam_width} (max_beam_width)"
         if not math.isfinite(request.priority):
             return f"priority {request.priority}: expected a finite number"
-        tokens = request.prompt_tokens
-        if tokens is not None and len(tokens) and self.vocab_size is not None:
+        tokens, vocab_size = request.prompt_tokens, self._config.vocab_size
+        if tokens is not None and len(tokens) and vocab_size is not None:
             low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.vocab_size:
+            if low < 0 or high >= vocab_size:
                 found = low if low < 0 else high
-                return f"token id {found} is not in the vocabulary; expected 0 to {self.vocab_size - 1}"
+                return f"token id {found} is not in the vocabulary; expected 0 to {vocab_size - 1}"
         return request.sampling.problem(request.beam_width)
 
     def _too_long(self, request: Request) -> str | None:
+        max_seq_len, max_input_len = self._config.max_seq_len, self._config.max_input_len
         prompt_len = request.prompt_len
         if prompt_len < 1 or request.max_new_tokens < 1:
             return f"a prompt of {prompt_len} tokens and {request.max_new_tokens} new tokens: both must be at least 1"
-        if prompt_len >= self.max_seq_len:
-            return f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {self.max_seq_len}"
-        if prompt_len > self.max_input_len:
+        if prompt_len >= max_seq_len:
+            return f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {max_seq_len}"
+        if prompt_len > max_input_len:
             return (
-                f"prompt of {prompt_len} tokens is longer than max_input_len {self.max_input_len}"
+                f"prompt of {prompt_len} tokens is longer than max_input_len {max_input_len}"
                 " (without chunked context at most max_num_tokens)"
             )
-        request.clamp_new_tokens(self.max_seq_len - prompt_len)
-        for geometry, num_blocks in self.pools:
-            needed = geometry.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
-            needed += geometry.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
+        request.clamp_new_tokens(max_seq_len - prompt_len)
+        for attention_window, num_blocks in self._pools:
+            needed = attention_window.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
+            if self._config.reuse.enabled:
+                needed += attention_window.more_for_beams(prompt_len, request.beam_width)
             if needed > num_blocks:
                 return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None
@@ -82,10 +66,10 @@ class AdmissionLimits:
         if request.beam_width > 1:
             return "streaming with beams: expected one or the other, because beams are ordered only at the end"
         longest = request.prompt_len + request.max_new_tokens - 1
-        if self.pause_truncates and longest > self.max_input_len:
+        if self._pause_truncates and longest > self._config.max_input_len:
             return (
                 f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
-                f"context a resumed prompt has at most {self.max_input_len} tokens (max_input_len)"
+                f"context a resumed prompt has at most {self._config.max_input_len} tokens (max_input_len)"
             )
         return None
 

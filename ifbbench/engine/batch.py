@@ -38,7 +38,7 @@ class BeamInputs:
 
     tokens: [requests, beams], newest token of each beam.
     parents: [requests, beams], the beam of the previous step that each one continues. Before its step, the executor
-        gives each beam the keys and values of its parent at the beam's own positions. All are 0 after the context phase.
+        gives each beam its parent's keys and values at the beam's own positions. All are 0 after the context phase.
     scores: [requests, beams], float32, cumulative log-probability of each beam.
     private_from: [requests], a position before which beams share all blocks. They may share some after it, too.
     """
@@ -95,13 +95,6 @@ class BeamCandidates:
     beams: IntArray
     scores: FloatArray
 
-    def joined_with(self, other: "BeamCandidates") -> "BeamCandidates":
-        """These outputs, then those of `other`."""
-        return BeamCandidates(
-            np.concatenate([self.tokens, other.tokens]), np.concatenate([self.beams, other.beams]),
-            np.concatenate([self.scores, other.scores]),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
@@ -120,29 +113,6 @@ class StepOutputs:
     log_probs: FloatArray | None = None
     context_logits: dict[int, FloatArray] = field(default_factory=dict)
     generation_logits: dict[int, FloatArray] = field(default_factory=dict)
-
-    def joined_with(self, other: "StepOutputs", offset: int) -> "StepOutputs":
-        """These outputs, `offset` in number, then those of `other`, a pass without context."""
-        candidates = self.candidates or other.candidates
-        if self.candidates is not None and other.candidates is not None:
-            candidates = self.candidates.joined_with(other.candidates)
-        generation_logits = {offset + index: logits for index, logits in other.generation_logits.items()}
-        return StepOutputs(
-            tokens=None if self.tokens is None or other.tokens is None else np.append(self.tokens, other.tokens),
-            candidates=candidates,
-            log_probs=self._log_probs_with(other, offset),
-            context_logits=self.context_logits,
-            generation_logits=self.generation_logits | generation_logits,
-        )
-
-    def _log_probs_with(self, other: "StepOutputs", offset: int) -> FloatArray | None:
-        """Log-probabilities of both passes; zeros for a pass in which no request asked."""
-        if other.log_probs is not None:
-            first = np.zeros(offset, np.float32) if self.log_probs is None else self.log_probs
-            return np.concatenate([first, other.log_probs])
-        if self.log_probs is not None and other.tokens is not None:
-            return np.concatenate([self.log_probs, np.zeros(len(other.tokens), np.float32)])
-        return None
 
 
 NO_OUTPUTS = StepOutputs()
@@ -212,7 +182,7 @@ class BatchBuilder:
         if len(idle):
             positions = np.concatenate([positions, self._kv_cache.registered[idle] - 1])
             rows = np.concatenate([rows, idle])
-        if bubble := self._kv_cache.geometry.bubble:
+        if bubble := self._kv_cache.attention_window.bubble:
             positions -= bubble
         copies = self._kv_cache.take_copies()
         if chunks and len(rows) and self._separate_passes:
@@ -225,7 +195,7 @@ class BatchBuilder:
     def _chunk(self, request: Request, now_s: float) -> ContextChunk:
         if request.is_first_chunk:
             reused = self._kv_cache.add_request(request, now_s)
-            request.set_prepopulated(reused, self._kv_cache.geometry.tokens_per_block)
+            request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
         return ContextChunk(request, request.position, request.chunk)
 
     def _pass(
@@ -239,7 +209,6 @@ class BatchBuilder:
             requests = [self._active.by_slot[row] for row in rows.tolist()]
             width = (requests[0] if requests else chunks[0].request).beam_width
             beams = self._beams(requests) if width > 1 else None
-            # The same for all passes of an iteration, so that their outputs can be joined.
             num_candidates = max(
                 BeamSearch.num_candidates(request.beam_width, request.stop)
                 for request in self._active.by_slot.values()
@@ -254,7 +223,7 @@ class BatchBuilder:
         searches = [request.search for request in requests if request.search is not None]
         if not searches:
             return None
-        size = self._kv_cache.geometry.tokens_per_block
+        size = self._kv_cache.attention_window.tokens_per_block
         return BeamInputs(
             tokens=np.stack([search.tokens for search in searches]),
             parents=np.stack([search.parents for search in searches]),

@@ -187,7 +187,7 @@ class BeamSearch:
         return log_prob / min(max(divisor, SMALLEST_DIVISOR), LARGEST_DIVISOR)
 
     def _best_with(self, endings: list[_Ending]) -> list[_Ending]:
-        """The best `beam_width` of the complete beams and `endings`; of equal scores the one that was complete first."""
+        """The best `beam_width` of the complete beams and `endings`; of equal scores the first complete one."""
         merged = sorted(self._complete + endings, key=lambda ending: ending.score, reverse=True)
         return merged[: self.beam_width]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.layout import WindowLayout
 from ifbbench.engine.kv_cache.manager import NO_REUSE, KvCacheManager
@@ -84,30 +84,30 @@ class BatchingConfig:
         return self.max_batch_size + (0 if self.is_contiguous else LOOK_AHEAD)
 
     @property
-    def geometry(self) -> CacheGeometry:
+    def attention_window(self) -> AttentionWindow:
         """Geometry of the first attention window."""
         if self.windows:
-            return self.windows[0].geometry
-        return CacheGeometry(
+            return self.windows[0].attention_window
+        return AttentionWindow(
             self.tokens_per_block, self.max_seq_len, self.max_seq_len, max_beam_width=self.max_beam_width
         )
 
     @property
-    def pools(self) -> tuple[tuple[CacheGeometry, int], ...]:
+    def pools(self) -> tuple[tuple[AttentionWindow, int], ...]:
         """Geometry and number of blocks of each attention window; empty for a cache without blocks."""
         if self.is_contiguous:
             return ()
         if self.windows:
-            return tuple((window.geometry, window.num_blocks) for window in self.windows)
-        return ((self.geometry, self.num_blocks),)
+            return tuple((window.attention_window, window.num_blocks) for window in self.windows)
+        return ((self.attention_window, self.num_blocks),)
 
     def make_cache(self) -> KvCache:
         """An empty KV cache of this kind and size."""
         if self.is_contiguous:
-            return ContiguousCache(self.geometry, self.num_slots)
+            return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:
             return VariableWindowCache(self.windows, self.num_slots)
         num_blocks, num_host_blocks = self.num_blocks, self.num_host_blocks
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks
-        return KvCacheManager(self.geometry, num_blocks, self.num_slots, num_host_blocks, self.reuse)
+        return KvCacheManager(self.attention_window, num_blocks, self.num_slots, num_host_blocks, self.reuse)

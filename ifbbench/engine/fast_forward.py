@@ -1,7 +1,5 @@
 """Fast-forward: iterations between two events, in which requests only generate, are advanced together."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
@@ -9,27 +7,15 @@ from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import PredictableExecutor
 from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.steps_ahead import StepsAhead
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
-from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import Int64Array
 from ifbbench.engine.scheduler import Plan
 
 # Longer stretches are no faster per iteration, and no progress is shown while one is computed.
 MAX_STEPS = 1024
-
-
-class Advance(NamedTuple):
-    """Iterations that were advanced together. All are [iterations].
-
-    start_ns, submit_ns, end_ns: since the start of the run. blocks: taken by each.
-    """
-
-    start_ns: Int64Array
-    submit_ns: Int64Array
-    end_ns: Int64Array
-    blocks: Int64Array
 
 
 class FastForward:
@@ -78,8 +64,10 @@ class FastForward:
             return False
         return len(active.generation) <= config.max_batch_size and active.generation_tokens <= config.max_num_tokens
 
-    def advance(self, plan: Plan) -> Advance | None:
-        """Advance as many iterations of `plan` as are certain; None, with nothing changed, if that is not even one."""
+    def advance(self, plan: Plan, first: IterationRecord) -> Stretch | None:
+        """Advance as many iterations of `plan` as are certain; None, with nothing changed, if that is not even one.
+
+        first: record of the first iteration, without its times; it becomes part of the result."""
         table, rows = self._active.table, plan.rows
         ahead = self._kv_cache.steps_ahead(rows)
         if ahead is None:
@@ -100,10 +88,18 @@ class FastForward:
         start_ns, submit_ns, end_ns = self._times(ahead, steps)
         steps = len(start_ns)
         table.generated[rows] += steps
-        table.confirmed[rows] = confirmed + steps
+        confirmed += steps
+        table.confirmed[rows] = confirmed
         ahead.take(steps)
+        if self._kv_cache.reuse.enabled:
+            store_generated(self._active, self._kv_cache, rows, steps)
         self._clock.wait_until_ns(int(end_ns[-1]))
-        return Advance(start_ns, submit_ns, end_ns, blocks[:steps])
+        finished = [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
+        more_blocks = blocks[:steps].cumsum() - blocks[0]
+        start_s, submit_s, end_s = start_ns / NANOSECONDS, submit_ns / NANOSECONDS, end_ns / NANOSECONDS
+        first.submit_s, first.end_s = float(submit_s[0]), float(end_s[0])
+        first.cache = CacheState.of(self._kv_cache).moved(-int(more_blocks[-1]), (1 - steps) * first.num_generation)
+        return Stretch(first, finished, start_s, submit_s, end_s, more_blocks, self._clock.epoch_s)
 
     def _times(self, ahead: StepsAhead, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Start, submission and end of each iteration, up to the one at whose start requests have arrived."""
@@ -116,14 +112,3 @@ class FastForward:
             steps = int((start_ns / NANOSECONDS).searchsorted(self._change_s))
             start_ns, end_ns = start_ns[:steps], end_ns[:steps]
         return start_ns, start_ns + host_ns, end_ns
-
-    def stretch(self, advance: Advance, first: IterationRecord, finished: list[Request]) -> Stretch:
-        """The record of `advance`. first: record of its first iteration, whose times and cache are set here."""
-        taken = advance.blocks.cumsum()
-        more_blocks = taken - taken[0]
-        start_s, submit_s, end_s = (ns / NANOSECONDS for ns in advance[:3])
-        first.submit_s, first.end_s = float(submit_s[0]), float(end_s[0])
-        later_steps = len(taken) - 1
-        now = CacheState.of(self._kv_cache)
-        first.cache = now.moved(-int(more_blocks[-1]), -later_steps * first.num_generation)
-        return Stretch(first, finished, start_s, submit_s, end_s, more_blocks, self._clock.epoch_s)

@@ -39,8 +39,8 @@ class InFlightIteration:
         except Exception as error:
             self.error = error
 
-    def collect(self, executor: Executor, now: Callable[[], float]) -> StepOutputs:
-        """The outputs of all passes; none after an exception, which is kept in `error`."""
+    def collect(self, executor: Executor, now: Callable[[], float]) -> list[StepOutputs]:
+        """The outputs of each pass. An exception is kept in `error`."""
         outputs = []
         for number in range(self.num_submitted):
             try:
@@ -50,12 +50,7 @@ class InFlightIteration:
             if number == 0 and len(self.batches) > 1:
                 self.record.context_end_s = now()
         self.num_submitted = 0
-        if self.error is not None or not outputs:
-            return NO_OUTPUTS
-        if len(outputs) == 1:
-            return outputs[0]
-        context, generation = outputs
-        return context.joined_with(generation, offset=sum(chunk.is_last for chunk in self.batches[0].context))
+        return outputs
 
     def rows(self) -> Iterator[int]:
         """Table rows of the requests that ran and have not left."""
@@ -67,10 +62,20 @@ class InFlightIteration:
 # Confirmation: store the tokens, and find the requests that end with them.
 
 
-def confirm(iteration: InFlightIteration, outputs: StepOutputs, active: ActiveRequests) -> list[Request]:
-    """Store the outputs of `iteration`; returns the requests that are complete with them, in batch order."""
-    table, rows = active.table, iteration.output_rows
-    indices = None
+def confirm(iteration: InFlightIteration, outputs: list[StepOutputs], active: ActiveRequests) -> list[Request]:
+    """Store the outputs of each pass of `iteration`; returns the requests that are complete, in batch order."""
+    rows = iteration.output_rows
+    if len(outputs) < 2:
+        return _confirm_pass(iteration, rows, outputs[0] if outputs else NO_OUTPUTS, active)
+    num_context = sum(chunk.is_last for chunk in iteration.batches[0].context)
+    done = _confirm_pass(iteration, rows[:num_context], outputs[0], active)
+    return done + _confirm_pass(iteration, rows[num_context:], outputs[1], active)
+
+
+def _confirm_pass(
+    iteration: InFlightIteration, rows: Rows, outputs: StepOutputs, active: ActiveRequests
+) -> list[Request]:
+    table, indices = active.table, None
     if iteration.dropped:
         indices = np.flatnonzero(~np.isin(rows, list(iteration.dropped)))
         rows = rows[indices]
@@ -208,7 +213,7 @@ def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows, steps
     `generated` already."""
     table = active.table
     computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - steps - 1
-    filled = np.flatnonzero(computed % kv_cache.geometry.tokens_per_block == 0)
+    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block == 0)
     for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
         request = active.by_slot[row]
         if request.beam_width == 1:

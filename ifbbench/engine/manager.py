@@ -55,7 +55,7 @@ class TokenGenerationLoop:
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
-        limits = AdmissionLimits.of(config, policy_may_pause=getattr(policy, "may_pause", True))
+        limits = AdmissionLimits(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse, next_change)
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
@@ -140,7 +140,7 @@ class TokenGenerationLoop:
         self._send_response(response)
 
     def abort(self, error: str) -> None:
-        """End all requests at once: iterations in flight are discarded, and every fetched request fails with `error`."""
+        """End everything: iterations in flight are discarded, and every fetched request fails with `error`."""
         while self._in_flight:
             self._in_flight.popleft().collect(self._executor, self._clock.now)
         for request in [*self.active.by_slot.values(), *self._admission.waiting]:
@@ -157,18 +157,12 @@ class TokenGenerationLoop:
         plan = fast_forward.next_plan(start_s)
         if plan is None:
             return False
-        record = self._records.make(self.iteration, plan, (), start_s, [])
-        advance = fast_forward.advance(plan)
-        if advance is None:
+        stretch = fast_forward.advance(plan, self._records.make(self.iteration, plan, (), start_s, []))
+        if stretch is None:
             return False
-        rows, steps = plan.rows, len(advance.start_ns)
-        self.iteration += steps
-        if self.config.reuse.enabled:
-            store_generated(self.active, self.kv_cache, rows, steps)
-        done = rows[self.table.confirmed[rows] == self.table.stop_after[rows]]
-        finished = [self.active.by_slot[row] for row in done.tolist()]
-        self._observer.stretch(fast_forward.stretch(advance, record, finished))
-        self._finish(finished)
+        self.iteration += stretch.length
+        self._observer.stretch(stretch)
+        self._finish(stretch.finished)
         return True
 
     def _pause(self, request: Request) -> None:
@@ -208,7 +202,7 @@ class TokenGenerationLoop:
         for request in plan.context:
             recomputed += request.advance_context()
         if table.any_paused:
-            cached = self.kv_cache.registered[rows] - self.kv_cache.geometry.bubble
+            cached = self.kv_cache.registered[rows] - self.kv_cache.attention_window.bubble
             recomputed += self.active.count_recomputed(rows, cached)
         table.generated[rows] += 1
         for request in completing:
@@ -233,8 +227,8 @@ class TokenGenerationLoop:
         if iteration.error is not None:
             self._fail(iteration, iteration.error)
             return
-        if iteration.batches:
-            self.table.makes_tokens = outputs.tokens is not None or outputs.candidates is not None
+        if outputs:
+            self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
         done = confirm(iteration, outputs, self.active)
         record.finished = self._lockstep.add_complete(done) if self._lockstep else done
         self._observer.iteration(record)

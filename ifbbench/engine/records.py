@@ -61,7 +61,7 @@ class CacheState(NamedTuple):
         if not cache.num_blocks:
             return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters = cache.counters
-        num_blocks, used, size = cache.num_blocks, cache.num_used, cache.geometry.tokens_per_block
+        num_blocks, used, size = cache.num_blocks, cache.num_used, cache.attention_window.tokens_per_block
         return cls(
             num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
             num_blocks * size, used * size, cache.filled_places,
@@ -222,26 +222,13 @@ class RecordMaker:
         tokens = int(self._active.table.step_tokens[plan.rows].sum()) if self._has_beams else num_generation
         waiting = self._admission.waiting
         return IterationRecord(
-            iteration=iteration,
-            micro_batch=iteration % self._num_micro_batches,
-            start_s=start_s,
-            timestamp=self._clock.timestamp(),
-            active=len(self._active),
-            queued=len(waiting) + self._queued(),
-            activated=activated,
-            context=context,
-            num_context_tokens=sum([chunk.length for chunk in context]),
-            recomputed=0,
-            num_generation=num_generation,
-            num_generation_tokens=tokens,
-            held=plan.held,
-            paused=plan.paused,
-            left_out=plan.first_left_out(waiting),
-            blocked=plan.blocked,
-            cache=CacheState.of(self._kv_cache),
-            idle=len(plan.idle) if batches else 0,
-            padding=padding,
-        )
+            iteration, micro_batch=iteration % self._num_micro_batches, start_s=start_s,
+            timestamp=self._clock.timestamp(), active=len(self._active), queued=len(waiting) + self._queued(),
+            activated=activated, context=context, num_context_tokens=sum([chunk.length for chunk in context]),
+            recomputed=0, num_generation=num_generation, num_generation_tokens=tokens, held=plan.held,
+            paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
+            cache=CacheState.of(self._kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
+        )  # fmt: skip
 
 
 class IterationStatistics:

@@ -52,6 +52,7 @@ class RequestTable:
         self.joined = np.zeros(rows, np.int64)
         self.cached_before_pause = np.zeros(rows, np.int64)
         self.any_paused = False
+        # Ids that users give need not fit 32 bits.
         self.end_tokens = np.full((rows, _INITIAL_END_TOKEN_COLUMNS), _NO_TOKEN, np.int64)
         self.any_end_tokens = False
         self.is_special = np.zeros(rows, np.bool_)

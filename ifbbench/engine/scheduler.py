@@ -1,4 +1,4 @@
-"""The scheduling of one iteration: the capacity policy, then the micro-batch scheduler, and the rule of static batches."""
+"""The scheduling of one iteration: the capacity policy, then the micro-batch scheduler; and static batches."""
 
 from dataclasses import dataclass, field
 
@@ -48,7 +48,7 @@ class Plan:
         return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
 
     def output_rows(self, completing: list[Request]) -> Rows:
-        """[outputs], the table row of each, in batch order. completing: requests whose prompt this iteration completes."""
+        """[outputs], the table row of each, in batch order. completing: requests on their last chunk."""
         if not completing and not len(self.idle):
             return self.rows
         return np.concatenate([np.array([request.slot for request in completing], np.int64), self.rows, self.idle])

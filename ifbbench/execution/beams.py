@@ -6,9 +6,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.batch import Batch, BeamInputs
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import table_rows
-from ifbbench.model.attention_window import AttentionWindow
 
 Int64Array = NDArray[np.int64]
 

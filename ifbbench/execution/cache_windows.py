@@ -1,14 +1,14 @@
 """The executor's KV cache: storage for each attention window, and what the model's layers need of it in a batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ifbbench.engine.batch import Batch
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.request_table import IntArray
 from ifbbench.errors import InputError
@@ -16,7 +16,6 @@ from ifbbench.execution.beams import rows_to_copy
 from ifbbench.execution.block_copies import run_copies
 from ifbbench.execution.packing import Int64Array, PackedBatch, table_rows
 from ifbbench.model.attention import LayerInputs
-from ifbbench.model.attention_window import AttentionWindow
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.kv_cache import KvStorage, PagedKvCache
@@ -33,8 +32,8 @@ def one_window_layout(
     """
     longest = max_seq_len or config.max_position_embeddings
     window = min(config.sliding_window or longest, longest)
-    geometry = CacheGeometry(tokens_per_block, window, longest, is_cyclic=False)
-    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), geometry, num_blocks),))
+    attention_window = AttentionWindow(tokens_per_block, window, longest, is_cyclic=False)
+    return CacheLayout((WindowLayout(tuple(range(config.num_layers)), attention_window, num_blocks),))
 
 
 def check_layout(layout: CacheLayout, config: ModelConfig) -> None:
@@ -46,7 +45,7 @@ def check_layout(layout: CacheLayout, config: ModelConfig) -> None:
     if layout.is_contiguous and any(window.num_host_blocks for window in layout.windows):
         raise ValueError("a contiguous cache has no host blocks")
     for window in layout.windows:
-        size = min(window.geometry.attention_window, window.geometry.max_seq_len)
+        size = min(window.attention_window.size, window.attention_window.max_seq_len)
         if config.sliding_window is not None and size > config.sliding_window:
             raise InputError(f"--max_attention_window: {size} is more than the model's sliding window; expected at "
                              f"most {config.sliding_window} (tokens). Lower it or leave it out.")
@@ -114,22 +113,21 @@ class CacheWindows:
         kv_cache_dtype: torch.dtype | None,
     ) -> CacheWindow:
         cache = self.paged_cache(
-            config, window.num_blocks, window.geometry.tokens_per_block, self._device, dtype,
+            config, window.num_blocks, window.attention_window.tokens_per_block, self._device, dtype,
             kv_cache_dtype=kv_cache_dtype, layers=window.layers, num_host_blocks=window.num_host_blocks,
         )  # fmt: skip
-        return CacheWindow(window.layers, AttentionWindow.of(window.geometry), cache)
+        return CacheWindow(window.layers, window.attention_window, cache)
 
     def _contiguous(
         self, config: ModelConfig, window: WindowLayout, num_slots: int, dtype: torch.dtype,
         kv_cache_dtype: torch.dtype | None,
     ) -> CacheWindow:
         """One block a sequence, as long as the longest sequence: places for all positions, with nothing between."""
-        longest, beams = window.geometry.max_seq_len, window.geometry.max_beam_width
+        longest, beams = window.attention_window.max_seq_len, window.attention_window.max_beam_width
         cache = ContiguousKvCache(config, num_slots * beams, longest, self._device, dtype,
                                   kv_cache_dtype=kv_cache_dtype, layers=window.layers)  # fmt: skip
-        seen = replace(AttentionWindow.of(window.geometry), tokens_per_block=longest, bubble=0, capacity=None)
         tables = np.arange(num_slots * beams, dtype=np.int32).reshape(num_slots, beams, 1)
-        return CacheWindow(window.layers, seen, cache, tables)
+        return CacheWindow(window.layers, window.attention_window.contiguous(), cache, tables)
 
     def max_beams(self, batch: Batch) -> int:
         """Rows of a block table that each slot has, in every window."""
@@ -218,6 +216,6 @@ def cache_rows(packed: PackedBatch, tables: IntArray, window: CacheWindow) -> In
         return rows
     if packed.is_padded:
         rows[packed.positions >= packed.ends[owners]] = spare_row
-    if window.rule.capacity is not None:
+    if window.rule.wraps:
         rows[~window.rule.outlives(packed.positions, packed.ends[owners])] = spare_row
     return rows

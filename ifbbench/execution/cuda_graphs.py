@@ -24,7 +24,7 @@ from ifbbench.kernels.context_attention import TILE_FIELDS
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.llama import ForwardInputs
-from ifbbench.model.paged_batch import NOWHERE, PagedBatch, blocks_used, host_numbers, kernel_window, parts_of
+from ifbbench.model.paged_batch import NOWHERE, PagedBatch, host_numbers, parts_of
 
 # Each size is at most half as large again as the one before from here on, so a third of a batch is padding at most.
 FIRST_SIZES = (1, 2, 4, 8)
@@ -149,7 +149,7 @@ def _window_numbers(
     packed: PackedBatch, tables: IntArray, window: CacheWindow, size: int
 ) -> list[NDArray[np.integer]]:
     """What `_Graph` says of a window, for `size` sequences. Of the block tables, so much as this batch has blocks."""
-    used = tables[:, : blocks_used(packed.ends, window.rule)][packed.spans.table_rows]
+    used = tables[:, : window.rule.blocks_used(int(packed.ends.max(initial=0)))][packed.spans.table_rows]
     return [padded(packed.positions, size, 0), padded(packed.ends, size, 0),
             padded(cache_rows(packed, tables, window), size, NOWHERE), padded(used.T, size, 0)]  # fmt: skip
 
@@ -187,7 +187,7 @@ class _Graph:
         for numbers, shape in zip(self._numbers, shapes, strict=True):
             positions, ends, rows, tables = parts_of(numbers, [size, size, size, shape.table_width * size])
             paged = PagedBatch(
-                kernel_window(shape.window.rule), 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
+                shape.window.rule, 0, everyone.new_empty((0, TILE_FIELDS), dtype=torch.int32),
                 tables.view(shape.table_width, size).t(), everyone.int(), ends, rows, None,
                 self._model.shapes.num_splits(np.full(size, shape.longest)),
             )  # fmt: skip

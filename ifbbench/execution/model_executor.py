@@ -54,7 +54,7 @@ class ModelExecutor:
                              f"at most {positions} (tokens). Lower it or leave it out.")
         self._model = model
         layout = layout or one_window_layout(model.config, num_blocks, tokens_per_block, max_seq_len)
-        self.tokens_per_block = layout.windows[0].geometry.tokens_per_block
+        self.tokens_per_block = layout.windows[0].attention_window.tokens_per_block
         parts = _parts_for(model)
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():

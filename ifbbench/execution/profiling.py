@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from ifbbench.engine.batch import Batch, ContextChunk
-from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 from ifbbench.execution.model_executor import ModelExecutor

@@ -4,35 +4,14 @@ What several queries in a row see together is the sink and a stretch that ends w
 number j is position j if j < sink, else j + shift, with shift = max(0, first query's position + 1 − window size).
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What a query sees, and where a position lies in its sequence's blocks. All numbers are in tokens.
-
-    The query at position p sees the keys k ≤ p with k < `sink` or k > p − (`size` − `sink`); all of them if `size` is
-    None. Position p is registered as c = p if p < `sink`, else p + `bubble`, and lies at place c if that is below
-    `capacity`, else at S + (c − S) mod (`capacity` − S) with S = `sink` + `bubble`; with `capacity` None, at place c.
-    """
-
-    size: int | None = None
-    sink: int = 0
-    bubble: int = 0
-    capacity: int | None = None
-
-    @property
-    def numbers(self) -> tuple[int, int, int, int]:
-        """Size, sink, bubble and capacity for a kernel; 0 for none."""
-        return self.size or 0, self.sink, self.bubble, self.capacity or 0
-
-
-EVERYTHING = Window()
+EVERYTHING = AttentionWindow(tokens_per_block=1)
 # What the kernels call a window's numbers.
 WINDOW_ARGUMENTS = ("window_size", "sink", "bubble", "capacity")
 # And the strides of block tables [sequences, blocks].
@@ -51,7 +30,9 @@ def cache_offsets(
     place_stride: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor, TOKENS_PER_BLOCK: tl.constexpr,
     IS_CYCLIC: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where the keys of `positions` begin in the cache, in elements (int64: a cache may have more than 2³¹)."""
+    """Where the keys of `positions` begin in the cache, in elements (int64: a cache may have more than 2³¹).
+
+    Restates `AttentionWindow.places`, which a kernel cannot call."""
     places = positions + tl.where(positions >= sink, bubble, 0)
     if IS_CYCLIC:
         first = sink + bubble
@@ -117,29 +98,25 @@ def softmax_step(
     return new_maximum, total, result
 
 
-def keys_seen(first_query: int, last_query: int, window: Window, device: torch.device) -> Tensor:
+def keys_seen(first_query: int, last_query: int, window: AttentionWindow, device: torch.device) -> Tensor:
     """Positions that queries at `first_query` to `last_query` see together, int64 [keys], ascending."""
-    shift = 0 if window.size is None else max(0, first_query + 1 - window.size)
+    shift = max(0, first_query + 1 - window.size) if window.is_limited else 0
     numbers = torch.arange(last_query + 1 - shift, device=device)
     return torch.where(numbers < window.sink, numbers, numbers + shift)
 
 
-def is_seen(keys: Tensor, queries: Tensor, window: Window) -> Tensor:
+def is_seen(keys: Tensor, queries: Tensor, window: AttentionWindow) -> Tensor:
     """Whether the query at each position [queries] sees the key at each position [keys]: [queries, keys]."""
     causal = keys <= queries[:, None]
-    if window.size is None:
+    if not window.is_limited:
         return causal
     return causal & ((keys < window.sink) | (keys > queries[:, None] - (window.size - window.sink)))
 
 
-def gather_cached(cache: Tensor, table: Tensor, positions: Tensor, window: Window) -> Tensor:
+def gather_cached(cache: Tensor, table: Tensor, positions: Tensor, window: AttentionWindow) -> Tensor:
     """What the cache [blocks, tokens per block, KV heads, head size] holds of `positions` [keys] of the sequence with
     the blocks `table` [blocks of a sequence]: [keys, KV heads, head size]."""
-    places = positions + window.bubble * (positions >= window.sink)
-    if window.capacity is not None:
-        first = window.sink + window.bubble
-        turned = first + (places - first) % (window.capacity - first)
-        places = torch.where(places < window.capacity, places, turned)
+    places = torch.from_numpy(window.places(positions.cpu().numpy())).to(positions.device)
     size = cache.shape[1]
     return cache[table[places // size].long(), places % size]
 

@@ -19,11 +19,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.attention_parts import (
     EVERYTHING,
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
-    Window,
     as_operand,
     attend_reference,
     cache_offsets,
@@ -152,7 +152,7 @@ def _context_kernel(
 
 def context_attention(
     queries: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
-    tiles: Tensor, output: Tensor, shape: AttentionTiles, window: Window = EVERYTHING,
+    tiles: Tensor, output: Tensor, shape: AttentionTiles, window: AttentionWindow = EVERYTHING,
 ) -> None:  # fmt: skip
     """Write the attention of the context chunks in `tiles` to their rows of `output`; other rows stay as they are.
 
@@ -173,7 +173,7 @@ def context_attention(
             math.log2(math.e) / math.sqrt(head_size),
             output.stride(0), queries.stride(0), keys.stride(0), output.stride(1), queries.stride(1), keys.stride(1),
             *key_cache.stride()[:3], *block_tables.stride(), *window.numbers,
-            HAS_WINDOW=window.size is not None, IS_CYCLIC=window.capacity is not None,
+            HAS_WINDOW=window.is_limited, IS_CYCLIC=window.wraps,
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size,
             WIDTH=padded_size(head_size), ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache),
             num_warps=shape.warps, num_stages=shape.stages, CACHED_STAGES=shape.cached_stages,
@@ -182,7 +182,7 @@ def context_attention(
 
 def context_attention_twin(
     queries: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor,
-    tiles: Tensor, output: Tensor, window: Window = EVERYTHING,
+    tiles: Tensor, output: Tensor, window: AttentionWindow = EVERYTHING,
 ) -> None:  # fmt: skip
     """The same in plain torch, tile by tile."""
     for first_row, num_queries, position, num_cached, table_row in tiles.tolist():

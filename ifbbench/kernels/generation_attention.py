@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.attention_parts import (
     EVERYTHING,
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
-    Window,
     as_operand,
     attend_reference,
     cache_offsets,
@@ -121,7 +121,7 @@ def _join_kernel(
 
 def generation_attention(
     queries: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
-    output: Tensor, shape: AttentionTiles, num_splits: int, window: Window = EVERYTHING,
+    output: Tensor, shape: AttentionTiles, num_splits: int, window: AttentionWindow = EVERYTHING,
 ) -> None:  # fmt: skip
     """Write the attention of one query for each sequence to `output`.
 
@@ -148,15 +148,15 @@ def generation_attention(
             parts, part_logs, queries, key_cache, value_cache, block_tables, table_rows, lengths,
             math.log2(math.e) / math.sqrt(head_size), *strides, *queries.stride()[:2], *key_cache.stride()[:3],
             *block_tables.stride(), num_splits, *window.numbers,
-            HAS_WINDOW=window.size is not None, IS_CYCLIC=window.capacity is not None, IS_SPLIT=is_split,
+            HAS_WINDOW=window.is_limited, IS_CYCLIC=window.wraps, IS_SPLIT=is_split,
             TOKENS_PER_BLOCK=key_cache.shape[1], GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, WIDTH=width,
             ROWS=shape.rows, KEYS=shape.keys, UPCAST=upcasts(queries, key_cache), num_warps=shape.warps,
             num_stages=shape.cached_stages,
         )  # fmt: skip
         if is_split:
             _join_kernel[(num_heads, num_sequences)](
-                output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window.size or 0,
-                HAS_WINDOW=window.size is not None, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
+                output, parts, part_logs, lengths, *output.stride()[:2], num_splits, window.numbers[0],
+                HAS_WINDOW=window.is_limited, HEAD_SIZE=head_size, WIDTH=width, KEYS=shape.keys,
                 # As many as there ever are: each number of parts would else have a kernel of its own to compile.
                 SPLITS=MOST_SPLITS,
             )  # fmt: skip
@@ -164,7 +164,7 @@ def generation_attention(
 
 def generation_attention_twin(
     queries: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor, lengths: Tensor,
-    output: Tensor, window: Window = EVERYTHING,
+    output: Tensor, window: AttentionWindow = EVERYTHING,
 ) -> None:  # fmt: skip
     """The same in plain torch, sequence by sequence."""
     for sequence, (table_row, length) in enumerate(zip(table_rows.tolist(), lengths.tolist(), strict=True)):

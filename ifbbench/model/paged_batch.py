@@ -7,12 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.kernels.attention_parts import Window
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.context_attention import TILE_FIELDS, plan_tiles
 from ifbbench.kernels.launch import multiprocessors
 from ifbbench.kernels.tiles import AttentionTiles, choose_num_splits, context_tiles, generation_tiles
 from ifbbench.model.attention_plan import Int64Array, QuerySpans
-from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
 from ifbbench.model.config import ModelConfig
 
 Int32Array = NDArray[np.int32]
@@ -72,7 +71,7 @@ class PagedBatch:
     chunks still see; None if nothing waits.
     """
 
-    window: Window
+    window: AttentionWindow
     num_context_rows: int
     tiles: Tensor
     block_tables: Tensor
@@ -92,10 +91,11 @@ def plan_paged_batch(
     chunks, steps = spans.select(np.arange(num_chunks)), spans.select(np.arange(num_chunks, len(spans.lengths)))
     num_context_rows = int(chunks.lengths.sum())
     rows, late_rows = cache_rows.astype(np.int32), None
-    if rule.capacity is not None and (chunks.ends > rule.size).any():
+    if rule.wraps and (chunks.ends > rule.size).any():
         late_rows = rows[:num_context_rows].copy()
         rows[:num_context_rows] = NOWHERE
-    tables = block_tables[:, : blocks_used(spans.ends, rule)][spans.table_rows]
+    # Tables are as wide as the longest sequence that is allowed, which may be a hundred times as long as these.
+    tables = block_tables[:, : rule.blocks_used(int(spans.ends.max(initial=0)))][spans.table_rows]
     tiles = plan_tiles(chunks.first_rows, chunks.lengths, chunks.starts, np.arange(num_chunks), shapes.queries_per_tile)
     step_rows = np.arange(num_chunks, len(spans.lengths))
     arrays: list[NDArray[np.integer]] = [tiles.ravel(), tables.ravel(), step_rows, steps.ends, rows]
@@ -103,24 +103,10 @@ def plan_paged_batch(
         arrays.append(late_rows)
     parts = on_device_together(arrays, device)
     return PagedBatch(
-        kernel_window(rule), num_context_rows, parts[0].view(-1, TILE_FIELDS), parts[1].view(tables.shape), parts[2],
+        rule, num_context_rows, parts[0].view(-1, TILE_FIELDS), parts[1].view(tables.shape), parts[2],
         parts[3], parts[4], parts[5] if late_rows is not None else None,
         shapes.num_splits(np.minimum(steps.ends, rule.size)),
     )  # fmt: skip
-
-
-def blocks_used(lengths: Int64Array, rule: AttentionWindow) -> int:
-    """How many blocks the longest of sequences of `lengths` tokens has at most: so much of block tables is of use.
-
-    Tables are as wide as the longest sequence that may ever come, which may be a hundred times as long.
-    """
-    longest = int(lengths.max(initial=0)) + rule.bubble
-    return -(-min(longest, rule.capacity or longest) // rule.tokens_per_block)
-
-
-def kernel_window(rule: AttentionWindow) -> Window:
-    """The rule as the kernels take it."""
-    return Window(rule.size if rule.size < UNLIMITED else None, rule.sink, rule.bubble, rule.capacity)
 
 
 def on_device_together(arrays: list[NDArray[np.integer]], device: torch.device) -> list[Tensor]:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
 from ifbbench.model.attention_plan import (
     AttentionGroup,
     Int64Array,
@@ -18,7 +19,6 @@ from ifbbench.model.attention_plan import (
     tile_owners,
     tiles,
 )
-from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)

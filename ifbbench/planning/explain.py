@@ -50,7 +50,7 @@ class Step:
         """Places in the KV cache that the requests take in a mean layer: a cyclic window keeps no more than itself."""
         layers = sum(len(window.layers) for window in layout.windows)
         places = sum(
-            len(window.layers) * count * min(length, window.geometry.kept_tokens)
+            len(window.layers) * count * min(length, window.attention_window.kept_tokens)
             for window in layout.windows for count, length in self.sequences
         )  # fmt: skip
         return round(places / layers)

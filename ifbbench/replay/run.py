@@ -153,9 +153,9 @@ def _loop(
 
 def _no_progress(manager: TokenGenerationLoop, client: ReplayClient, total: int) -> RunFailed:
     return RunFailed(
-        f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} were "
-        f"fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and {client.queued()} in the "
-        "client. This is a defect of ifbbench: please report it with the command."
+        f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} "
+        f"were fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and "
+        f"{client.queued()} in the client. This is a defect of ifbbench: please report it with the command."
     )
 
 

@@ -33,7 +33,7 @@ def limits_of(**settings) -> BatchingConfig:
 
 
 def layers_of(layout: CacheLayout) -> dict[int, tuple[int, ...]]:
-    return {window.geometry.attention_window: window.layers for window in layout.windows}
+    return {window.attention_window.size: window.layers for window in layout.windows}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_windows_as_texts(text, windows):
 
 def test_sink_tokens_only_where_the_window_is_shorter_than_a_sequence():
     long, short = layout_of(max_attention_window="999,20", sink_token_len=5).windows
-    assert (long.geometry.sink_token_length, short.geometry.sink_token_length) == (0, 5)
+    assert (long.attention_window.sink, short.attention_window.sink) == (0, 5)
 
 
 @pytest.mark.parametrize(("windows", "sink"), [("20", 20), ("20,100", 20), (None, 256)])
@@ -92,8 +92,8 @@ def test_sink_tokens_leave_room_in_every_window(windows, sink):
 @pytest.mark.parametrize(("mode", "blocks"), [("cyclic", 2), ("linear", 16)])
 def test_a_linear_window_keeps_places_for_all_tokens(mode, blocks):
     (window,) = layout_of(max_attention_window="20", window_mode=mode, tokens_per_block=16).windows
-    assert window.geometry.is_cyclic == (mode == "cyclic")
-    assert window.geometry.max_blocks_per_sequence == blocks
+    assert window.attention_window.is_cyclic == (mode == "cyclic")
+    assert window.attention_window.max_blocks_per_sequence == blocks
     assert window.num_blocks == 3 * blocks, "a full batch"
 
 
@@ -175,15 +175,15 @@ def test_a_cache_without_windows():
     limits = limits_of(enable_kv_cache_reuse=True, copy_on_partial_reuse=False, kv_host_cache_bytes=10**6)
     assert (limits.num_blocks, limits.num_host_blocks, limits.windows) == (24, 7, ())
     assert (limits.reuse.enabled, limits.reuse.partial, limits.reuse.copy_partial) == (True, True, False)
-    assert limits.pools == ((limits.geometry, 24),)
+    assert limits.pools == ((limits.attention_window, 24),)
     assert isinstance(limits.make_cache(), KvCacheManager)
 
 
 def test_one_window():
     limits = limits_of(max_attention_window="40", sink_token_len=4, kv_host_cache_bytes=10**6)
     (window,) = limits.windows
-    assert limits.geometry == window.geometry
-    assert limits.pools == ((window.geometry, 3 * 3),)
+    assert limits.attention_window == window.attention_window
+    assert limits.pools == ((window.attention_window, 3 * 3),)
     cache = limits.make_cache()
     assert isinstance(cache, KvCacheManager)
     assert (cache.num_blocks, limits.num_host_blocks) == (9, 7)
@@ -191,7 +191,7 @@ def test_one_window():
 
 def test_several_windows():
     limits = limits_of(max_attention_window="40,100")
-    assert [window.geometry.attention_window for window in limits.windows] == [100, 40]
+    assert [window.attention_window.size for window in limits.windows] == [100, 40]
     assert [number for _, number in limits.pools] == [3 * 4, 3 * 2]
     cache = limits.make_cache()
     assert isinstance(cache, VariableWindowCache)

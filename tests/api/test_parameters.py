@@ -88,9 +88,9 @@ def test_the_cache_is_what_its_settings_say():
     config = manager_with(max_seq_len=40, max_tokens=160, max_attention_window="8,99", sink_token_len=2,
                           window_mode="linear", tokens_per_block=4).config  # fmt: skip
     long, short = config.windows
-    assert (long.geometry.attention_window, long.geometry.sink_token_length, long.num_blocks) == (40, 0, 40)
-    assert (short.geometry.attention_window, short.geometry.sink_token_length, short.num_blocks) == (8, 2, 40)
-    assert not short.geometry.is_cyclic
+    assert (long.attention_window.size, long.attention_window.sink, long.num_blocks) == (40, 0, 40)
+    assert (short.attention_window.size, short.attention_window.sink, short.num_blocks) == (8, 2, 40)
+    assert not short.attention_window.is_cyclic
     assert manager_with(kv_cache_type="contiguous", **SIZES).config.is_contiguous
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.clock import WallClock
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
 from ifbbench.engine.kv_cache.token_keys import TokenIds
@@ -46,8 +46,8 @@ class Filled:
 def fill(num_blocks: int) -> Filled:
     """Conversations one after the other until every block holds known tokens. Half of each one's first block is the
     same in all, as a system prompt is."""
-    geometry = CacheGeometry(TOKENS_PER_BLOCK, MAX_SEQ_LEN, MAX_SEQ_LEN)
-    cache = KvCacheManager(geometry, num_blocks, slots=1, reuse=ReuseRules(enabled=True))
+    attention_window = AttentionWindow(TOKENS_PER_BLOCK, MAX_SEQ_LEN, MAX_SEQ_LEN)
+    cache = KvCacheManager(attention_window, num_blocks, slots=1, reuse=ReuseRules(enabled=True))
     draw = np.random.default_rng(0)
     length = BLOCKS_PER_CONVERSATION * TOKENS_PER_BLOCK
     prompts: list[np.ndarray] = []

@@ -2,7 +2,7 @@
 
 from ifbbench.capacity.pool import Pool, PoolWindow
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import WindowLayout
 from ifbbench.workload.trace import TraceRequest
 
@@ -14,9 +14,9 @@ def request(prompt_len: int, output_len: int, reserved: int | None = None, beam_
 
 def pool_of(limits: BatchingConfig, bytes_per_token: int = 100) -> Pool:
     """The pool of the engine that `limits` describe."""
-    return Pool((window_of(limits.geometry, limits.num_blocks, bytes_per_token),), weight_bytes=0)
+    return Pool((window_of(limits.attention_window, limits.num_blocks, bytes_per_token),), weight_bytes=0)
 
 
-def window_of(geometry: CacheGeometry, num_blocks: int, bytes_per_token: int = 100) -> PoolWindow:
+def window_of(attention_window: AttentionWindow, num_blocks: int, bytes_per_token: int = 100) -> PoolWindow:
     """One layer with so many blocks, all of which a run takes."""
-    return PoolWindow(WindowLayout((0,), geometry, num_blocks), bytes_per_token, num_blocks)
+    return PoolWindow(WindowLayout((0,), attention_window, num_blocks), bytes_per_token, num_blocks)

@@ -8,7 +8,7 @@ import pytest
 from ifbbench.capacity.fit import WAYS, Fit, Way, as_admitted, contiguous_fit, fit, refusal
 from ifbbench.capacity.pool import Pool
 from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.request import Request
 from ifbbench.workload.trace import TraceRequest
@@ -78,7 +78,7 @@ def test_a_trace_is_packed_in_its_order():
 
 
 def test_the_window_with_the_least_room_binds():
-    short, long = (CacheGeometry(32, window, 20_000) for window in (64, 20_000))
+    short, long = (AttentionWindow(32, window, 20_000) for window in (64, 20_000))
     pool = Pool((window_of(long, 1000), window_of(short, 10)), weight_bytes=0)
     found = fit(GUARANTEED, [request(320, 320)], limits(), pool)
     assert found.mean_blocks == 2 + 20

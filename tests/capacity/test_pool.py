@@ -98,7 +98,7 @@ def test_windows_of_layers_share_the_memory():
     windows = "1024,99999"
     config = resolved(max_attention_window=windows, max_batch_size=4096)
     long, short = make_pool(config, TINY, Memory("here", GIB)).windows
-    assert (long.geometry.attention_window, short.geometry.attention_window) == (16_384, 1024)
+    assert (long.attention_window.size, short.attention_window.size) == (16_384, 1024)
     assert (long.layout.layers, short.layout.layers) == ((1, 3), (0, 2))
     assert long.bytes_per_token == short.bytes_per_token == 2048
     assert long.num_blocks / short.num_blocks == pytest.approx(16, rel=0.01)

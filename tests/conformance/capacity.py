@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.policies import POLICY_CLASSES, LoraLimits
@@ -103,7 +103,7 @@ def _cache(case: Case) -> KvCacheManager:
     config = case["config"]["kv_cache"]
     longest = max(entry["prompt_len"] + entry["max_new_tokens"] for entry in case["requests"])
     max_seq_len = config.get("max_seq_len") or max(config["attention_window"] or 0, longest + 1)
-    geometry = CacheGeometry(
+    attention_window = AttentionWindow(
         config["tokens_per_block"],
         config["attention_window"] or max_seq_len,
         max_seq_len,
@@ -114,4 +114,4 @@ def _cache(case: Case) -> KvCacheManager:
         config["enable_block_reuse"], config["enable_partial_reuse"], config["copy_on_partial_reuse"]
     )
     slots = len(case["requests"])
-    return KvCacheManager(geometry, config["num_blocks"], slots, config["host_blocks"], rules)
+    return KvCacheManager(attention_window, config["num_blocks"], slots, config["host_blocks"], rules)

@@ -85,7 +85,7 @@ class CapacityLoop:
         size = request.chunk
         if request.is_first_chunk:
             reused = self.cache.add_request(request)
-            request.set_prepopulated(reused, self.cache.geometry.tokens_per_block)
+            request.set_prepopulated(reused, self.cache.attention_window.tokens_per_block)
         request.advance_context()
         request.set_chunk(size)
         if request.remaining_context == 0:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
@@ -40,14 +40,14 @@ def _replay_estimate(case: Case) -> None:
 
 
 def _estimated_cache(arguments: dict[str, Any]) -> tuple[KvCacheManager, Request]:
-    """A cache of the stated geometry, and the request, active in it but not started."""
+    """A cache of the stated attention_window, and the request, active in it but not started."""
     length = arguments["prompt_len"] + arguments["max_new_tokens"]
     max_seq_len = arguments.get("max_seq_len") or max(arguments["attention_window"] or 0, length + 1)
     window = arguments["attention_window"] or max_seq_len
     temporary = 0
     if arguments.get("paged_context_fmha") and (arguments["max_input_len"] or 0) > window:
         temporary = min(arguments["max_num_tokens"], arguments["max_input_len"] - window)
-    geometry = CacheGeometry(
+    attention_window = AttentionWindow(
         arguments["tokens_per_block"],
         window,
         max_seq_len,
@@ -64,7 +64,7 @@ def _estimated_cache(arguments: dict[str, Any]) -> tuple[KvCacheManager, Request
     )
     active = ActiveRequests(RequestTable(rows=1))
     active.add(request)
-    return KvCacheManager(geometry, ESTIMATE_FREE_BLOCKS, slots=1), request
+    return KvCacheManager(attention_window, ESTIMATE_FREE_BLOCKS, slots=1), request
 
 
 def _one_step_need(arguments: dict[str, Any]) -> int:
@@ -75,9 +75,9 @@ def _one_step_need(arguments: dict[str, Any]) -> int:
     cache.add_request(request)
     for _ in range(arguments["generated_tokens"]):
         cache.add_tokens(rows)
-    limit = np.array([request.prompt_len + request.max_new_tokens + cache.geometry.bubble])
+    limit = np.array([request.prompt_len + request.max_new_tokens + cache.attention_window.bubble])
     steps = 2 if arguments["two_steps_look_ahead"] else 1
-    needs = cache.geometry.step_needs(
+    needs = cache.attention_window.step_needs(
         cache.registered[rows], limit, request.num_draft_tokens, request.beam_width, steps
     )
     return int(needs[0])

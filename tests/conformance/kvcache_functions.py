@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry, ceil_div
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
 from ifbbench.engine.kv_cache.sizing import max_attention_window, max_blocks, window_shares
 from ifbbench.engine.kv_cache.token_keys import block_ranges
@@ -23,9 +23,8 @@ def replay(case: Case) -> None:
 
 def _blocks_per_beam(arguments: Mapping[str, Any], expected: Any) -> int:
     length, window = arguments["sequence_length"], arguments["window_size"]
-    geometry = CacheGeometry(arguments["tokens_per_block"], window, length, arguments["sink_token_length"])
-    _, blocks = geometry.total_blocks(length, max_new_tokens=0)
-    return blocks
+    attention_window = AttentionWindow(arguments["tokens_per_block"], window, length, arguments["sink_token_length"])
+    return attention_window.total_blocks(length, max_new_tokens=0)
 
 
 def _blocks(arguments: Mapping[str, Any], expected: Any) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCounters, OutOfBlocks
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
@@ -61,7 +61,7 @@ class Operations:
         """longest: tokens of the longest sequence, where the case does not say what is allowed."""
         # A sequence that fills its window reuses nothing, and without a window none does.
         max_seq_len = config.get("max_seq_len") or max(config["attention_window"] or 0, longest + 1)
-        geometry = CacheGeometry(
+        attention_window = AttentionWindow(
             config["tokens_per_block"],
             config["attention_window"] or max_seq_len,
             max_seq_len,
@@ -72,7 +72,9 @@ class Operations:
         rules = ReuseRules(
             config["enable_block_reuse"], config["enable_partial_reuse"], config["copy_on_partial_reuse"]
         )
-        self.cache = KvCacheManager(geometry, config["primary_blocks"], slots, config["secondary_blocks"], rules)
+        self.cache = KvCacheManager(
+            attention_window, config["primary_blocks"], slots, config["secondary_blocks"], rules
+        )
         self._requests: dict[int, Known] = {}
         self._slots: dict[int, int] = {}
         self._now_s = 0.0

@@ -1,8 +1,8 @@
 """The scheduling rules written down literally and slowly, over plain data: what the fast schedulers are held to.
 
-Follows TensorRT-LLM's `CapacityScheduler` and `MicroBatchScheduler` rule by rule, with no thought for speed. Two
-upstream faults are left out, as in the engine: the sink bubble does not count as generated tokens, and part-prefilled
-requests go on where nothing else could ever run.
+Follows TensorRT-LLM's `CapacityScheduler` and `MicroBatchScheduler` rule by rule, with no thought for speed. Three
+upstream faults are left out, as in the engine: the sink bubble does not count as generated tokens, part-prefilled
+requests go on where nothing else could ever run, and beams need the blocks that they take when their window wraps.
 """
 
 from collections import Counter
@@ -52,21 +52,47 @@ class Cache:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.tokens_per_block)
 
+    def place(self, registered: int) -> int:
+        first = self.sink + self.bubble
+        return registered if registered < self.capacity else first + (registered - first) % (self.capacity - first)
+
+    def blocks_of_beams(self, prompt_len: int, new_tokens: int, beam_width: int) -> int:
+        """Different blocks once so many tokens were generated: token by token, each to the block that it lies in."""
+        registered = prompt_len + self.bubble
+        all_blocks = {self.place(number) // self.tokens_per_block for number in range(registered)}
+        last = self.place(registered - 1)
+        own = set() if (last + 1) % self.tokens_per_block == 0 else {last // self.tokens_per_block}
+        if prompt_len < self.sink:
+            own = {place // self.tokens_per_block for place in range(prompt_len, registered)}
+        own |= {self.place(registered + number) // self.tokens_per_block for number in range(new_tokens)}
+        return len(all_blocks | own) + len(own) * (beam_width - 1)
+
     def one_step_need(self, entry: Entry) -> int:
         if entry.in_context and entry.started:
             return 0
         if entry.in_context:
+            if entry.beam_width > 1:
+                return self.blocks_of_beams(
+                    entry.prompt_len + min(entry.drafts, entry.max_new_tokens), 0, entry.beam_width
+                )
             tokens = min(entry.prompt_len + min(entry.drafts, entry.max_new_tokens), self.window) + self.bubble
             partial = tokens % self.tokens_per_block != 0
             return tokens // self.tokens_per_block + (entry.beam_width if partial else 0)
         cached = entry.prompt_len + entry.generated - 1 + self.bubble
         left = entry.max_new_tokens - (entry.generated - 1)
         after = cached + min(entry.drafts + 1, left)
+        if cached >= self.capacity and entry.beam_width > 1 and left > 0:
+            index, within = divmod(self.place(cached), self.tokens_per_block)
+            is_shared = len(set(entry.blocks[index :: entry.blocks_per_beam])) == 1
+            return entry.beam_width - 1 if within == 0 and is_shared else 0
         if after > self.capacity:
             return 0
         return (self.blocks(after) - self.blocks(cached)) * entry.beam_width
 
     def remaining_to_completion(self, entry: Entry) -> int:
+        if entry.beam_width > 1:
+            total = self.blocks_of_beams(entry.prompt_len, entry.max_new_tokens, entry.beam_width)
+            return total - len(set(entry.blocks))
         context = (min(entry.prompt_len, self.window) + self.bubble) // self.tokens_per_block
         total = self.blocks(min(entry.prompt_len + entry.max_new_tokens, self.window) + self.bubble)
         held = entry.blocks_per_beam

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.micro_batch import MicroBatchScheduler
@@ -57,8 +57,8 @@ class Pool:
     reuse: bool = False
 
     def cache(self, slots: int) -> KvCacheManager:
-        geometry = CacheGeometry(self.tokens_per_block, self.max_seq_len, self.max_seq_len, self.sink)
-        return KvCacheManager(geometry, self.blocks, slots, reuse=ReuseRules(self.reuse))
+        attention_window = AttentionWindow(self.tokens_per_block, self.max_seq_len, self.max_seq_len, self.sink)
+        return KvCacheManager(attention_window, self.blocks, slots, reuse=ReuseRules(self.reuse))
 
 
 def capacity_timeline(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.policies import POLICY_CLASSES
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions

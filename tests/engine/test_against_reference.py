@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager, Sequence
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
@@ -54,8 +54,8 @@ def standings(draw) -> Standing:
     return Standing(prompt_len, max_new_tokens, position, generated, drafts, beam_width, lora, priority)
 
 
-geometries = st.builds(
-    CacheGeometry,
+attention_windows = st.builds(
+    AttentionWindow,
     tokens_per_block=st.integers(1, 6),
     attention_window=st.sampled_from([MAX_SEQ_LEN, MAX_SEQ_LEN, 12, 7]),
     max_seq_len=st.just(MAX_SEQ_LEN),
@@ -64,11 +64,13 @@ geometries = st.builds(
 )
 
 
-def stand_up(requests: list[Standing], geometry: CacheGeometry, spare: int) -> tuple[ActiveRequests, KvCacheManager]:
+def stand_up(
+    requests: list[Standing], attention_window: AttentionWindow, spare: int
+) -> tuple[ActiveRequests, KvCacheManager]:
     """The requests in the engine's own structures, in a pool with `spare` blocks besides those that they hold."""
-    roomy = KvCacheManager(geometry, 10_000, slots=len(requests))
+    roomy = KvCacheManager(attention_window, 10_000, slots=len(requests))
     _enter(requests, roomy)
-    cache = KvCacheManager(geometry, roomy.num_blocks - roomy.free_blocks + spare, slots=len(requests))
+    cache = KvCacheManager(attention_window, roomy.num_blocks - roomy.free_blocks + spare, slots=len(requests))
     return _enter(requests, cache), cache
 
 
@@ -129,11 +131,11 @@ def fitting_order(active: ActiveRequests, decision: CapacityDecision) -> list[in
     return ids(sorted(generation + decision.admitted, key=lambda request: request.order))
 
 
-def check_capacity(policy, requests, geometry, spare, limit, lora):
-    active, cache = stand_up(requests, geometry, spare)
+def check_capacity(policy, requests, attention_window, spare, limit, lora):
+    active, cache = stand_up(requests, attention_window, spare)
     plain = reference.Cache(
-        geometry.tokens_per_block, geometry.attention_window, MAX_SEQ_LEN, geometry.max_beam_width,
-        geometry.sink_token_length, cache.free_blocks,
+        attention_window.tokens_per_block, attention_window.size, MAX_SEQ_LEN, attention_window.max_beam_width,
+        attention_window.sink, cache.free_blocks,
     )  # fmt: skip
     expected = reference.POLICIES[policy](entries_of(active, cache), plain, reference.Limits(limit, *lora))
     decision = POLICY_CLASSES[policy](limit, LoraLimits(*lora)).schedule(active, cache)
@@ -145,7 +147,7 @@ def check_capacity(policy, requests, geometry, spare, limit, lora):
 
 capacity_cases = {
     "requests": st.lists(standings(), min_size=1, max_size=9),
-    "geometry": geometries,
+    "attention_window": attention_windows,
     "spare": st.integers(0, 25),
     "limit": st.integers(1, 10),
     "lora": st.sampled_from([(0, 0), (1, 1), (2, 5), (1, 3)]),
@@ -155,16 +157,16 @@ capacity_cases = {
 @pytest.mark.parametrize("policy", POLICY_CLASSES)
 @settings(max_examples=400)
 @given(**capacity_cases)
-def test_capacity_policies(policy, requests, geometry, spare, limit, lora):
-    check_capacity(policy, requests, geometry, spare, limit, lora)
+def test_capacity_policies(policy, requests, attention_window, spare, limit, lora):
+    check_capacity(policy, requests, attention_window, spare, limit, lora)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICY_CLASSES)
 @settings(max_examples=5_000)
 @given(**capacity_cases)
-def test_capacity_policies_at_length(policy, requests, geometry, spare, limit, lora):
-    check_capacity(policy, requests, geometry, spare, limit, lora)
+def test_capacity_policies_at_length(policy, requests, attention_window, spare, limit, lora):
+    check_capacity(policy, requests, attention_window, spare, limit, lora)
 
 
 batch_limits = st.builds(
@@ -181,7 +183,7 @@ def check_micro_batch(requests, policy, spare, limits, in_flight):
     if limits.chunking_policy is None:
         # Without chunking a prompt is computed at once.
         requests = [request for request in requests if request.position in (0, request.prompt_len)]
-    active, cache = stand_up(requests, CacheGeometry(4, MAX_SEQ_LEN, MAX_SEQ_LEN, max_beam_width=2), spare)
+    active, cache = stand_up(requests, AttentionWindow(4, MAX_SEQ_LEN, MAX_SEQ_LEN, max_beam_width=2), spare)
     decision = POLICY_CLASSES[policy](8).schedule(active, cache)
     entries = {entry.request_id: entry for entry in entries_of(active, cache)}
     order = fitting_order(active, decision)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.null import NullExecutor
@@ -57,7 +57,7 @@ def test_a_prompt_that_fills_its_blocks_shares_them_all():
 )
 def test_beams_use_the_blocks_that_were_reckoned_with(prompt_len, length, beam_width, size):
     config = limits(max_beam_width=4, tokens_per_block=size, max_num_tokens=40, max_input_len=39)
-    need = config.geometry.blocks_to_completion(prompt_len, length, 0, beam_width)
+    need = config.attention_window.blocks_to_completion(prompt_len, length, 0, beam_width)
     config = limits(
         max_beam_width=4, tokens_per_block=size, max_num_tokens=40, max_input_len=39, num_blocks=need
     )  # fmt: skip
@@ -67,7 +67,8 @@ def test_beams_use_the_blocks_that_were_reckoned_with(prompt_len, length, beam_w
     assert [record.cache.used_blocks for record in result.records] == [
         shared + (ceil_div(prompt_len + step, size) - shared) * beam_width for step in range(length)
     ]
-    assert result.records[0].cache.used_blocks == config.geometry.first_chunk_need(prompt_len, length, 0, beam_width)
+    need = config.attention_window.first_chunk_need(prompt_len, length, 0, beam_width)
+    assert result.records[0].cache.used_blocks == need
 
 
 def test_block_tables_name_shared_blocks_for_all_beams_and_private_ones_for_one():

@@ -61,8 +61,8 @@ def test_the_last_token_of_a_repeated_prompt_is_computed_again():
 
 @pytest.mark.parametrize("enable_overlap", [False, True])
 def test_a_block_filled_by_generation_is_findable_after_the_scheduling_of_the_next_iteration(enable_overlap):
-    """Three equal prompts of one block: the first token of request 0 completes the block, which is stored when iteration
-    1 is submitted. Request 1, which starts in iteration 1, does not find it yet; request 2 does."""
+    """Three equal prompts of one block: the first token of request 0 completes it, and it is stored when iteration 1 is
+    submitted. Request 1, which starts in iteration 1, does not find it yet; request 2 does."""
     requests = [request_of(index, [1, 2, 3, 4], 8) for index in range(3)]
     config = dataclasses.replace(CONFIG, enable_overlap=enable_overlap)
     run, _ = serve(config, [(0, request) for request in requests])

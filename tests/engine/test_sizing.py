@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.sizing import (
     WindowBlocks,
     blocks_of_memory,
@@ -135,15 +135,15 @@ def test_windows_stay_within_memory_but_for_the_last_block(sizes, memory, tokens
 
 @given(LENGTHS, LENGTHS, SINKS, LENGTHS, BLOCK_SIZES)
 def test_agrees_with_the_geometry_of_an_engine(prompt, output, sink, window, tokens_per_block):
-    geometry = CacheGeometry(tokens_per_block, window, prompt + output, sink)
-    expected = geometry.blocks_to_completion(prompt, output)
+    attention_window = AttentionWindow(tokens_per_block, window, prompt + output, sink)
+    expected = attention_window.blocks_to_completion(prompt, output)
     assert max_blocks(prompt, output, sink, window, 1, tokens_per_block) == expected
 
 
 @given(LENGTHS, LENGTHS, BEAMS, BLOCK_SIZES)
 def test_beams_agree_with_the_geometry_where_all_is_seen(prompt, output, beams, tokens_per_block):
-    geometry = CacheGeometry(tokens_per_block, prompt + output, prompt + output, max_beam_width=beams)
-    expected = geometry.blocks_to_completion(prompt, output, beam_width=beams)
+    attention_window = AttentionWindow(tokens_per_block, prompt + output, prompt + output, max_beam_width=beams)
+    expected = attention_window.blocks_to_completion(prompt, output, beam_width=beams)
     assert max_blocks(prompt, output, 0, prompt + output, beams, tokens_per_block) == expected
 
 

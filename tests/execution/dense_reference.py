@@ -1,11 +1,13 @@
 """The decoder once more, slow and plain: one sequence, float64, no cache, a mask for each layer written out."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.weights import random_weights
+from ifbbench.model.weights import ModelWeights, random_weights
 
 
 def mask_of(length: int, size: int, sink: int) -> Tensor:
@@ -17,9 +19,14 @@ def mask_of(length: int, size: int, sink: int) -> Tensor:
     return mask
 
 
+@cache
+def _weights(config: ModelConfig, seed: int) -> ModelWeights:
+    return random_weights(config, seed, torch.device("cpu"), torch.float64)
+
+
 def dense_logits(config: ModelConfig, seed: int, tokens: list[int], windows: list[tuple[int, int]]) -> Tensor:
     """Logits [tokens, vocabulary] of the decoder with random weights of `seed`. windows: size and sink of each."""
-    weights = random_weights(config, seed, torch.device("cpu"), torch.float64)
+    weights = _weights(config, seed)
     hidden = weights.embedding[torch.tensor(tokens)]
     length, size = len(tokens), config.head_dim
 

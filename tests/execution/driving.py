@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import (
@@ -131,7 +131,7 @@ class Driver:
         self.padded = False
         self.copies: tuple[BlockCopy, ...] = ()
         self.window_tables: tuple[NDArray[np.int32], ...] = ()
-        self.geometry = CacheGeometry(executor.tokens_per_block, 2**40, 2**40)
+        self.attention_window = AttentionWindow(executor.tokens_per_block, 2**40, 2**40)
         self.iteration = 0
         self.under_way: deque[tuple[tuple[ContextChunk, ...], list[FakeRequest]]] = deque()
 
@@ -222,7 +222,7 @@ class Driver:
         if request.beam_width == 1:
             return
         place, size = self._place(request.prompt_len), self.executor.tokens_per_block
-        shared = place // size if place == request.prompt_len + self.geometry.bubble else own.shape[1]
+        shared = place // size if place == request.prompt_len + self.attention_window.bubble else own.shape[1]
         self.tables[request.slot, 1:, :shared] = self.tables[request.slot, 0, :shared]
         if place % size:
             self.tables[request.slot, :, place // size] = own[:, place // size]
@@ -230,16 +230,12 @@ class Driver:
     def _write_over(self, request: FakeRequest) -> None:
         """A shared block that the window has come round to is shared no longer."""
         block = self._place(request.num_cached) // self.executor.tokens_per_block
-        if request.num_cached + self.geometry.bubble >= self.geometry.capacity:
+        if request.num_cached + self.attention_window.bubble >= self.attention_window.capacity:
             self.tables[request.slot, :, block] = self.own_blocks[request.slot, :, block]
 
     def _place(self, position: int) -> int:
-        """Where a position behind the sink tokens lies, as blocks are allocated."""
-        geometry = self.geometry
-        first, registered = geometry.sink_token_length + geometry.bubble, position + geometry.bubble
-        if registered < geometry.capacity:
-            return registered
-        return first + (registered - first) % (geometry.capacity - first)
+        """Where a position behind the sink tokens is stored."""
+        return int(self.attention_window.places(np.array(position)))
 
     def _chunk(self, request: FakeRequest, largest: int | None) -> int:
         left = request.prompt_len - request.computed
@@ -271,10 +267,10 @@ def layout_driver(
 ) -> Driver:
     """A driver over a fresh executor with the cache `layout`; each window has blocks for `num_slots` sequences."""
     first, *others = layout.windows
-    max_beams = first.geometry.max_beam_width
+    max_beams = first.attention_window.max_beam_width
     executor = ModelExecutor(model, num_slots, 0, 0, layout=layout, kv_cache_dtype=kv_cache_dtype)
     driver = Driver(executor, num_slots, first.num_blocks, seed, max_beams)
-    driver.geometry = first.geometry
+    driver.attention_window = first.attention_window
     driver.window_tables = tuple(
         driver.random.permutation(window.num_blocks).astype(np.int32)[: window.num_blocks // num_slots * num_slots]
         .reshape(num_slots, 1, -1) for window in others

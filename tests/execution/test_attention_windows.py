@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.engine.sampling_params import OutputOptions
+from ifbbench.engine.request import Request
+from ifbbench.engine.sampling_params import GREEDY, NO_STOP_CONDITIONS, OutputOptions
+from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
+from tests.engine.engine import Loop
 from tests.execution.dense_reference import dense_logits
 from tests.execution.driving import CPU, Driver, FakeRequest, RecordingModel, layout_driver, requests_of
 
@@ -35,9 +40,9 @@ def window_of(
     size: int, sink: int = 0, tokens_per_block: int = 4, is_cyclic: bool = True, layers: tuple[int, ...] = ALL_LAYERS,
     max_beams: int = 1,
 ) -> WindowLayout:
-    geometry = CacheGeometry(tokens_per_block, size, LONGEST, sink, max_beams, is_cyclic=is_cyclic)
-    blocks = SLOTS * max_beams * geometry.max_blocks_per_sequence
-    return WindowLayout(layers, geometry, blocks)
+    attention_window = AttentionWindow(tokens_per_block, size, LONGEST, sink, max_beams, is_cyclic=is_cyclic)
+    blocks = SLOTS * max_beams * attention_window.max_blocks_per_sequence
+    return WindowLayout(layers, attention_window, blocks)
 
 
 def asking_requests(lengths: list[tuple[int, int]], beam_width: int = 1) -> list[FakeRequest]:
@@ -134,11 +139,67 @@ def test_beams_in_cyclic_blocks_are_those_in_linear_ones(model: LlamaModel, size
     assert finals[0] != [[beam.tokens.tolist() for beam in request.search.final()] for request in unlimited]
 
 
+def dense_beams(prompt: list[int], num_outputs: int, beam_width: int, window: tuple[int, int]) -> list[list[int]]:
+    """The beams that a search finds with the logits of the dense decoder."""
+    search = BeamSearch(beam_width, GREEDY, NO_STOP_CONDITIONS, num_outputs)
+    running: list[list[int]] = [[]]
+    while not search.over:
+        logits = [dense_logits(SMALL, SEED, prompt + tokens, [window] * 3)[-1] for tokens in running]
+        scores = torch.stack(logits).log_softmax(-1) + torch.tensor(search.scores).double()[:, None]
+        best = scores.flatten().sort(descending=True, stable=True)
+        places, values = best.indices[: 2 * beam_width].numpy(), best.values[: 2 * beam_width].numpy()
+        tokens, beams = places % SMALL.vocab_size, places // SMALL.vocab_size
+        search.advance(tokens, beams, values, is_last=search.num_tokens + 1 == num_outputs)
+        chosen = zip(search.parents.tolist(), search.tokens.tolist(), strict=True)
+        running = [[*running[parent], token] for parent, token in chosen]
+    return [beam.tokens.tolist() for beam in search.final()]
+
+
+@pytest.mark.parametrize(
+    ("size", "sink", "lengths"),
+    [
+        # Prompts that end within the window, fill its capacity (with a block to spare for beams) or wrap in it.
+        (13, 0, [(6, 24), (16, 8), (17, 9), (30, 12)]),
+        (13, 3, [(2, 20), (15, 8), (16, 9), (29, 12)]),
+    ],
+)  # fmt: skip
+def test_beams_in_the_blocks_of_the_engine_are_those_of_a_dense_decoder(
+    model: LlamaModel, size: int, sink: int, lengths: list[tuple[int, int]]
+) -> None:
+    beam_width = 2
+    attention_window = AttentionWindow(4, size, LONGEST, sink, beam_width)
+    # Room for one request and a little more: blocks bind, and max_utilization pauses.
+    layout = WindowLayout(ALL_LAYERS, attention_window, beam_width * attention_window.max_blocks_per_sequence + 4)
+    random = np.random.default_rng(size + sink)
+    prompts = [random.integers(0, SMALL.vocab_size, length).astype(np.int32) for length, _ in lengths]
+    expected = [
+        dense_beams(prompt.tolist(), new_tokens, beam_width, (size, sink))
+        for prompt, (_, new_tokens) in zip(prompts, lengths, strict=True)
+    ]
+    for policy in ("guaranteed_no_evict", "max_utilization"):
+        config = BatchingConfig(
+            policy, max_batch_size=3, max_num_tokens=64, max_seq_len=LONGEST, max_input_len=LONGEST - 1,
+            tokens_per_block=4, num_blocks=layout.num_blocks, max_beam_width=beam_width, chunk_unit=4,
+            windows=(layout,),
+        )  # fmt: skip
+        executor = ModelExecutor(model, config.num_slots, 0, 0, layout=CacheLayout((layout,)))
+        requests = [
+            Request(index, len(prompt), new_tokens, prompt_tokens=prompt, beam_width=beam_width, index=index)
+            for index, (prompt, (_, new_tokens)) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        run = Loop(config, [(0, request) for request in requests], executor).run(
+            lambda manager, record: manager.kv_cache.check_consistency()
+        )
+        assert run.manager.kv_cache.free_blocks == layout.num_blocks
+        found = [[beam.tolist() for beam in run.final(request).tokens] for request in requests]
+        assert found == expected, policy
+
+
 def test_long_prompts_are_tiled() -> None:
     config = ModelConfig(97, 32, 1, 4, 2, 8, 48, 2048)
     model = LlamaModel(config, random_weights(config, SEED, CPU, torch.float32))
-    geometry = CacheGeometry(16, 100, 1500, 5)
-    layout = CacheLayout((WindowLayout((0,), geometry, 2 * geometry.max_blocks_per_sequence),))
+    attention_window = AttentionWindow(16, 100, 1500, 5)
+    layout = CacheLayout((WindowLayout((0,), attention_window, 2 * attention_window.max_blocks_per_sequence),))
     requests = requests_of([(1201, 3), (900, 3)], 97)
     for request in requests:
         request.options = ALL_NUMBERS

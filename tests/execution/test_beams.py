@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ifbbench.engine.batch import Batch, BeamInputs, StepOutputs
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.beams import STAND_IN_SCORE, best_candidates, rows_to_copy
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.model.attention_window import AttentionWindow
 from tests.execution.driving import FakeRequest, driver_of, requests_of
 from tests.execution.transformers_reference import Reference, checkpoint, reference_logits
 
@@ -138,9 +138,9 @@ def test_copies_leave_out_what_a_window_hides() -> None:
     batch = Batch(0, (), np.zeros(1, np.int32), np.array([20], np.int32), tables, 2, beams, 4)
     # The next query, at position 20, sees the sink positions 0 to 2 and 16 to 20; position 0 is shared, and with the
     # bubble position 1 may be private.
-    _, linear = rows_to_copy(batch, tables, AttentionWindow(4, 8, 3, 1))
+    _, linear = rows_to_copy(batch, tables, AttentionWindow(4, 8, sink=3, is_cyclic=False))
     assert linear.tolist() == [1, 2, 17, 18, 19, 20]
-    _, cyclic = rows_to_copy(batch, tables, AttentionWindow(4, 8, 3, 1, 13))
+    _, cyclic = rows_to_copy(batch, tables, AttentionWindow(4, 8, sink=3, max_beam_width=2))
     assert cyclic.tolist() == [1, 2, 8, 9, 10, 11]
 
 

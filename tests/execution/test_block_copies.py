@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution.block_copies import independent_runs, run_copies
 from ifbbench.model.kv_cache import PagedKvCache
@@ -78,8 +78,8 @@ def test_host_copies_need_host_blocks() -> None:
 
 def driver_with_host(model: LlamaModel) -> Driver:
     """Two windows, of layers 0 and 2 and of layer 1; slots of ten blocks and a host pool in each."""
-    geometry = CacheGeometry(SIZE, 40, 40)
-    windows = (WindowLayout((0, 2), geometry, 30, 10), WindowLayout((1,), geometry, 30, 10))
+    attention_window = AttentionWindow(SIZE, 40, 40)
+    windows = (WindowLayout((0, 2), attention_window, 30, 10), WindowLayout((1,), attention_window, 30, 10))
     return layout_driver(model, CacheLayout(windows), 3)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.model.contiguous_cache import ContiguousKvCache
 from ifbbench.model.llama import LlamaModel
@@ -23,9 +23,9 @@ def model() -> LlamaModel:
 
 def driver_of(model: LlamaModel, is_contiguous: bool, window: int = LONGEST, sink: int = 0, beams: int = 1) -> Driver:
     """In a contiguous cache, the block tables say nothing."""
-    geometry = CacheGeometry(SIZE, window, LONGEST, sink, beams, is_cyclic=False)
-    num_blocks = SLOTS * beams * geometry.max_blocks_per_sequence
-    layout = CacheLayout((WindowLayout((0, 1, 2), geometry, num_blocks),), is_contiguous)
+    attention_window = AttentionWindow(SIZE, window, LONGEST, sink, beams, is_cyclic=False)
+    num_blocks = SLOTS * beams * attention_window.max_blocks_per_sequence
+    layout = CacheLayout((WindowLayout((0, 1, 2), attention_window, num_blocks),), is_contiguous)
     driver = layout_driver(model, layout, SLOTS)
     if is_contiguous:
         driver.own_blocks = np.full((SLOTS, beams, LONGEST // SIZE), -5, np.int32)
@@ -68,6 +68,6 @@ def test_shape(model: LlamaModel) -> None:
 
 
 def test_a_contiguous_cache_has_no_host_blocks(model: LlamaModel) -> None:
-    window = WindowLayout((0, 1, 2), CacheGeometry(SIZE, LONGEST, LONGEST), 9, num_host_blocks=1)
+    window = WindowLayout((0, 1, 2), AttentionWindow(SIZE, LONGEST, LONGEST), 9, num_host_blocks=1)
     with pytest.raises(ValueError, match="no host blocks"):
         layout_driver(model, CacheLayout((window,), is_contiguous=True), SLOTS)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ifbbench.config import RunConfig
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build
 from ifbbench.execution.data_types import KV_CACHE_DTYPES
@@ -44,7 +44,7 @@ def test_logits_are_near_those_of_a_full_cache(
     model = LlamaModel(SMALL, random_weights(SMALL, 3, CPU, torch.float32))
     logits = []
     for stored in (None, dtype):
-        layout = CacheLayout((WindowLayout((0, 1, 2), CacheGeometry(4, window, 80), 60),), is_contiguous)
+        layout = CacheLayout((WindowLayout((0, 1, 2), AttentionWindow(4, window, 80), 60),), is_contiguous)
         requests = asking_requests([(37, 2), (50, 2)])
         layout_driver(model, layout, 3, kv_cache_dtype=stored).run(requests, largest_chunk=9)
         found = [torch.from_numpy(request.numbers.context_logits) for request in requests]
@@ -55,7 +55,7 @@ def test_logits_are_near_those_of_a_full_cache(
 
 def test_host_blocks_hold_what_the_device_holds() -> None:
     model = LlamaModel(SMALL, random_weights(SMALL, 3, CPU, torch.float32))
-    layout = CacheLayout((WindowLayout((0, 1, 2), CacheGeometry(4, 80, 80), 60, num_host_blocks=2),))
+    layout = CacheLayout((WindowLayout((0, 1, 2), AttentionWindow(4, 80, 80), 60, num_host_blocks=2),))
     driver = layout_driver(model, layout, 3, kv_cache_dtype=torch.float8_e4m3fn)
     (request,) = asking_requests([(4, 1)])
     request.slot = 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
@@ -19,8 +19,8 @@ LENGTHS = [(5, 20), (40, 12), (1, 15), (8, 9), (7, 7)]
 
 
 def layout_of(is_cyclic: bool, window: int = WINDOW) -> CacheLayout:
-    geometry = CacheGeometry(4, window, 60, is_cyclic=is_cyclic)
-    return CacheLayout((WindowLayout((0, 1, 2), geometry, 60),))
+    attention_window = AttentionWindow(4, window, 60, is_cyclic=is_cyclic)
+    return CacheLayout((WindowLayout((0, 1, 2), attention_window, 60),))
 
 
 @pytest.mark.parametrize("is_cyclic", [True, False])
@@ -54,7 +54,8 @@ def test_the_models_window_is_kept_without_being_told(tmp_path: Path) -> None:
     (window,) = ModelExecutor(model, 1, 20, 4)._cache.windows
     assert window.rule.size == WINDOW
     (window,) = ModelExecutor(model, 1, 20, 4, max_seq_len=WINDOW)._cache.windows
-    assert window.rule.is_straight(torch.arange(500).numpy()).all()
+    assert not window.rule.is_limited
+    assert window.rule.is_straight(torch.arange(WINDOW + 1).numpy()).all()
 
 
 def test_a_layout_cannot_widen_the_models_window(tmp_path: Path) -> None:

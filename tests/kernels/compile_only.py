@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from ifbbench.kernels.attention_parts import EVERYTHING, Window
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.kernels.attention_parts import EVERYTHING
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
 from ifbbench.kernels.log_probs import log_probs_of
@@ -110,7 +111,7 @@ def instead_of_launches(compiler: Compiler) -> Iterator[None]:
 
 
 def attention(capability: int, dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None,
-              window: Window = EVERYTHING) -> None:  # fmt: skip
+              window: AttentionWindow = EVERYTHING) -> None:  # fmt: skip
     """Both attention kernels and the write, for 8 query heads on 2 KV heads."""
     major_minor = divmod(capability, 10)
     heads = torch.zeros((4, 12, head_size), dtype=dtype)
@@ -159,7 +160,7 @@ def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, ob
 
     for dtype, size in product((torch.bfloat16, torch.float32), head_sizes):
         yield from case(f"{dtype}, head size {size}", partial(attention, capability, dtype, size))
-    window = Window(size=4096, sink=4, bubble=28, capacity=4128)
+    window = AttentionWindow(32, size=4100, sink=4)
     yield from case("window", partial(attention, capability, torch.bfloat16, 128, window=window))
     if capability >= FIRST_WITH_FP8:
         yield from case("fp8", partial(eight_bits, capability))

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.attention_parts import Window
-from ifbbench.model.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 
 SPARE_BLOCKS = 2
 
@@ -63,12 +62,6 @@ class Scene:
         self.key_cache, self.value_cache = (cache.to(self.device) for cache in caches)
         self.block_tables = torch.from_numpy(self.tables).to(self.device)
         self.expected = torch.cat(expected) if expected else torch.empty(0)
-
-    @property
-    def window(self) -> Window:
-        """The rule as kernels want it."""
-        size = self.rule.size if self.rule.size < UNLIMITED else None
-        return Window(size, self.rule.sink, self.rule.bubble, self.rule.capacity)
 
     @property
     def spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 import torch
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.context_attention import context_attention, context_attention_twin, plan_tiles
 from ifbbench.kernels.launch import SMALLEST_DOT, KernelError
 from ifbbench.kernels.tiles import AttentionTiles
-from ifbbench.model.attention_window import AttentionWindow
 from tests.kernels.comparing import DTYPES, assert_close
 from tests.kernels.scenes import Heads, Scene
 
 SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
 ALL = AttentionWindow(tokens_per_block=8)
 WINDOWS = {
-    "linear": AttentionWindow(tokens_per_block=8, size=11),
-    "linear with sinks": AttentionWindow(tokens_per_block=8, size=12, sink=3, bubble=5),
-    "cyclic": AttentionWindow(tokens_per_block=8, size=11, capacity=13),
-    "cyclic with sinks": AttentionWindow(tokens_per_block=8, size=13, sink=3, bubble=5, capacity=18),
-    "sinks of whole blocks": AttentionWindow(tokens_per_block=8, size=20, sink=8, capacity=24),
+    "linear": AttentionWindow(tokens_per_block=8, size=11, is_cyclic=False),
+    "linear with sinks": AttentionWindow(tokens_per_block=8, size=12, sink=3, is_cyclic=False),
+    "cyclic": AttentionWindow(tokens_per_block=8, size=11),
+    "cyclic with sinks": AttentionWindow(tokens_per_block=8, size=13, sink=3),
+    "sinks of whole blocks": AttentionWindow(tokens_per_block=8, size=20, sink=8, max_beam_width=2),
 }
 
 
@@ -28,8 +28,8 @@ def check(scene: Scene, shape: AttentionTiles = SMALL) -> None:
     tiles = torch.from_numpy(plan_tiles(*scene.spans, shape.rows // group)).to(scene.device)
     inputs = (scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables, tiles)
     by_kernel, by_twin = scene.poisoned_output(), scene.poisoned_output()
-    context_attention(*inputs, by_kernel, shape, window=scene.window)
-    context_attention_twin(*inputs, by_twin, window=scene.window)
+    context_attention(*inputs, by_kernel, shape, window=scene.rule)
+    context_attention_twin(*inputs, by_twin, window=scene.rule)
     for output in (by_kernel, by_twin):
         assert_close(output[:-1], scene.expected, scene.dtype)
         assert output[-1].isnan().all()

@@ -13,7 +13,7 @@ from ifbbench.api import engine as engine_module
 from ifbbench.api.engine import build_engine, warm_up
 from ifbbench.api.generate import generate
 from ifbbench.config import RunConfig
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
@@ -77,8 +77,8 @@ def test_graphs_give_the_same_tokens(model: KernelLlama, device: torch.device) -
 
 @pytest.mark.parametrize("is_cyclic", [True, False])
 def test_graphs_with_windows(model: KernelLlama, device: torch.device, is_cyclic: bool) -> None:
-    geometry = CacheGeometry(8, 14, 48, sink_token_length=3, is_cyclic=is_cyclic)
-    layout = CacheLayout((WindowLayout((0,), geometry, 3 * geometry.max_blocks_per_sequence + 2),))
+    attention_window = AttentionWindow(8, 14, 48, sink=3, is_cyclic=is_cyclic)
+    layout = CacheLayout((WindowLayout((0,), attention_window, 3 * attention_window.max_blocks_per_sequence + 2),))
     expected = outputs_with(layout_driver(model, layout, 3), None)
     for record in recorders(device):
         assert outputs_with(layout_driver(model, layout, 3), record) == expected

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.generation_attention import generation_attention, generation_attention_twin
 from ifbbench.kernels.launch import SMALLEST_DOT
 from ifbbench.kernels.tiles import AttentionTiles
-from ifbbench.model.attention_window import AttentionWindow
 from tests.kernels.comparing import DTYPES, assert_close
 from tests.kernels.scenes import Heads, Scene
 from tests.kernels.test_context_attention import ALL, WINDOWS
@@ -29,8 +29,8 @@ def check(scene: Scene, num_splits: int = 1, shape: AttentionTiles = SMALL) -> N
     queries = scene.queries[:-1][order.to(scene.device)]
     inputs = (queries, scene.key_cache, scene.value_cache, scene.block_tables, table_rows, lengths)
     by_kernel, by_twin = (scene.poisoned_output()[:-1] for _ in range(2))
-    generation_attention(*inputs, by_kernel, shape, num_splits, window=scene.window)
-    generation_attention_twin(*inputs, by_twin, window=scene.window)
+    generation_attention(*inputs, by_kernel, shape, num_splits, window=scene.rule)
+    generation_attention_twin(*inputs, by_twin, window=scene.rule)
     for output in (by_kernel, by_twin):
         assert_close(output, scene.expected[order], scene.dtype)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.kernels.fp8_rows import FP8
@@ -71,9 +71,9 @@ def test_other_families(changes: dict[str, Any], device: torch.device) -> None:
 def layout_of(
     *, is_contiguous: bool = False, is_cyclic: bool = True, sink: int = 0, beams: int = 1, layers: int = 1
 ) -> CacheLayout:
-    geometry = CacheGeometry(8, 14, 48, sink_token_length=sink, max_beam_width=beams, is_cyclic=is_cyclic)
-    num_blocks = 3 * beams * geometry.max_blocks_per_sequence + 2
-    return CacheLayout((WindowLayout(tuple(range(layers)), geometry, num_blocks),), is_contiguous)
+    attention_window = AttentionWindow(8, 14, 48, sink=sink, max_beam_width=beams, is_cyclic=is_cyclic)
+    num_blocks = 3 * beams * attention_window.max_blocks_per_sequence + 2
+    return CacheLayout((WindowLayout(tuple(range(layers)), attention_window, num_blocks),), is_contiguous)
 
 
 @pytest.mark.parametrize("layout", [

@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 import torch
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.tiles import AttentionTiles
 from ifbbench.model.attention_plan import QuerySpans
-from ifbbench.model.attention_window import AttentionWindow
-from ifbbench.model.paged_batch import KernelShapes, blocks_used, plan_paged_batch
+from ifbbench.model.paged_batch import KernelShapes, plan_paged_batch
 
 SHAPES = KernelShapes(AttentionTiles(16, 16, 4, 1), AttentionTiles(16, 16, 4, 1), 2, 1, 1)
-RULES = [AttentionWindow(8), AttentionWindow(8, size=14, sink=3, bubble=5),
-         AttentionWindow(8, size=14, sink=3, bubble=5, capacity=24)]  # fmt: skip
+RULES = [AttentionWindow(8), AttentionWindow(8, size=14, sink=3, is_cyclic=False),
+         AttentionWindow(8, size=14, sink=3)]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["all", "window", "cyclic window"])
 @pytest.mark.parametrize("longest", [1, 3, 8, 9, 17, 40])
 def test_no_token_lies_beyond_the_blocks_that_are_used(rule: AttentionWindow, longest: int) -> None:
-    used = blocks_used(np.array([1, longest]), rule)
+    used = rule.blocks_used(longest)
     last_place = int(rule.places(np.arange(longest)).max())
     assert last_place // 8 < used <= last_place // 8 + 1 + (rule.bubble > 0)
 
@@ -31,4 +31,4 @@ def test_wide_tables_are_cut_to_the_longest_sequence(device: torch.device) -> No
 
 
 def test_a_batch_of_nobody_uses_no_blocks() -> None:
-    assert blocks_used(np.empty(0, np.int64), RULES[0]) == 0
+    assert RULES[0].blocks_used(0) == 0

@@ -209,6 +209,8 @@ def test_the_same_with_recorded_prompts(policy: str, pool: str, way: str, trace:
         {"max_attention_window": "14", "sink_token_len": 5},
         {"max_attention_window": "12,999"},
         {"max_attention_window": "12,31,17", "sink_token_len": 3},
+        {"max_attention_window": "14", "sink_token_len": 5, "beam_width": 3, "max_tokens_in_paged_kvcache": 480},
+        {"max_attention_window": "12,31,17", "sink_token_len": 3, "beam_width": 2},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

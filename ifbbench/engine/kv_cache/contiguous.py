@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCounters
 from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import NO_REUSE
 from ifbbench.engine.kv_cache.sequence import KnownTokens
 from ifbbench.engine.request import Request
@@ -21,11 +21,11 @@ class ContiguousCache:
     max_beam_width: each beam has memory of its own.
     """
 
-    def __init__(self, geometry: CacheGeometry, slots: int) -> None:
-        self.geometry = geometry
+    def __init__(self, attention_window: AttentionWindow, slots: int) -> None:
+        self.attention_window = attention_window
         self.reuse = NO_REUSE
         self.registered: Rows = np.zeros(slots, np.int64)
-        self.block_tables: IntArray = np.zeros((slots, geometry.max_beam_width, 1), np.int32)
+        self.block_tables: IntArray = np.zeros((slots, attention_window.max_beam_width, 1), np.int32)
         self.window_tables: tuple[IntArray, ...] = ()
         self.counters = BlockCounters()
         self.free_blocks = self.num_used = self.num_blocks = 0
@@ -35,11 +35,11 @@ class ContiguousCache:
     @property
     def places(self) -> int:
         """Tokens that the whole cache has room for."""
-        return self._slots * self.geometry.max_beam_width * self.geometry.max_seq_len
+        return self._slots * self.attention_window.max_beam_width * self.attention_window.max_seq_len
 
     @property
     def held_places(self) -> int:
-        return sum(self._beams.values()) * self.geometry.max_seq_len
+        return sum(self._beams.values()) * self.attention_window.max_seq_len
 
     @property
     def filled_places(self) -> int:
@@ -75,7 +75,7 @@ class ContiguousCache:
 
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
         self._beams[request.slot] = request.beam_width
-        self.registered[request.slot] = request.prompt_len + self.geometry.bubble
+        self.registered[request.slot] = request.prompt_len + self.attention_window.bubble
         return 0
 
     def add_tokens(self, rows: Rows) -> None:

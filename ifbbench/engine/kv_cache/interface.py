@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCounters
 from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
 from ifbbench.engine.kv_cache.steps_ahead import StepsAhead
 from ifbbench.engine.request_table import IntArray
@@ -38,7 +38,7 @@ class KvCache(Protocol):
     reuse: ReuseRules
 
     @property
-    def geometry(self) -> CacheGeometry: ...
+    def attention_window(self) -> AttentionWindow: ...
 
     @property
     def free_blocks(self) -> BlockCount:

@@ -3,8 +3,8 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import Blocks
-from ifbbench.engine.kv_cache.geometry import ceil_div
 from ifbbench.engine.kv_cache.sequence import KnownTokens, Sequence
 from ifbbench.engine.kv_cache.token_keys import BlockKey, block_ranges
 

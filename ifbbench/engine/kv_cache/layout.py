@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLayout:
     """The layers that share an attention window, and their blocks.
 
-    layers: their indices in the model. geometry: block size, window, sink tokens and where positions lie.
+    layers: their indices in the model. attention_window: block size, window, sink tokens and where positions lie.
     num_blocks, num_host_blocks: blocks in device and host memory.
     """
 
     layers: tuple[int, ...]
-    geometry: CacheGeometry
+    attention_window: AttentionWindow
     num_blocks: int
     num_host_blocks: int = 0
 

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.blocks import BlockCounters, Blocks, OutOfBlocks
 from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.geometry import CacheGeometry, ceil_div
 from ifbbench.engine.kv_cache.known_prefixes import MissingBlock
 from ifbbench.engine.kv_cache.plain_blocks import PlainBlocks
 from ifbbench.engine.kv_cache.release_plan import ReleasePlan
@@ -37,22 +37,22 @@ class KvCacheManager:
     """
 
     def __init__(
-        self, geometry: CacheGeometry, num_blocks: int, slots: int, num_host_blocks: int = 0,
+        self, attention_window: AttentionWindow, num_blocks: int, slots: int, num_host_blocks: int = 0,
         reuse: ReuseRules = NO_REUSE,
     ) -> None:
-        self.geometry = geometry
+        self.attention_window = attention_window
         remembers = reuse.enabled or num_host_blocks
         self.blocks = (
-            Blocks(num_blocks, num_host_blocks, geometry.tokens_per_block)
+            Blocks(num_blocks, num_host_blocks, attention_window.tokens_per_block)
             if remembers
-            else PlainBlocks(num_blocks, geometry.tokens_per_block)
+            else PlainBlocks(num_blocks, attention_window.tokens_per_block)
         )
         self.reuse = reuse
         self.registered = np.zeros(slots, np.int64)
         self.blocks_held = np.zeros(slots, np.int64)
-        shape = (slots, geometry.max_beam_width, geometry.max_blocks_per_sequence)
+        shape = (slots, attention_window.max_beam_width, attention_window.max_blocks_per_sequence)
         self.block_tables: IntArray = np.zeros(shape, np.int32)
-        self._window = WindowCache(geometry, self.blocks, reuse)
+        self._window = WindowCache(attention_window, self.blocks, reuse)
         self._searches: dict[int, MissingBlock] = {}
         # Of each slot's request: the most tokens it may register, and the blocks that it may still take.
         self._limit = np.zeros(slots, np.int64)
@@ -60,8 +60,8 @@ class KvCacheManager:
         self._beam_width = np.ones(slots, np.int64)
         self._filled = 0
         # The arithmetic of most sequences, which have one beam and a place for each token.
-        self._size, self._bubble = geometry.tokens_per_block, geometry.bubble
-        self._longest_simple = geometry.kept_tokens + geometry.temporary_window
+        self._size, self._bubble = attention_window.tokens_per_block, attention_window.bubble
+        self._longest_simple = attention_window.kept_tokens + attention_window.temporary
 
     @property
     def free_blocks(self) -> int:
@@ -95,20 +95,24 @@ class KvCacheManager:
         """Blocks that `request` takes in its next context chunk: all of its prompt's, or none past the first chunk."""
         if not request.is_first_chunk:
             return 0
-        need = self.geometry.first_chunk_need(
+        need = self.attention_window.first_chunk_need(
             request.prompt_len, request.max_new_tokens, request.num_draft_tokens, request.beam_width
         )
         return need + self._more_for_beams(request)
 
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         """Blocks that each of the generation requests in `rows` takes in its next step."""
-        if self.geometry.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
+        if self.attention_window.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
             registered = self.registered[rows]
-            starts_block = registered % self.geometry.tokens_per_block == 0
-            may_grow = registered < np.minimum(self._limit[rows], self.geometry.capacity)
+            starts_block = registered % self.attention_window.tokens_per_block == 0
+            may_grow = registered < np.minimum(self._limit[rows], self.attention_window.capacity)
             needs: Rows = (starts_block & may_grow).astype(np.int64)
             return needs
-        return self.geometry.step_needs(self.registered[rows], self._limit[rows], draft_tokens, self._beam_width[rows])
+        registered, limit = self.registered[rows], self._limit[rows]
+        needs = self.attention_window.step_needs(registered, limit, draft_tokens, self._beam_width[rows])
+        for number in np.flatnonzero((registered >= self.attention_window.capacity) & (registered < limit)).tolist():
+            needs[number] = self._overwrite_need(int(rows[number]))
+        return needs
 
     def counted(self, blocks: Rows) -> int:
         """A number, or a sum of numbers, of `step_needs`."""
@@ -121,8 +125,8 @@ class KvCacheManager:
             return ceil_div(length + reserved + self._bubble, self._size)
         if request.slot in self.sequences:
             held = int(self.blocks_held[request.slot])
-            return self.geometry.blocks_to_completion(length, reserved, held, beams)
-        return self.geometry.blocks_to_completion(length, reserved, 0, beams) + self._more_for_beams(request)
+            return self.attention_window.blocks_to_completion(length, reserved, held, beams)
+        return self.attention_window.blocks_to_completion(length, reserved, 0, beams) + self._more_for_beams(request)
 
     def reserved_blocks(self, rows: Rows) -> int:
         """Blocks that the generation requests in `rows` together may still take."""
@@ -158,7 +162,7 @@ class KvCacheManager:
             may_look_up=not request.options.return_context_logits,
         )  # fmt: skip
         self._blocks_to_come[request.slot] = self.blocks_to_completion(request)
-        self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.geometry.bubble
+        self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.attention_window.bubble
         return reused
 
     def add_sequence(
@@ -171,27 +175,28 @@ class KvCacheManager:
         Raises OutOfBlocks, having taken nothing, when too few are free; ValueError when `slot` is taken."""
         reused = self._window.add(slot, prompt_len, beam_width, known, retention, may_look_up)
         self._enter(slot, beam_width)
-        self.registered[slot] = prompt_len + self.geometry.bubble
-        self._filled += min(prompt_len + self.geometry.bubble, self.geometry.capacity)
+        self.registered[slot] = prompt_len + self.attention_window.bubble
+        self._filled += min(prompt_len + self.attention_window.bubble, self.attention_window.capacity)
         self._limit[slot] = NO_LIMIT
         return reused
 
     def add_blocks(self, slot: int, count: int, beam_width: int, share_last: bool) -> None:
         """Give `slot` a sequence of `count` blocks, shared by its beams except the last one unless `share_last`."""
-        self._window.add_blocks(slot, count, beam_width, share_last)
+        private = range(count, count) if share_last else range(count - 1, count)
+        self._window.add_blocks(slot, count, beam_width, private)
         self._enter(slot, beam_width)
 
     def add_tokens(self, rows: Rows) -> None:
         """Register one more token in each of `rows`, taking a block for each beam where the token starts one.
 
         Beyond the window's capacity blocks are used cyclically."""
-        geometry = self.geometry
+        attention_window = self.attention_window
         registered = self.registered[rows]
-        starts_block = registered % geometry.tokens_per_block == 0
-        if geometry.kept_tokens >= geometry.max_seq_len:
+        starts_block = registered % attention_window.tokens_per_block == 0
+        if attention_window.kept_tokens >= attention_window.max_seq_len:
             growing, within = rows[starts_block], len(rows)
         else:
-            is_within = registered < geometry.capacity
+            is_within = registered < attention_window.capacity
             growing, within = rows[starts_block & is_within], int(is_within.sum())
         if len(growing):
             self.grow(growing)
@@ -201,7 +206,7 @@ class KvCacheManager:
 
     def steps_ahead(self, rows: Rows) -> StepsAhead | None:
         """The next steps of the generation requests in `rows`; None where they are not known beforehand."""
-        return StepsAhead(self, rows) if self.geometry.max_beam_width == 1 else None
+        return StepsAhead(self, rows) if self.attention_window.max_beam_width == 1 else None
 
     def register(self, rows: Rows, registered: Rows, new: int) -> None:
         """The sequences in `rows` have `registered` tokens now, `new` more in all than before, each in a place of its
@@ -211,9 +216,9 @@ class KvCacheManager:
 
     def remove_token(self, slot: int) -> None:
         """Take back the newest token (a rejected draft); its block, if now empty, is the next to be handed out."""
-        self._filled -= int(self.registered[slot] <= self.geometry.capacity)
+        self._filled -= int(self.registered[slot] <= self.attention_window.capacity)
         self.registered[slot] -= 1
-        if self.registered[slot] % self.geometry.tokens_per_block == 0:
+        if self.registered[slot] % self.attention_window.tokens_per_block == 0:
             self._window.shrink(slot)
             self.blocks_held[slot] -= 1
             self._blocks_to_come[slot] += self._beam_width[slot]
@@ -221,7 +226,7 @@ class KvCacheManager:
     def store_context(self, slot: int) -> None:
         """The prompt is computed: others may use its full blocks. Its last token's is left out, for who repeats the
         prompt must compute at least one."""
-        self._store(slot, int(self.registered[slot]) - self.geometry.bubble - 1)
+        self._store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)
 
     def store_generated(self, slot: int, num_tokens: int) -> None:
         """The sequence's first `num_tokens` tokens, output included, are known and computed."""
@@ -237,7 +242,7 @@ class KvCacheManager:
         if store is not None and len(sequence.beams) == 1 and not self._has_come_round(slot):
             self._store(slot, store, with_partial=True)
         self._window.remove(slot, now_s)
-        self._filled -= min(int(self.registered[slot]), self.geometry.capacity)
+        self._filled -= min(int(self.registered[slot]), self.attention_window.capacity)
         self.blocks_held[slot] = self.registered[slot] = 0
 
     def forget_sequence(self, slot: int) -> None:
@@ -259,12 +264,12 @@ class KvCacheManager:
     @property
     def places(self) -> int:
         """Tokens that all blocks have room for."""
-        return self.num_blocks * self.geometry.tokens_per_block
+        return self.num_blocks * self.attention_window.tokens_per_block
 
     @property
     def held_places(self) -> int:
         """Those in used blocks."""
-        return self.num_used * self.geometry.tokens_per_block
+        return self.num_used * self.attention_window.tokens_per_block
 
     @property
     def filled_places(self) -> int:
@@ -277,7 +282,7 @@ class KvCacheManager:
         for sequence in self.sequences.values():
             held.update(sequence.references())
         self.blocks.check_consistency(dict(held))
-        filled = np.minimum(self.registered[list(self.sequences)], self.geometry.capacity).sum()
+        filled = np.minimum(self.registered[list(self.sequences)], self.attention_window.capacity).sum()
         assert self._filled == filled, "the number of filled places disagrees with the sequences"
         for slot, sequence in self.sequences.items():
             for beam, table in zip(sequence.beams, self.block_tables[slot], strict=False):
@@ -285,7 +290,7 @@ class KvCacheManager:
                 assert table[: len(beam)].tolist() == places, f"the block table of slot {slot} is out of date"
 
     def _more_for_beams(self, request: Request) -> int:
-        return self.geometry.more_for_beams(request.prompt_len, request.beam_width) if self.reuse.enabled else 0
+        return self.attention_window.more_for_beams(request.prompt_len, request.beam_width) if self.reuse.enabled else 0
 
     def _enter(self, slot: int, beam_width: int) -> None:
         beams = self.sequences[slot].beams
@@ -299,7 +304,7 @@ class KvCacheManager:
         """One more block for each beam of each of `rows`, in this order."""
         slots, places = rows.tolist(), self.blocks_held[rows]
         self._window.grow(slots)
-        if self.geometry.max_beam_width == 1:
+        if self.attention_window.max_beam_width == 1:
             memory, sequences = self.blocks.memory, self.sequences
             self.block_tables[rows, 0, places] = [memory[sequences[slot].beams[0][-1]] for slot in slots]
         else:
@@ -314,24 +319,34 @@ class KvCacheManager:
 
     def _come_round(self, rows: Rows, registered: Rows) -> None:
         """Tokens beyond the capacity go where the oldest ones lie."""
-        places, size = self.geometry.places(registered), self.geometry.tokens_per_block
-        over = (registered >= self.geometry.capacity) & (places % size == 0)
+        places, size = self.attention_window.wrapped(registered), self.attention_window.tokens_per_block
+        over = (registered >= self.attention_window.capacity) & (places % size == 0)
         for slot, index in zip(rows[over].tolist(), (places[over] // size).tolist(), strict=True):
-            if self._window.write_over(slot, index):
+            if taken := self._window.write_over(slot, index):
+                self._blocks_to_come[slot] -= taken
                 self._write_table(slot, index)
+
+    def _overwrite_need(self, slot: int) -> int:
+        """Blocks that a sequence beyond its capacity takes for its next token: if its beams share the block that it
+        overwrites, all of them but one take another."""
+        place = int(self.attention_window.wrapped(self.registered[slot]))
+        if place % self.attention_window.tokens_per_block:
+            return 0
+        block = self.sequences[slot].beams[0][place // self.attention_window.tokens_per_block]
+        return int(self._beam_width[slot]) - 1 if self.blocks.references[block] > 1 else 0
 
     def _store(self, slot: int, num_tokens: int, with_partial: bool = False) -> None:
         if self.reuse.enabled and not self.sequences[slot].is_cyclic:
             self._window.prefixes.store(self.sequences[slot], num_tokens, with_partial)
 
     def _has_come_round(self, slot: int) -> bool:
-        return bool(self.registered[slot] >= self.geometry.kept_tokens + self.geometry.bubble)
+        return bool(self.registered[slot] >= self.attention_window.kept_tokens + self.attention_window.bubble)
 
     def _known(self, request: Request) -> KnownTokens | None:
         """The request's tokens. A sequence that will come round keeps to itself: it writes over its beginning."""
-        geometry = self.geometry
-        comes_round = request.prompt_len + request.max_new_tokens > geometry.kept_tokens
-        return None if not self.reuse.enabled or geometry.bubble or comes_round else request.reuse.known()
+        attention_window = self.attention_window
+        comes_round = request.prompt_len + request.max_new_tokens > attention_window.kept_tokens
+        return None if not self.reuse.enabled or attention_window.bubble or comes_round else request.reuse.known()
 
 
 __all__ = ["KvCacheManager", "OutOfBlocks", "ReleasePlan", "Sequence"]

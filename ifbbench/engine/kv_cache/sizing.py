@@ -2,14 +2,14 @@
 
 After TensorRT-LLM's `KVCacheManager` (kvCacheManager.cpp, v1.0), there called `calculateWindowSizeToShare`,
 `calculateMaxNumBlocks`, `calculateMaxBlockRequirements`, `calculateMaxBlockRequirementsPerBeam` and
-`calculateMaxAttentionWindow`. What a request of a running engine may still take is in `geometry`.
+`calculateMaxAttentionWindow`. What a request of a running engine may still take is in `attention_window`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ifbbench.engine.kv_cache.geometry import ceil_div
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ class StepsAhead:
     def __init__(self, cache: "KvCacheManager", rows: Integers) -> None:
         self._cache = cache
         self._rows = rows
-        self._size = size = cache.geometry.tokens_per_block
+        self._size = size = cache.attention_window.tokens_per_block
         self._registered = registered = cache.registered[rows]
         self._until_block = -registered % size
-        self.positions = registered - cache.geometry.bubble if cache.geometry.bubble else registered
-        self.most = cache.geometry.capacity - int(np.maximum.reduce(registered))
+        self.positions = registered - cache.attention_window.bubble if cache.attention_window.bubble else registered
+        self.most = cache.attention_window.capacity - int(np.maximum.reduce(registered))
         if cache.reuse.enabled:
             self.most = min(self.most, size - int(np.maximum.reduce(registered % size)))
 

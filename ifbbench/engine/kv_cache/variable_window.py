@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.block_counts import BlockCounts
 from ifbbench.engine.kv_cache.blocks import BlockCounters, OutOfBlocks
 from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.layout import WindowLayout
 from ifbbench.engine.kv_cache.manager import NO_REUSE, KvCacheManager
 from ifbbench.engine.kv_cache.release_plan import ReleasePlan
@@ -45,15 +45,16 @@ class VariableWindowCache:
 
     def __init__(self, windows: tuple[WindowLayout, ...], slots: int) -> None:
         self.windows = tuple(
-            KvCacheManager(window.geometry, window.num_blocks, slots, window.num_host_blocks) for window in windows
+            KvCacheManager(window.attention_window, window.num_blocks, slots, window.num_host_blocks)
+            for window in windows
         )
         self.reuse = NO_REUSE
         self._first = self.windows[0]
 
     @property
-    def geometry(self) -> CacheGeometry:
+    def attention_window(self) -> AttentionWindow:
         """Of the first window; block size and sink tokens are those of all."""
-        return self._first.geometry
+        return self._first.attention_window
 
     @property
     def registered(self) -> Rows:

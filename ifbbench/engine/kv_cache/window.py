@@ -2,9 +2,9 @@
 
 from itertools import takewhile
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import Blocks, OutOfBlocks
 from ifbbench.engine.kv_cache.eviction import DEFAULT_PRIORITY
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.known_prefixes import KnownPrefixes
 from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules, Sequence
@@ -14,8 +14,8 @@ from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens, block_ran
 class WindowCache:
     """Blocks and sequences of the layers that share an attention window."""
 
-    def __init__(self, geometry: CacheGeometry, blocks: Blocks, rules: ReuseRules) -> None:
-        self.geometry = geometry
+    def __init__(self, attention_window: AttentionWindow, blocks: Blocks, rules: ReuseRules) -> None:
+        self.attention_window = attention_window
         self.blocks = blocks
         self.prefixes = KnownPrefixes(blocks)
         self.sequences: dict[int, Sequence] = {}
@@ -30,13 +30,12 @@ class WindowCache:
         """Take the blocks of a prompt of `length` tokens; returns how many of its first tokens they hold already.
 
         Raises OutOfBlocks, having taken nothing, when too few are free; ValueError when `slot` is taken."""
-        geometry = self.geometry
-        registered = length + geometry.bubble
-        is_cyclic = registered >= geometry.kept_tokens
+        attention_window = self.attention_window
+        registered = length + attention_window.bubble
+        is_cyclic = registered >= attention_window.kept_tokens
         if known is None or not self._rules.enabled or is_cyclic:
-            ends_within = registered % geometry.tokens_per_block != 0 and registered < geometry.capacity
-            private_last = beam_width > 1 and ends_within
-            self.add_blocks(slot, geometry.prompt_blocks(length), beam_width, not private_last, retention)
+            private = attention_window.private_blocks(length) if beam_width > 1 else range(0)
+            self.add_blocks(slot, attention_window.prompt_blocks(length), beam_width, private, retention)
             self.sequences[slot].is_cyclic = is_cyclic
             self.sequences[slot].known = None if is_cyclic else known
             return 0
@@ -44,22 +43,26 @@ class WindowCache:
         return self._add_known(slot, length, beam_width, known, retention, may_look_up)
 
     def add_blocks(
-        self, slot: int, count: int, beam_width: int, share_last: bool, retention: Retention = NO_RETENTION
+        self, slot: int, count: int, beam_width: int, private: range, retention: Retention = NO_RETENTION
     ) -> None:
-        """Give `slot` a sequence of `count` new blocks, shared by its beams except the last one unless `share_last`."""
+        """Give `slot` a sequence of `count` new blocks, shared by its beams except those at the indices `private`."""
         self._check_slot(slot)
-        num_shared = count if share_last else max(count - 1, 0)
-        needed = num_shared + (count - num_shared) * beam_width
-        self._check_free(needed)
-        shared = self._take_blocks(0, num_shared, retention, beam_width)
-        beams = [shared + self._take_blocks(num_shared, count, retention) for _ in range(beam_width)]
+        self._check_free(count + len(private) * (beam_width - 1))
+        if not private:
+            beams = [self._take_blocks(0, count, retention, beam_width)]
+            beams += [list(beams[0]) for _ in range(beam_width - 1)]
+        else:
+            before = self._take_blocks(0, private.start, retention, beam_width)
+            own = [self._take_blocks(private.start, private.stop, retention) for _ in range(beam_width)]
+            after = self._take_blocks(private.stop, count, retention, beam_width)
+            beams = [before + blocks + after for blocks in own]
         self.sequences[slot] = Sequence(beams, retention=retention)
 
     def _add_known(
         self, slot: int, length: int, beam_width: int, known: KnownTokens, retention: Retention, may_look_up: bool
     ) -> int:
-        size, counters = self.geometry.tokens_per_block, self.blocks.counters
-        count = self.geometry.prompt_blocks(length)
+        size, counters = self.attention_window.tokens_per_block, self.blocks.counters
+        count = self.attention_window.prompt_blocks(length)
         # The last block is written to by each beam on its own.
         num_shared = count if beam_width == 1 else count - 1
         usable = min(length - 1, num_shared * size) if may_look_up else 0
@@ -81,7 +84,7 @@ class WindowCache:
         """Hold the blocks that hold a beginning of the first `num_tokens` tokens, and how many tokens that is.
 
         One after the other: bringing a block back from the host may push one off it that would have matched next."""
-        tree, size, held = self.blocks.tree, self.geometry.tokens_per_block, list[int]()
+        tree, size, held = self.blocks.tree, self.attention_window.tokens_per_block, list[int]()
         if not num_tokens or not tree.has_root(known.identity):
             return held, 0
         node = tree.root(known.identity)
@@ -125,14 +128,14 @@ class WindowCache:
         blocks = self.blocks
         if not self._is_unused_leaf(source):
             return blocks.copy_into_new(source, num_tokens, beam_width)
-        blocks.take_over(source, beam_width, *retention.of_block(index, self.geometry.tokens_per_block))
+        blocks.take_over(source, beam_width, *retention.of_block(index, self.attention_window.tokens_per_block))
         if not blocks.is_on_device(source):
             blocks.bring_back(source)
         return source
 
     def _name(self, beams: list[list[int]], known: KnownTokens, matched: int, length: int) -> None:
         """Write down what the new blocks will hold."""
-        size, keys = self.geometry.tokens_per_block, self.blocks.tree.key
+        size, keys = self.attention_window.tokens_per_block, self.blocks.tree.key
         for index in range(matched, len(beams[0])):
             stop = min((index + 1) * size, length - 1)
             key = known.tokens.key(index * size, stop) if stop > index * size else None
@@ -145,7 +148,7 @@ class WindowCache:
             return self.blocks.take_many(stop - first, references)
         taken = []
         for index in range(first, stop):
-            priority, duration_s = retention.of_block(index, self.geometry.tokens_per_block)
+            priority, duration_s = retention.of_block(index, self.attention_window.tokens_per_block)
             taken.append(self.blocks.take(references, DEFAULT_PRIORITY if priority is None else priority, duration_s))
         return taken
 
@@ -176,20 +179,20 @@ class WindowCache:
         for beam in self.sequences[slot].beams:
             self.blocks.let_go([beam.pop()], to_front=True)
 
-    def write_over(self, slot: int, index: int) -> bool:
+    def write_over(self, slot: int, index: int) -> int:
         """A token will be written over the block at `index`, for the window has come round. What others need of it
-        stays theirs. Returns whether the sequence has another block there now."""
-        blocks, changed = self.blocks, False
+        stays theirs. Returns how many blocks the sequence has taken to have another one there."""
+        blocks, taken = self.blocks, 0
         for beam in self.sequences[slot].beams:
             block = beam[index]
             if blocks.references[block] > 1:
                 beam[index] = blocks.take(priority=blocks.eviction.priority(block))
                 blocks.tree.key[beam[index]] = blocks.tree.key[block]
                 blocks.let_go([block])
-                changed = True
+                taken += 1
             elif blocks.tree.is_linked(block):
                 blocks.tree.unlink_with_descendants(block)
-        return changed
+        return taken
 
     def remove(self, slot: int, now_s: float = 0.0) -> None:
         """Release all blocks of the sequence, the last ones first, so that tails are reused before heads."""

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ PolicyFactory = Callable[[int], CapacityPolicy]
 
 
 def find_policy(name: str) -> PolicyFactory:
-    """The factory of the policy `name`: a built-in one, `package.module:ClassName` (of an installed module or one in the
-    current directory), or an entry point in the group `ifbbench.policies`.
+    """The factory of the policy `name`: a built-in one, `package.module:ClassName` of an installed module or one in the
+    current directory, or an entry point of the group `ifbbench.policies`.
 
     Raises InputError if there is none of that name or it is no policy; the factory does if a user's class cannot be
     instantiated."""
@@ -93,11 +93,10 @@ def _from_module(name: str) -> Any:
             "module or the name."
         ) from error
     if not attribute or not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=3)
-        hint = f"Did you mean {', '.join(near)}?" if near else "Check the name."
+        near = ", ".join(difflib.get_close_matches(attribute, dir(module), n=3))
         raise InputError(
             f"--policy: {name!r} is not valid: module {module_name!r} has no {attribute!r}; expected "
-            f"package.module:ClassName. {hint}"
+            f"package.module:ClassName. {f'Did you mean {near}?' if near else 'Check the name.'}"
         )
     return getattr(module, attribute)
 
@@ -105,26 +104,22 @@ def _from_module(name: str) -> Any:
 def _from_entry_point(name: str) -> Any:
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in installed:
-        raise InputError(_unknown(name, installed))
-    entry = installed[name]
+        near = ", ".join(
+            difflib.get_close_matches(name.lower().replace("-", "_"), [*POLICY_CLASSES, *installed], n=3)
+        )
+        raise InputError(
+            f"--policy: {name!r} is not a policy; expected a built-in one ({', '.join(POLICY_CLASSES)}), an installed "
+            f"one of the entry point group {ENTRY_POINT_GROUP} ({', '.join(sorted(installed)) or 'none here'}), or "
+            f"package.module:ClassName.{f' Did you mean {near}?' if near else ''}"
+        )
     try:
-        return entry.load()
+        return installed[name].load()
     except Exception as error:  # as above
         raise InputError(
-            f"--policy: {name!r} is not valid: entry point {entry.value!r} cannot be loaded: "
+            f"--policy: {name!r} is not valid: entry point {installed[name].value!r} cannot be loaded: "
             f"{describe_failure(error)}; expected a class that can be imported. Correct or reinstall the package "
             "that it comes with."
         ) from error
-
-
-def _unknown(name: str, installed: dict[str, EntryPoint]) -> str:
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), [*POLICY_CLASSES, *installed], n=3)
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
-    return (
-        f"--policy: {name!r} is not a policy; expected a built-in one ({', '.join(POLICY_CLASSES)}), an installed "
-        f"one of the entry point group {ENTRY_POINT_GROUP} ({', '.join(sorted(installed)) or 'none here'}), or "
-        f"package.module:ClassName.{hint}"
-    )
 
 
 @contextmanager
@@ -148,8 +143,8 @@ def _check(name: str, target: Any) -> None:
             f"--policy: {name!r} is of type {type(target).__name__}, not a class; expected one with a method "
             "schedule(active, kv_cache). Name the class."
         )
-    if isinstance(target, type) and not callable(getattr(target, "schedule", None)):
-        raise InputError(_no_schedule(name, target))
+    if isinstance(target, type):
+        _check_schedule(name, target, target)
     try:
         inspect.signature(target).bind(1)
     except TypeError as error:
@@ -161,7 +156,15 @@ def _check(name: str, target: Any) -> None:
         return
 
 
-def _make(name: str, target: Callable[[int], Any], max_num_requests: int) -> CapacityPolicy:
+def _check_schedule(name: str, found: Any, cls: type) -> None:
+    if not callable(getattr(found, "schedule", None)):
+        raise InputError(
+            f"--policy: {name!r} has no method `schedule` ({cls.__name__}); expected schedule(self, active, "
+            "kv_cache) that returns a CapacityDecision. Add it."
+        )
+
+
+def _make(name: str, target: Callable[[int], CapacityPolicy], max_num_requests: int) -> CapacityPolicy:
     try:
         policy = target(max_num_requests)
     except Exception as error:  # a user's class may raise anything
@@ -169,14 +172,5 @@ def _make(name: str, target: Callable[[int], Any], max_num_requests: int) -> Cap
             f"--policy: {name!r} cannot be made for {max_num_requests} requests: {describe_failure(error)}. "
             "Correct its __init__."
         ) from error
-    if not callable(getattr(policy, "schedule", None)):
-        raise InputError(_no_schedule(name, type(policy)))
-    made: CapacityPolicy = policy
-    return made
-
-
-def _no_schedule(name: str, found: type) -> str:
-    return (
-        f"--policy: {name!r} has no method `schedule` ({found.__name__}); expected schedule(self, active, kv_cache) "
-        "that returns a CapacityDecision. Add it."
-    )
+    _check_schedule(name, policy, type(policy))
+    return policy

@@ -126,7 +126,7 @@ class ReuseDelay:
                     self._expected.add(missing)
 
     def should_wait(self, request: Request) -> bool:
-        """Whether `request` has not started and should wait. If not, its first missing block is expected from now on."""
+        """Whether `request` has not started and should wait. If not, its first missing block is expected next."""
         if not self._is_on or not request.in_context or not request.is_first_chunk:
             return False
         missing = self._kv_cache.missing_block(request)

@@ -9,10 +9,10 @@ from hypothesis import event, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.eviction import PRIMARY, SECONDARY
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
@@ -74,8 +74,8 @@ class CacheMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, size: int, num_blocks: int, host: int, partial: bool, copy: bool, window: int) -> None:
         self.size, self.rules_of_reuse, self.host_blocks = size, ReuseRules(True, partial, copy), host
-        self.geometry = CacheGeometry(size, window, MAX_SEQ_LEN, max_beam_width=2)
-        self.cache = KvCacheManager(self.geometry, num_blocks, SLOTS, host, self.rules_of_reuse)
+        self.attention_window = AttentionWindow(size, window, MAX_SEQ_LEN, max_beam_width=2)
+        self.cache = KvCacheManager(self.attention_window, num_blocks, SLOTS, host, self.rules_of_reuse)
         self.living: dict[int, Living] = {}
         self.device: Memory = {}
         self.host: Memory = {}
@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert before[0] < blocks_without_reuse
             return None
         self.living[slot] = Living(list(tokens), known, beams, reused)
-        is_cyclic = len(tokens) >= self.geometry.attention_window
+        is_cyclic = len(tokens) >= self.attention_window.size
         if not may_look_up or is_cyclic:
             assert reused == 0
         elif beams == 1 and not self.host_blocks:
@@ -239,10 +239,10 @@ class CacheMachine(RuleBasedStateMachine):
         apply(list(self.cache.take_copies()), self.device, self.host)
 
     def has_come_round(self, sequence: Living) -> bool:
-        return len(sequence.tokens) >= self.geometry.attention_window
+        return len(sequence.tokens) >= self.attention_window.size
 
     def read_or_write(self, slot: int, beam: int, position: int, writes: bool) -> None:
-        capacity, sequence = self.geometry.capacity, self.living[slot]
+        capacity, sequence = self.attention_window.capacity, self.living[slot]
         block, offset = divmod(position % capacity, self.size)
         place = int(self.cache.block_tables[slot, beam, block]), offset
         if writes:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
@@ -16,7 +16,7 @@ OTHERS = list(range(100, 112))
 
 
 def cache_of(num_blocks: int, host: int) -> KvCacheManager:
-    return KvCacheManager(CacheGeometry(4, 64, 64), num_blocks, 4, host, ReuseRules(True))
+    return KvCacheManager(AttentionWindow(4, 64, 64), num_blocks, 4, host, ReuseRules(True))
 
 
 def add(cache: KvCacheManager, slot: int, tokens: list[int], retention: Retention = NO_RETENTION) -> int:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.eviction import DEFAULT_PRIORITY
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
@@ -52,7 +52,7 @@ SIZE = 4
 
 
 def cache(num_blocks: int = 8) -> KvCacheManager:
-    return KvCacheManager(CacheGeometry(SIZE, 64, 64), num_blocks, 4, reuse=ReuseRules(True))
+    return KvCacheManager(AttentionWindow(SIZE, 64, 64), num_blocks, 4, reuse=ReuseRules(True))
 
 
 def add(manager: KvCacheManager, slot: int, tokens: list[int], retention: Retention | None = None) -> int:

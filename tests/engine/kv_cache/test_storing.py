@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
 from ifbbench.engine.kv_cache.token_keys import TokenIds
@@ -15,7 +15,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def cache_of(rules: ReuseRules | None = None) -> KvCacheManager:
-    return KvCacheManager(CacheGeometry(4, 64, 64, max_beam_width=2), 32, 4, reuse=rules or ReuseRules(True))
+    return KvCacheManager(AttentionWindow(4, 64, 64, max_beam_width=2), 32, 4, reuse=rules or ReuseRules(True))
 
 
 def add(cache: KvCacheManager, slot: int, tokens: list[int], beams: int = 1, may_look_up: bool = True) -> int:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ifbbench.engine.kv_cache.geometry import CacheGeometry
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
 from ifbbench.engine.kv_cache.token_keys import TokenIds
@@ -32,7 +32,7 @@ def found(cache: KvCacheManager, tokens: list[int]) -> int:
 
 
 def cache_with(*conversations: list[int], num_blocks: int = 16) -> KvCacheManager:
-    cache = KvCacheManager(CacheGeometry(4, 64, 64), num_blocks, 2, reuse=ReuseRules(True))
+    cache = KvCacheManager(AttentionWindow(4, 64, 64), num_blocks, 2, reuse=ReuseRules(True))
     for conversation in conversations:
         serve(cache, conversation)
     return cache
