@@ -21,9 +21,8 @@ MAX_STEPS = 1024
 class FastForward:
     """Advances counters, cache and clock over iterations in which each generation request generates a token.
 
-    A stretch ends with the first iteration that completes a request, before the one at whose start more requests have
-    arrived, and before blocks run out. Whole columns are computed at once; each iteration is what it would have been
-    one by one.
+    A stretch ends with the first iteration that completes a request, before the one that starts after more requests
+    have arrived, and before blocks run out. Columns are computed at once, with the same results as one by one.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class FastForward:
         return Stretch(first, finished, start_s, submit_s, end_s, more_blocks, self._clock.epoch_s)
 
     def _times(self, ahead: StepsAhead, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Start, submission and end of each iteration, up to the one at whose start requests have arrived."""
+        """Start, submission and end of each iteration, up to the one that starts after requests have arrived."""
         now_ns = self._clock.now_ns
         host_ns, device_ns = self._executor.generation_times(ahead.positions, steps)
         end_ns = (device_ns + host_ns).cumsum() + now_ns

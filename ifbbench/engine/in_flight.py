@@ -19,7 +19,7 @@ from ifbbench.engine.request_table import BoolArray, FloatArray, Int64Array, Int
 class InFlightIteration:
     """One iteration from its submission to its outputs.
 
-    batches: its passes. output_rows: [outputs], the table row of each output. dropped: rows whose outputs are ignored,
+    batches: its passes. output_rows: [outputs], the table row of each output. dropped: rows with outputs to ignore,
     because the request has left or only pads the batch. num_submitted: passes that were not collected yet.
     """
 

@@ -23,7 +23,7 @@ class ChunkLimits:
 class MicroBatch:
     """context: requests with a chunk to run, each with its `chunk` set, in batch order.
     held: fitting generation requests that do not run; all other fitting ones do.
-    left_out: the first request that does not run, or whose chunk was cut, and why.
+    left_out: the first request that does not run or has its chunk cut, and why.
     """
 
     context: list[Request] = field(default_factory=list)
@@ -139,7 +139,7 @@ class _Selection:
         return None
 
     def _select_for_chunks(self, requests: list[Request]) -> None:
-        """Add `requests`, whose chunks are sized later. They count towards the batch size even if they get no chunk."""
+        """Add `requests`; their chunks are sized later. They count towards the batch size even if they get no chunk."""
         longest = self.scheduler.chunk_limits.max_context_length
         for request in requests:
             request.chunk = request.prompt_len - request.position

@@ -91,8 +91,8 @@ class IterationRecord:
     num_generation: generation requests that it ran: all active ones but those in `held` and the paused.
     idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
     finished: requests that it completed.
-    left_out: the first request, in the order of the active list and then of the queue, that did not run or whose chunk
-        was cut. blocked: the first such request of each scheduler, for which all behind it wait.
+    left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
+        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
     queued: requests that have arrived and are not active.
     """
 
@@ -212,7 +212,7 @@ class RecordMaker:
     def make(
         self, iteration: int, plan: Plan, batches: tuple[Batch, ...], start_s: float, activated: list[Request]
     ) -> IterationRecord:
-        """The record of an iteration that began at `start_s` and runs `batches`, whose blocks have been taken."""
+        """The record of an iteration that began at `start_s` and runs `batches`, after their blocks were taken."""
         context = batches[0].context if batches else ()
         padding = 0
         if self._pads and context:

@@ -33,7 +33,7 @@ class RequestTable:
     any_wide_steps: whether `step_tokens` was ever not 1.
     original_prompt_len: tokens of the prompt as it arrived.
     joined: output tokens that pauses have joined to the prompt.
-    cached_before_pause: tokens of the sequence whose keys and values were computed before it was paused.
+    cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
     any_paused: whether any request was ever paused.
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.

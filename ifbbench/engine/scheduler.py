@@ -54,7 +54,7 @@ class Plan:
         return np.concatenate([np.array([request.slot for request in completing], np.int64), self.rows, self.idle])
 
     def first_left_out(self, waiting: list[Request]) -> LeftOut | None:
-        """The first request that does not run, or whose chunk was cut. waiting: requests that are not active yet."""
+        """The first request that does not run or has its chunk cut. waiting: requests that are not active yet."""
         if self.blocked:
             return min(self.blocked, key=lambda left_out: left_out.request.order)
         return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None

@@ -123,7 +123,7 @@ def output_of(request: Request, length: int) -> list[int]:
 
 
 class _Client:
-    """Hands out requests whose step has come, and notes what comes back: source, sink and observer at once."""
+    """Hands out requests when their step has come, and records what comes back: source, sink and observer at once."""
 
     def __init__(self, arrivals: Sequence[tuple[int, Request]], stops: Mapping[int, Collection[int]]) -> None:
         self.waiting = sorted(arrivals, key=lambda arrival: arrival[0])
@@ -143,7 +143,7 @@ class _Client:
         return self.stops.get(self.now, ())
 
     def iteration(self, record: IterationRecord) -> None:
-        assert record.iteration == len(self.records), "an iteration is missing from the records, or told twice"
+        assert record.iteration == len(self.records), "an iteration is missing from the records, or recorded twice"
         self.records.append(record)
 
     def stretch(self, stretch: Stretch) -> None:
@@ -159,7 +159,7 @@ class _Client:
 class Loop:
     """A TokenGenerationLoop and its client, to step by hand or to run to the end.
 
-    Each request arrives before the step that it names, counted from 0. stops: whose stop signals come in which step.
+    Each request arrives before the step that it names, counted from 0. stops: step -> ids of requests to stop in it.
     """
 
     def __init__(
@@ -188,9 +188,9 @@ class Loop:
         return was_busy
 
     def run(self, check: "Check | None" = None, survives: bool = False, max_steps: int = MAX_STEPS) -> Run:
-        """Go on until all requests have ended. `check` sees every iteration. survives: that the executor is Broken is
+        """Run until all requests have ended. `check` sees every iteration. survives: that the executor is Broken is
         noted, and does not end the run; what else it raises is a check of its own."""
-        busy, told = True, len(self.client.records)
+        busy, checked = True, len(self.client.records)
         while busy or self.client.waiting:
             assert self.client.now < max_steps, "the run does not come to its end"
             try:
@@ -200,8 +200,8 @@ class Loop:
                     raise
                 self.result.failures.append(failure)
                 busy = True
-            for record in self.client.records[told:]:
-                told += 1
+            for record in self.client.records[checked:]:
+                checked += 1
                 if check is not None:
                     check(self.manager, record)
         return self.result

@@ -60,7 +60,7 @@ NUMBER = 7
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """`own_policies.py` lies in the current directory, from which Python does not import by itself."""
+    """`own_policies.py` is in the current directory, from which Python does not import by itself."""
     (tmp_path / "own_policies.py").write_text(MODULE)
     (tmp_path / "broken_policies.py").write_text("import there_is_no_such_module\n")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Static batching (V1): nobody joins a batch that runs, and its members leave together."""
+"""Static batching (V1): no request joins a batch that runs, and its members leave together."""
 
 import dataclasses
 from typing import Any

@@ -227,7 +227,7 @@ def test_a_stop_sequence_may_lie_across_a_pause(overlap):
     is_streamed=st.booleans(),
 )
 def test_the_output_ends_with_the_first_end_there_is(sequences, ends, length, overlap, is_streamed):
-    """`stops_at` looks for it in the whole output, as nobody does who gets one token after the other."""
+    """`stops_at` looks for it in the whole output, unlike an engine that gets one token after the other."""
     plain = output_of(Request(0, 4, length), length)
     alphabet = [*sorted(set(plain)), 5000, 5001, 5002, 5003]
     stop = StopConditions(

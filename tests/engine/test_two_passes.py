@@ -42,7 +42,7 @@ def test_both_passes_count_towards_one_budget():
 
 
 def decisions(result: Run, checking: CheckingExecutor, spy: SpyExecutor) -> list[Any]:
-    """What ran in each iteration, its passes put together, and who was paused."""
+    """What ran in each iteration, its passes joined, and what was paused."""
     merged: dict[int, Any] = {}
     for batch, (context, generation) in zip(spy.batches, checking.frames, strict=True):
         before = merged.get(batch.iteration, ([], []))
