@@ -2,7 +2,8 @@
 
 Follows TensorRT-LLM's `CapacityScheduler` and `MicroBatchScheduler` rule by rule, with no thought for speed. Three
 upstream faults are left out, as in the engine: the sink bubble does not count as generated tokens, part-prefilled
-requests continue where nothing else could ever run, and beams need the blocks that they take when their window wraps.
+requests continue where nothing else could ever run, and the spare block of windows with beams is counted, as are the
+blocks that beams take when their window wraps.
 """
 
 from collections import Counter
@@ -75,7 +76,8 @@ class Cache:
                 return self.blocks_of_beams(
                     entry.prompt_len + min(entry.drafts, entry.max_new_tokens), 0, entry.beam_width
                 )
-            tokens = min(entry.prompt_len + min(entry.drafts, entry.max_new_tokens), self.window) + self.bubble
+            tokens = entry.prompt_len + min(entry.drafts, entry.max_new_tokens) + self.bubble
+            tokens = min(tokens, self.capacity)
             partial = tokens % self.tokens_per_block != 0
             return tokens // self.tokens_per_block + (entry.beam_width if partial else 0)
         cached = entry.prompt_len + entry.generated - 1 + self.bubble
@@ -93,12 +95,8 @@ class Cache:
         if entry.beam_width > 1:
             total = self.blocks_of_beams(entry.prompt_len, entry.max_new_tokens, entry.beam_width)
             return total - len(set(entry.blocks))
-        context = (min(entry.prompt_len, self.window) + self.bubble) // self.tokens_per_block
-        total = self.blocks(min(entry.prompt_len + entry.max_new_tokens, self.window) + self.bubble)
-        held = entry.blocks_per_beam
-        if held < context:
-            return context - held + (total - context) * entry.beam_width
-        return (total - held) * entry.beam_width
+        total = self.blocks(min(entry.prompt_len + entry.max_new_tokens + self.bubble, self.capacity))
+        return total - entry.blocks_per_beam
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ def standings(draw) -> Standing:
 attention_windows = st.builds(
     AttentionWindow,
     tokens_per_block=st.integers(1, 6),
-    attention_window=st.sampled_from([MAX_SEQ_LEN, MAX_SEQ_LEN, 12, 7]),
+    size=st.sampled_from([MAX_SEQ_LEN, MAX_SEQ_LEN, 12, 7]),
     max_seq_len=st.just(MAX_SEQ_LEN),
-    sink_token_length=st.sampled_from([0, 0, 3]),
+    sink=st.sampled_from([0, 0, 3]),
     max_beam_width=st.just(2),
 )
 

@@ -108,7 +108,7 @@ def check_trouble(config, kind, wanted, stops, submits, collects) -> None:
 
 @settings(max_examples=300)
 @given(**anything, **trouble)
-def test_whatever_goes_wrong_every_request_gets_one_final_answer_and_nothing_is_kept(
+def test_after_any_failure_every_request_has_one_final_answer_and_nothing_is_kept(
     config, kind, wanted, stops, submits, collects
 ):
     check_trouble(config, kind, wanted, stops, submits, collects)
@@ -117,7 +117,7 @@ def test_whatever_goes_wrong_every_request_gets_one_final_answer_and_nothing_is_
 @pytest.mark.slow
 @settings(max_examples=10_000)
 @given(**anything, **trouble)
-def test_whatever_goes_wrong_every_request_gets_one_final_answer_at_length(config, kind, wanted, stops, submits, collects):
+def test_after_any_failure_every_request_has_one_final_answer_at_length(config, kind, wanted, stops, submits, collects):
     check_trouble(config, kind, wanted, stops, submits, collects)
 
 

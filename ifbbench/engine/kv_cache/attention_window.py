@@ -183,7 +183,7 @@ class AttentionWindow:
         tokens = prompt_len + min(draft_tokens, max_new_tokens)
         if beam_width > 1:
             return self.blocks_of_beams(tokens, 0, beam_width)
-        return ceil_div(min(tokens, self.kept_tokens) + self.bubble, self.tokens_per_block)
+        return self.blocks_used(tokens)
 
     def step_needs(
         self, registered: Int64Array, limit: Int64Array, draft_tokens: Int64Array | int = 0,
@@ -202,15 +202,14 @@ class AttentionWindow:
 
     def total_blocks(self, prompt_len: int, max_new_tokens: int) -> int:
         """Blocks of a request of one beam when it is complete."""
-        tokens = min(prompt_len + max_new_tokens, self.kept_tokens + self.temporary)
-        return ceil_div(tokens + self.bubble, self.tokens_per_block)
+        return self.prompt_blocks(prompt_len + max_new_tokens)
 
     def blocks_to_completion(self, prompt_len: int, max_new_tokens: int, held: int = 0, beam_width: int = 1) -> int:
         """Blocks that a request in its context phase, which holds `held` blocks a beam, may still take until all its
         tokens are generated.
 
-        For beams this differs from TensorRT-LLM, which does not count the blocks that they take when the window wraps:
-        the capacity scheduler must be able to rely on it."""
+        Where several beams are allowed this differs from TensorRT-LLM, which counts neither the spare block nor the
+        blocks that beams take when the window wraps: the capacity scheduler must be able to rely on it."""
         if beam_width > 1:
             # The blocks held are those of the prompt.
             now = self.blocks_of_beams(prompt_len, 0, beam_width) if held else 0
