@@ -42,14 +42,14 @@ class InFlightIteration:
     def collect(self, executor: Executor, now: Callable[[], float]) -> list[StepOutputs]:
         """The outputs of each pass. An exception is kept in `error`."""
         outputs = []
-        for number in range(self.num_submitted):
+        while self.num_submitted:
+            self.num_submitted -= 1
             try:
                 outputs.append(executor.collect())
             except Exception as error:
                 self.error = self.error or error
-            if number == 0 and len(self.batches) > 1:
+            if len(self.batches) > 1 and self.record.context_end_s is None:
                 self.record.context_end_s = now()
-        self.num_submitted = 0
         return outputs
 
     def rows(self) -> Iterator[int]:

@@ -7,9 +7,9 @@ import numpy as np
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.micro_batch import ChunkLimits, MicroBatch, MicroBatchScheduler
+from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import PolicyFailed
-from ifbbench.engine.policies.policy import CapacityDecision, CapacityPolicy, LeftOut, Limit, Pause
+from ifbbench.engine.policies.policy import CapacityPolicy, LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import NO_ROWS, Rows
 
@@ -119,10 +119,15 @@ class Scheduler:
         except Exception as error:  # a user's policy may raise anything
             raise PolicyFailed(self._policy_name, error) from error
         selected = self._micro_batch.schedule(self._active, fitting)
-        held = fitting.held + selected.held
+        held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
+        blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
+        if fitting.left_out is not None:
+            blocked.append(fitting.left_out)
+        if selected.left_out is not None:
+            blocked.append(selected.left_out)
         plan = Plan(
-            selected.context, self._rows_without([*held, *(pause.victim for pause in fitting.paused)]), held=held,
-            paused=fitting.paused, blocked=_blocked(fitting, selected), stands_until_block=fitting.stands_until_block,
+            selected.context, self._rows_without(held + paused), held=held, paused=fitting.paused,
+            blocked=tuple(blocked), stands_until_block=fitting.stands_until_block,
         )  # fmt: skip
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
@@ -160,8 +165,3 @@ class Scheduler:
         if held:
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows
-
-
-def _blocked(fitting: CapacityDecision, selected: MicroBatch) -> tuple[LeftOut, ...]:
-    left_out = [item for item in (fitting.left_out, selected.left_out) if item is not None]
-    return tuple([LeftOut(pause.victim, pause.limit) for pause in fitting.paused] + left_out)
