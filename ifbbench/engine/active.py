@@ -63,7 +63,6 @@ class ActiveRequests:
 
     @property
     def last(self) -> Request | None:
-        """The last one in order."""
         tails = [requests[-1] for requests in (self.context, self.generation) if requests]
         return max(tails, key=_ORDER, default=None)
 

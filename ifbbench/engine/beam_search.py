@@ -37,7 +37,6 @@ class FinalBeam:
 
     @property
     def cumulative_log_prob(self) -> float:
-        """Log-probability of the whole output."""
         return float(self.log_probs.sum(dtype=np.float64))
 
 
@@ -97,7 +96,6 @@ class BeamSearch:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
         return len(self._steps) - 1
 
     @property
@@ -172,7 +170,6 @@ class BeamSearch:
         )
 
     def _endings(self, beams: _Beams) -> list[_Ending]:
-        """The beams of the newest step as endings."""
         length = self.num_tokens
         return [
             _Ending(length, token, parent, log_prob, self._score(log_prob, length))

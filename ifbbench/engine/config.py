@@ -85,7 +85,7 @@ class BatchingConfig:
 
     @property
     def attention_window(self) -> AttentionWindow:
-        """Geometry of the first attention window."""
+        """The first attention window, or the only one."""
         if self.windows:
             return self.windows[0].attention_window
         return AttentionWindow(
@@ -94,7 +94,7 @@ class BatchingConfig:
 
     @property
     def pools(self) -> tuple[tuple[AttentionWindow, int], ...]:
-        """Geometry and number of blocks of each attention window; empty for a cache without blocks."""
+        """Each attention window and its number of blocks; empty for a cache without blocks."""
         if self.is_contiguous:
             return ()
         if self.windows:
@@ -102,7 +102,6 @@ class BatchingConfig:
         return ((self.attention_window, self.num_blocks),)
 
     def make_cache(self) -> KvCache:
-        """An empty KV cache of this kind and size."""
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:

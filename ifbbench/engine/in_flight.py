@@ -1,6 +1,6 @@
 """An iteration in flight: submission, collection, confirmation of its outputs, responses, and storing its blocks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,12 +51,6 @@ class InFlightIteration:
             if len(self.batches) > 1 and self.record.context_end_s is None:
                 self.record.context_end_s = now()
         return outputs
-
-    def rows(self) -> Iterator[int]:
-        """Table rows of the requests that ran and have not left."""
-        slots = [chunk.request.slot for batch in self.batches for chunk in batch.context]
-        slots += [int(slot) for batch in self.batches for slot in batch.slots]
-        return (slot for slot in slots if slot not in self.dropped)
 
 
 # Confirmation: store the tokens, and find the requests that end with them.

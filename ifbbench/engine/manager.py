@@ -86,6 +86,7 @@ class TokenGenerationLoop:
         self._activated += self._admission.admit(self.active, start_s)
         if not len(self.active) and not self._in_flight:
             return False
+        # On a simulated device, all iterations up to the next event may be known: advance them together.
         if self._fast_forward is not None and self._step_many(self._fast_forward, start_s):
             return True
 
@@ -249,7 +250,6 @@ class TokenGenerationLoop:
                 self._send_response(response)
 
     def _finish(self, requests: list[Request]) -> None:
-        """Send the final responses of complete requests."""
         for request in requests:
             response = self._response(request, is_final=True)
             self._remove(request)
@@ -263,8 +263,10 @@ class TokenGenerationLoop:
         self._failure = ExecutorFailed(f"the executor failed in iteration {iteration.record.iteration}: {error}")
         self._failure.__cause__ = error
         self._observer.iteration(iteration.record)
-        for row in iteration.rows():
-            if row in self.active.by_slot:
+        rows = [chunk.request.slot for batch in iteration.batches for chunk in batch.context]
+        rows += [slot for batch in iteration.batches for slot in batch.slots.tolist()]
+        for row in rows:  # -1 if the request has left
+            if row in self.active.by_slot and row not in iteration.dropped:
                 self.kv_cache.forget_sequence(row)
                 self.stop(self.active.by_slot[row].request_id, f"the executor failed: {error}")
 

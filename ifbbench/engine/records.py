@@ -57,7 +57,6 @@ class CacheState(NamedTuple):
 
     @classmethod
     def of(cls, cache: KvCache) -> "CacheState":
-        """The present state of `cache`."""
         if not cache.num_blocks:
             return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters = cache.counters
@@ -144,7 +143,6 @@ class Stretch(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of iterations."""
         return len(self.start_s)
 
     @property
@@ -156,7 +154,6 @@ class Stretch(NamedTuple):
         return self.first.cache.moved(int(self.more_blocks[index]), self.first.num_generation * index)
 
     def records(self) -> Iterator[IterationRecord]:
-        """One record for each iteration."""
         times = zip(self.start_s.tolist(), self.submit_s.tolist(), self.end_s.tolist(), strict=True)
         for index, (start_s, submit_s, end_s) in enumerate(times):
             yield replace(

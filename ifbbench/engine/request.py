@@ -182,7 +182,6 @@ class Request:
         self._write_row()
 
     def clamp_new_tokens(self, limit: int) -> None:
-        """Reserve and generate at most `limit` tokens."""
         self.max_new_tokens = min(self.max_new_tokens, limit)
         self.output_len = min(self.output_len, limit)
 
@@ -245,7 +244,6 @@ class Request:
         self.table, self.slot = None, -1
 
     def complete(self) -> None:
-        """The request has left the engine."""
         self.state = RequestState.GENERATION_COMPLETE
         self.search = self.numbers = None
 

@@ -88,7 +88,6 @@ class RequestTable:
         return self._outputs[row, start:stop].copy()
 
     def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
-        """Set the token ids that end the request in `row`."""
         if not (end_tokens or self.any_end_tokens):
             return
         if len(end_tokens) > self.end_tokens.shape[1]:

@@ -69,7 +69,6 @@ class OutputOptions:
 
     @property
     def returns_numbers(self) -> bool:
-        """Whether logits or log-probabilities are returned."""
         return self.return_log_probs or self.return_context_logits or self.return_generation_logits
 
 

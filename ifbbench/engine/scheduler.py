@@ -63,7 +63,7 @@ class Plan:
 class Lockstep:
     """Static batching (V1): complete members stay in the batch until the last one is complete.
 
-    Until then they are computed along as padding; the scheduler admits no request in between. (TensorRT-LLM's
+    Until then they are computed along as padding; the scheduler admits no request meanwhile. (TensorRT-LLM's
     `TrtGptModelV1` runs the whole generation of a batch in one call; here each step is an iteration, so that the time
     of every token is known.)
     """

@@ -123,7 +123,7 @@ def test_after_any_failure_every_request_has_one_final_answer_at_length(config, 
 
 @settings(max_examples=200)
 @given(config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
-def test_every_way_gives_the_same_tokens(config, wanted):
+def test_every_batching_type_gives_the_same_tokens(config, wanted):
     outputs = []
     for kind in BATCHING_TYPES[1:]:
         result, requests, _ = run_all(with_type(config, kind), wanted, {})

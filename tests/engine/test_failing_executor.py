@@ -177,7 +177,7 @@ def test_an_id_can_be_used_again_after_a_failure():
 
 @pytest.mark.parametrize("config", [LIMITS, OVERLAP, TWO_PASSES])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_abort_answers_everybody_who_was_fetched(config, steps):
+def test_abort_answers_every_fetched_request(config, steps):
     requests = [Request(index, 4, 6) for index in range(8)]
     loop = Loop(config, at_once(*requests), CheckingExecutor(4))
     loop.step(steps)

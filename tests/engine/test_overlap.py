@@ -49,7 +49,7 @@ def test_without_overlap_each_iteration_is_collected_before_the_next_is_submitte
 
 
 @pytest.mark.parametrize("batching_type", [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED])
-def test_never_more_than_two_iterations_are_under_way(batching_type):
+def test_at_most_two_iterations_are_in_flight(batching_type):
     config = dataclasses.replace(OVERLAP, batching_type=batching_type, max_batch_size=2)
     _, executor = spied_run(config, *(Request(index, 3 + index, 2 + index) for index in range(6)))
     assert executor.max_iterations_in_flight == 2
@@ -71,7 +71,7 @@ def test_a_length_known_in_advance_costs_no_discarded_step(length):
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-def test_an_end_found_late_costs_one_step_whose_token_is_thrown_away(length):
+def test_an_end_found_late_costs_one_step_and_its_token_is_dropped(length):
     by_length = Request(0, 4, 5, output_len=length)
     by_token = Request(1, 4, 5)
     by_token.stop = StopConditions(end_tokens=(token_of(by_token, 4 + length - 1),))
@@ -82,7 +82,7 @@ def test_an_end_found_late_costs_one_step_whose_token_is_thrown_away(length):
         assert_nothing_is_held(result.manager)
 
 
-def test_another_request_goes_on_with_the_token_that_is_not_on_the_host_yet():
+def test_another_request_continues_with_a_token_that_is_not_on_the_host_yet():
     first, second = Request(0, 4, 9, output_len=2), Request(1, 4, 6)
     result, executor = checked_run(OVERLAP, first, second)
     assert [frame[1] for frame in executor.frames] == [[], [0, 1], [0, 1], [1], [1], [1]]
@@ -109,7 +109,7 @@ def pressed(**changes):
 
 @pytest.mark.parametrize("batching_type", [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED])
 @pytest.mark.parametrize("chunk_unit", [None, 2])
-def test_a_pause_waits_until_nothing_is_under_way_and_the_resumed_tokens_are_right(batching_type, chunk_unit):
+def test_a_pause_waits_until_nothing_is_in_flight_and_the_resumed_tokens_are_right(batching_type, chunk_unit):
     first, second = Request(0, 4, 16), Request(1, 4, 16)
     config = pressed(batching_type=batching_type, chunk_unit=chunk_unit, max_input_len=39 if chunk_unit else 12)
     # The spy fails the test if a request is paused while its batch is in flight.
@@ -131,7 +131,7 @@ def test_the_one_to_be_paused_may_turn_out_to_be_complete():
     assert result.tokens(second) == output_of(second, 5)
 
 
-def test_when_nothing_can_be_scheduled_the_iteration_under_way_is_collected():
+def test_when_nothing_can_be_scheduled_the_iteration_in_flight_is_collected():
     # The second needs the blocks of the first, whose last step is in flight.
     config = dataclasses.replace(OVERLAP, num_blocks=2)
     first, second = Request(0, 4, 3), Request(1, 4, 3)
@@ -150,7 +150,7 @@ def test_requests_that_come_after_a_lull_are_served():
     assert executor.in_flight == 0
 
 
-def test_a_stop_signal_discards_what_is_under_way():
+def test_a_stop_signal_discards_what_is_in_flight():
     first, second = Request(0, 4, 9), Request(1, 4, 9)
     executor = CheckingExecutor(4)
     result = run(OVERLAP, at_once(first, second), executor, check_blocks, stops={3: [0]})

@@ -110,7 +110,7 @@ def test_an_entry_point(module, installed, tmp_path, monkeypatch):
     assert vars(find_policy("careful")(8)) == {"limit": 8}
 
 
-def test_an_unknown_name_is_told_with_all_there_are(installed):
+def test_an_unknown_name_is_reported_with_all_valid_ones(installed):
     installed(careful="own_policies:Careful")
     error = error_of("max_utilisation")
     assert "--policy: 'max_utilisation'" in error

@@ -82,7 +82,7 @@ def test_a_block_that_output_fills_is_findable_one_iteration_later(enable_overla
         assert (started, second.reused_tokens) == (at, reused)
 
 
-def test_output_is_reused_by_who_sends_it_back():
+def test_output_is_reused_by_a_prompt_that_repeats_it():
     first = request_of(0, SYSTEM_PROMPT, 9)
     answer = greedy(SYSTEM_PROMPT, 9)
     second = request_of(1, [*SYSTEM_PROMPT, *answer, 1], 2)
@@ -91,7 +91,7 @@ def test_output_is_reused_by_who_sends_it_back():
     assert second.reused_tokens == len(SYSTEM_PROMPT) + 8
 
 
-def test_who_lacks_a_block_that_is_being_computed_waits_for_it():
+def test_a_request_that_needs_a_block_in_computation_waits_for_it():
     requests = [request_of(index, [*SYSTEM_PROMPT, index], 4) for index in range(3)]
     run, _ = serve(CONFIG, [(0, request) for request in requests])
     started = {chunk.request.request_id: record.iteration for record in run.records for chunk in record.context}
@@ -129,7 +129,7 @@ def test_a_resumed_request_finds_its_own_blocks():
     assert executor.computed < (4 + 15) + (4 + 11) + second.recomputed_tokens + 8
 
 
-def test_blocks_pushed_off_the_device_come_back_from_the_host():
+def test_blocks_evicted_to_the_host_are_onboarded_again():
     config = dataclasses.replace(CONFIG, num_blocks=6, num_host_blocks=12, max_batch_size=1)
     conversations = [[place % VOCABULARY for place in range(start, start + 13)] for start in range(4)]
     arrivals = [(0, request_of(index, prompt, 2)) for index, prompt in enumerate(conversations * 2)]

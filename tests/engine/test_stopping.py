@@ -87,7 +87,7 @@ def test_a_paused_request_is_stopped_with_the_tokens_made_before(overlap):
     assert_nothing_is_held(result.manager)
 
 
-def test_a_request_whose_last_step_is_under_way_is_stopped():
+def test_a_request_with_its_last_step_in_flight_is_stopped():
     parked = Request(0, 4, 3)
     result = run(limits(enable_overlap=True), at_once(parked), CheckingExecutor(4), check_blocks, stops={2: [0]})
     assert result.tokens(parked) == output_of(parked, 2)

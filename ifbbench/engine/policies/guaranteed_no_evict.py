@@ -80,6 +80,5 @@ class GuaranteedNoEvict:
 
 
 def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:
-    """Remember the first one left out."""
     if decision.left_out is None:
         decision.left_out = left_out

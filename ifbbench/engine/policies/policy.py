@@ -103,7 +103,6 @@ class LoraPages:
         return (len(self._claimed) + 1) * self._limits.pages_per_task <= self._limits.max_device_pages
 
     def claim(self, request: Request) -> None:
-        """Count the adapter of `request`."""
         if request.lora_task_id is not None:
             self._claimed.add(request.lora_task_id)
 
