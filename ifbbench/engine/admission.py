@@ -3,6 +3,7 @@
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
@@ -11,6 +12,13 @@ from ifbbench.engine.request import Request
 NextChange = Callable[[float], float | None]
 """Takes the time and returns when more requests will have arrived, in seconds on the run's clock; None if only a
 response lets one arrive, or none will."""
+
+
+class Refusal(NamedTuple):
+    """limit: the setting that decides. text: what is wrong, with the numbers."""
+
+    limit: str
+    text: str
 
 
 class AdmissionLimits:
@@ -24,11 +32,59 @@ class AdmissionLimits:
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
-        return self._invalid_field(request) or self._too_long(request) or self._not_streamable(request)
+        refusal = self.refusal_by_size(
+            request.prompt_len, request.max_new_tokens, request.beam_width, request.options.streaming
+        )
+        if refusal is not None:
+            return refusal.text
+        if error := self._invalid_field(request):
+            return error
+        request.clamp_new_tokens(self._config.max_seq_len - request.prompt_len)
+        return None
+
+    def refusal_by_size(
+        self, prompt_len: int, max_new_tokens: int, beam_width: int = 1, streaming: bool = False
+    ) -> Refusal | None:
+        """Why a request of this size can never run, or None. If it can run, it can with fewer new tokens as well."""
+        limits = self._config
+        if not 1 <= beam_width <= limits.max_beam_width:
+            text = f"beam width {beam_width}: expected 1 to {limits.max_beam_width} (max_beam_width)"
+            return Refusal("max_beam_width", text)
+        if prompt_len < 1 or max_new_tokens < 1:
+            text = f"a prompt of {prompt_len} tokens and {max_new_tokens} new tokens: both must be at least 1"
+            return Refusal("prompt_len", text)
+        if prompt_len >= limits.max_seq_len:
+            text = f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {limits.max_seq_len}"
+            return Refusal("max_seq_len", text)
+        if prompt_len > limits.max_input_len:
+            return Refusal(
+                "max_input_len",
+                f"prompt of {prompt_len} tokens is longer than max_input_len {limits.max_input_len}"
+                " (without chunked context at most max_num_tokens)",
+            )
+        max_new_tokens = min(max_new_tokens, limits.max_seq_len - prompt_len)
+        for attention_window, num_blocks in self._pools:
+            needed = attention_window.blocks_to_completion(prompt_len, max_new_tokens, 0, beam_width)
+            if limits.reuse.enabled:
+                needed += attention_window.more_for_beams(prompt_len, beam_width)
+            if needed > num_blocks:
+                text = f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
+                return Refusal("kv_blocks", text)
+        if not streaming:
+            return None
+        if beam_width > 1:
+            text = "streaming with beams: expected one or the other, because beams are ordered only at the end"
+            return Refusal("streaming", text)
+        longest = prompt_len + max_new_tokens - 1
+        if self._pause_truncates and longest > limits.max_input_len:
+            return Refusal(
+                "streaming",
+                f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
+                f"context a resumed prompt has at most {limits.max_input_len} tokens (max_input_len)",
+            )
+        return None
 
     def _invalid_field(self, request: Request) -> str | None:
-        if not 1 <= request.beam_width <= self._config.max_beam_width:
-            return f"beam width {request.beam_width}: expected 1 to {self._config.max_beam_width} (max_beam_width)"
         if not math.isfinite(request.priority):
             return f"priority {request.priority}: expected a finite number"
         tokens, vocab_size = request.prompt_tokens, self._config.vocab_size
@@ -39,52 +95,21 @@ class AdmissionLimits:
                 return f"token id {found} is not in the vocabulary; expected 0 to {vocab_size - 1}"
         return request.sampling.problem(request.beam_width)
 
-    def _too_long(self, request: Request) -> str | None:
-        max_seq_len, max_input_len = self._config.max_seq_len, self._config.max_input_len
-        prompt_len = request.prompt_len
-        if prompt_len < 1 or request.max_new_tokens < 1:
-            return f"a prompt of {prompt_len} tokens and {request.max_new_tokens} new tokens: both must be at least 1"
-        if prompt_len >= max_seq_len:
-            return f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {max_seq_len}"
-        if prompt_len > max_input_len:
-            return (
-                f"prompt of {prompt_len} tokens is longer than max_input_len {max_input_len}"
-                " (without chunked context at most max_num_tokens)"
-            )
-        request.clamp_new_tokens(max_seq_len - prompt_len)
-        for attention_window, num_blocks in self._pools:
-            needed = attention_window.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
-            if self._config.reuse.enabled:
-                needed += attention_window.more_for_beams(prompt_len, request.beam_width)
-            if needed > num_blocks:
-                return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
-        return None
-
-    def _not_streamable(self, request: Request) -> str | None:
-        if not request.options.streaming:
-            return None
-        if request.beam_width > 1:
-            return "streaming with beams: expected one or the other, because beams are ordered only at the end"
-        longest = request.prompt_len + request.max_new_tokens - 1
-        if self._pause_truncates and longest > self._config.max_input_len:
-            return (
-                f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
-                f"context a resumed prompt has at most {self._config.max_input_len} tokens (max_input_len)"
-            )
-        return None
-
 
 class Admission:
     """Fetches up to the free batch slots and a look-ahead, and keeps what cannot become active yet, by priority.
 
     get_requests(n): returns at most n requests that have arrived. refuse(request, error): answers a refused one.
     next_change: see NextChange. Without it, `get_requests` is called in every iteration.
+    next_priority(): the highest priority among requests that have arrived and were not fetched, None if there are none.
+        With it, and a `get_requests` that returns the highest priorities first, all of a higher priority are fetched.
     waiting: fetched requests that are not active, in order.
     """
 
     def __init__(
         self, limits: AdmissionLimits, max_active: int, get_requests: Callable[[int], list[Request]],
         refuse: Callable[[Request, str], None], next_change: NextChange | None = None,
+        next_priority: Callable[[], float | None] | None = None,
     ) -> None:  # fmt: skip
         self.waiting: list[Request] = []
         self._limits = limits
@@ -92,6 +117,7 @@ class Admission:
         self._get_requests = get_requests
         self._refuse = refuse
         self._next_change = next_change
+        self._next_priority = next_priority
         # Until then admission has nothing to do, unless a request leaves.
         self._idle_until_s = -math.inf
         self._in_use: dict[int, Request] = {}
@@ -128,16 +154,27 @@ class Admission:
     def _fetch(self, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
         them are fetched in the same call, because `admit` may do nothing until the next arrival."""
-        num_refused = 1
-        while num_refused and (room := max_waiting - len(self.waiting)) > 0:
-            num_refused = 0
-            for request in self._get_requests(room):
-                if error := self._refusal(request):
-                    num_refused += 1
-                    self._refuse(request, error)
-                else:
-                    self._in_use[request.request_id] = request
-                    insort(self.waiting, request, key=lambda item: -item.priority)
+        while (room := max_waiting - len(self.waiting)) > 0 and self._add(self._get_requests(room)):
+            pass
+        if self._next_priority is None:
+            return
+        # Beyond them, those that go before the last of the first `max_waiting`.
+        while (priority := self._next_priority()) is not None and (
+            len(self.waiting) < max_waiting or priority > self.waiting[max_waiting - 1].priority
+        ):
+            self._add(self._get_requests(1))
+
+    def _add(self, requests: list[Request]) -> int:
+        """Add `requests` to the waiting ones, or refuse them. Returns how many were refused."""
+        num_refused = 0
+        for request in requests:
+            if error := self._refusal(request):
+                num_refused += 1
+                self._refuse(request, error)
+            else:
+                self._in_use[request.request_id] = request
+                insort(self.waiting, request, key=lambda item: -item.priority)
+        return num_refused
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._in_use:

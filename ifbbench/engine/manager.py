@@ -36,13 +36,14 @@ class TokenGenerationLoop:
     poll_stop_signals(): ids of requests to stop, called at the end of an iteration. Unknown ids are ignored.
     next_change(now_s): when requests will arrive next, None for never. If it is given and the executor can predict its
         times, iterations between two events are advanced together, without a call to any of these functions.
+    next_priority(): see `Admission`.
     """
 
     def __init__(
         self, config: BatchingConfig, executor: Executor, clock: Clock, get_requests: Callable[[int], list[Request]],
         send_response: Callable[[Response], None], observer: Observer | None = None,
         queued: Callable[[], int] = lambda: 0, poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
-        next_change: NextChange | None = None,
+        next_change: NextChange | None = None, next_priority: Callable[[], float | None] | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.table = RequestTable(config.num_slots)
@@ -56,7 +57,9 @@ class TokenGenerationLoop:
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
         limits = AdmissionLimits(config, policy_may_pause=getattr(policy, "may_pause", True))
-        self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse, next_change)
+        self._admission = Admission(
+            limits, config.max_batch_size, get_requests, self._refuse, next_change, next_priority
+        )
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
         self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)
