@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.config import RunConfig, from_mapping
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 

@@ -16,13 +16,11 @@ from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig, from_mapping
 from ifbbench.engine.batch import Executor
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.manager import BatchManager as TokenGenerationLoop
-from ifbbench.engine.manager import ExecutorFailed
+from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
 from ifbbench.model.config import ModelConfig

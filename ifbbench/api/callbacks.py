@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ifbbench.api.inference_request import InferenceRequest, Tensors, engine_request, response_tensors
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError
 
 GetInferenceRequests = Callable[[int], Collection[InferenceRequest]]

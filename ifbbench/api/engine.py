@@ -11,12 +11,12 @@ from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, 
 from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch, Executor, WarmingExecutor
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.layout import CacheLayout
-from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import IntArray
-from ifbbench.engine.response import Response
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor
@@ -176,7 +176,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
         if progress:
             progress.update(done, total, "warming up")
 
-    loop = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
+    loop = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     try:
         while loop.step():
             pass
@@ -243,7 +243,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: i
         assert response.output_tokens is not None
         outputs[response.request.request_id] = response.output_tokens
 
-    loop = BatchManager(engine.limits, engine.executor, WallClock(), get_requests, send_response)
+    loop = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, send_response)
     while loop.step():
         pass
     return [outputs[index] for index in range(len(prompts))]

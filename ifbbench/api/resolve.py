@@ -4,8 +4,7 @@ import logging
 import re
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
-from ifbbench.engine.batching_config import V1_POLICY, BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sequence import ReuseRules

@@ -1,22 +1,22 @@
-"""What an executor is given and must answer: the border between scheduling and execution."""
+"""The interface between engine and executor: batches, their outputs, the protocols, and the builder of batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.copies import BlockCopy
+from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import IntArray
-
-FloatArray = NDArray[np.float32]
-IntArray64 = NDArray[np.int64]
+from ifbbench.engine.request_table import NO_ROWS, FloatArray, Int64Array, IntArray, Rows
 
 
 class ContextChunk(NamedTuple):
-    """A stretch of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
+    """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
 
     request: Request
     start: int
@@ -24,23 +24,23 @@ class ContextChunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt is complete after this chunk, so that it yields a token."""
+        """Whether the chunk completes the prompt, so that it yields a token."""
         return self.start + self.length == self.request.prompt_len
 
     def tokens(self) -> IntArray:
-        """The chunk's token ids, [length]. Made on demand: executors without a model never ask."""
+        """Token ids of the chunk, [length]. ValueError if the prompt is symbolic."""
         return self.request.tokens_between(self.start, self.start + self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class BeamInputs:
-    """What beam search decided after the step before, for the generation requests of a batch, all of one beam width.
+    """Decisions of beam search after the previous step, for the generation requests of a batch.
 
     tokens: [requests, beams], newest token of each beam.
-    parents: [requests, beams], which beam of the step before each one goes on from. Before its step, the executor makes
-        the keys and values of each beam's own positions those of its parent. After the context phase all go on from 0.
-    scores: [requests, beams], float32, log-probability of each beam's tokens together.
-    private_from: [requests], a position before which beams share all blocks. Behind it they may still share some.
+    parents: [requests, beams], the beam of the previous step that each one continues. Before its step, the executor
+        gives each beam its parent's keys and values at the beam's own positions. All are 0 after the context phase.
+    scores: [requests, beams], float32, cumulative log-probability of each beam.
+    private_from: [requests], a position before which beams share all blocks. They may share some after it, too.
     """
 
     tokens: IntArray
@@ -53,14 +53,14 @@ class Batch(NamedTuple):
     """One pass through the model, packed: context chunks first, then one token of each generation request and beam.
 
     slots: [generation requests], the sequence slot of each.
-    positions: [generation requests], where each one's newest token goes in its sequence (tokens cached before it).
+    positions: [generation requests], position of each one's newest token (the number of tokens cached before it).
     block_tables: [slots, beams, blocks per sequence], a live view of the block ids of every slot; to be read before
         `submit` returns. Entries beyond a sequence's length are meaningless.
-    beam_width: of all requests of the batch. `beams` is None where that is 1 or there is no generation request.
+    beam_width: of all requests of the batch. `beams` is None if that is 1 or there is no generation request.
     num_candidates: with beams, how many continuations of each request the search needs.
-    padded: every prompt is to be run as long as the longest of the batch, as static batching does.
-    copies: what to move between blocks before the batch runs, in this order.
-    window_tables: block tables like `block_tables` of the attention windows after the first, where layers differ in it.
+    padded: every prompt runs as long as the longest of the batch (static batching).
+    copies: block copies to make before the batch runs, in this order.
+    window_tables: block tables of the attention windows after the first, if layers differ in attention window.
     """
 
     iteration: int
@@ -86,34 +86,26 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamCandidates:
-    """The best continuations of each request over all its beams, best first. All are [outputs, num_candidates].
+    """The best continuations of each request over all its beams, best first. Arrays are [outputs, num_candidates].
 
-    tokens: the token to add. beams: the beam to add it to. scores: float32, log-probability of the whole then.
+    tokens: the token to append. beams: the beam to append it to. scores: float32, cumulative log-probability.
     """
 
     tokens: IntArray
     beams: IntArray
     scores: FloatArray
 
-    def joined_with(self, other: "BeamCandidates") -> "BeamCandidates":
-        """These outputs, then those of `other`."""
-        return BeamCandidates(
-            np.concatenate([self.tokens, other.tokens]), np.concatenate([self.beams, other.beams]),
-            np.concatenate([self.scores, other.scores]),
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a batch yields. Its outputs are its last chunks, in batch order, then its generation requests.
+    """Outputs of a batch: one for each last chunk, in batch order, then one for each generation request.
 
-    tokens: [outputs], the chosen token of each; None with beams, and from executors that make no tokens (the requests'
-        tokens then stay symbolic).
-    candidates: of beam search, None elsewhere.
-    log_probs: [outputs], the log-probability that the model gives each chosen token; None if no request asked.
+    tokens: [outputs], the chosen tokens; None with beams, and from executors without a model (tokens stay symbolic).
+    candidates: of beam search, else None.
+    log_probs: [outputs], log-probability of each chosen token; None if no request asked.
     context_logits: index of a context chunk -> [length, vocabulary], for requests that asked.
-    generation_logits: index of an output -> [beams, vocabulary], the logits that its token was chosen by, for requests
-        that asked. Of a last chunk: [1, vocabulary].
+    generation_logits: index of an output -> [beams, vocabulary], the logits from which its token was chosen, for
+        requests that asked. Of a last chunk: [1, vocabulary].
     """
 
     tokens: IntArray | None = None
@@ -122,69 +114,120 @@ class StepOutputs:
     context_logits: dict[int, FloatArray] = field(default_factory=dict)
     generation_logits: dict[int, FloatArray] = field(default_factory=dict)
 
-    def joined_with(self, other: "StepOutputs", offset: int) -> "StepOutputs":
-        """These outputs, `offset` in number, then those of `other`, a pass without context."""
-        generation_logits = {offset + index: logits for index, logits in other.generation_logits.items()}
-        return StepOutputs(
-            tokens=None if self.tokens is None or other.tokens is None else np.append(self.tokens, other.tokens),
-            candidates=self._candidates_with(other),
-            log_probs=self._log_probs_with(other, offset),
-            context_logits=self.context_logits,
-            generation_logits=self.generation_logits | generation_logits,
-        )
-
-    def _candidates_with(self, other: "StepOutputs") -> BeamCandidates | None:
-        if self.candidates is None or other.candidates is None:
-            return self.candidates or other.candidates
-        return self.candidates.joined_with(other.candidates)
-
-    def _log_probs_with(self, other: "StepOutputs", offset: int) -> FloatArray | None:
-        """Zeros stand for a pass in which nobody asked."""
-        if other.log_probs is not None:
-            mine = np.zeros(offset, np.float32) if self.log_probs is None else self.log_probs
-            return np.concatenate([mine, other.log_probs])
-        if self.log_probs is not None and other.tokens is not None:
-            return np.concatenate([self.log_probs, np.zeros(len(other.tokens), np.float32)])
-        return None
-
 
 NO_OUTPUTS = StepOutputs()
-
-
-@runtime_checkable
-class PredictableExecutor(Protocol):
-    """An executor on a virtual clock that can say beforehand how long iterations will take, and makes no tokens."""
-
-    def generation_times(self, positions: IntArray64, steps: int) -> tuple[int, IntArray64]:
-        """Of the next `steps` iterations of nothing but these generation requests: the host's time in each, and the
-        device's, [steps]; both in nanoseconds. positions: [requests], where each one's next token goes."""
-        ...
 
 
 class Executor(Protocol):
     """Runs batches in the order of their submission. It never decides what runs.
 
-    An executor remembers the newest token of each slot, so generation requests are named by slot alone; a first chunk
-    (or the first after a resume) in a slot says that the slot has a new owner. Several batches may be under way.
+    An executor keeps the newest token of each slot, so that generation requests are named by slot alone; a first chunk
+    (or the first one after a resume) in a slot means that the slot has a new request. Several batches may be in flight.
     """
 
     def submit(self, batch: Batch) -> None:
-        """Start one batch, to run after those submitted before. One that raises has started nothing."""
+        """Start one batch, to run after those submitted before. If it raises, it has started nothing."""
         ...
 
     def collect(self) -> StepOutputs:
-        """Wait for the oldest batch under way, and return what it yields. One that raises has lost that batch."""
+        """Wait for the oldest batch in flight and return its outputs. If it raises, that batch is lost."""
         ...
 
     def close(self) -> None:
-        """Give back memory and threads."""
+        """Release memory and threads."""
+        ...
+
+
+@runtime_checkable
+class PredictableExecutor(Protocol):
+    """An executor on a virtual clock that can compute in advance how long iterations take, and returns no tokens."""
+
+    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
+        """Of the next `steps` iterations of these generation requests alone: the host's time in each, and the device's,
+        [steps]; both in nanoseconds. positions: [requests], position of each one's next token."""
         ...
 
 
 @runtime_checkable
 class WarmingExecutor(Protocol):
-    """An executor that can do beforehand what would else be done when it is first needed."""
+    """An executor with work that can be done before the first iteration that needs it."""
 
-    def warm_up(self, hear: Callable[[int, int], None]) -> None:
-        """Do it. Some batches have run, and none is under way. hear: is told how much is done, of how much."""
+    def warm_up(self, report_progress: Callable[[int, int], None], /) -> None:
+        """Do that work. Some batches have run, and none is in flight. report_progress: takes done and total."""
         ...
+
+
+class BatchBuilder:
+    """Builds the passes of an iteration, and takes the KV blocks that they write to."""
+
+    def __init__(self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache) -> None:
+        self._separate_passes = batching_type is BatchingType.INFLIGHT
+        self._padded = batching_type is BatchingType.V1
+        self._active = active
+        self._kv_cache = kv_cache
+
+    def build(
+        self, iteration: int, context: list[Request], rows: Rows, idle: Rows = NO_ROWS, now_s: float = 0.0
+    ) -> tuple[Batch, ...]:
+        """The passes that run the chunks of `context` and one step of the generation requests in `rows`: one, or one
+        for each phase (INFLIGHT).
+
+        idle: rows of complete requests that stay in a static batch; they overwrite their last position. There is no
+        pass for them alone. Raises OutOfBlocks if the requests do not fit."""
+        chunks = tuple([self._chunk(request, now_s) for request in context])
+        positions = self._kv_cache.registered[rows]
+        self._kv_cache.add_tokens(rows)
+        if not chunks and not len(rows):
+            return ()
+        if len(idle):
+            positions = np.concatenate([positions, self._kv_cache.registered[idle] - 1])
+            rows = np.concatenate([rows, idle])
+        if bubble := self._kv_cache.attention_window.bubble:
+            positions -= bubble
+        copies = self._kv_cache.take_copies()
+        if chunks and len(rows) and self._separate_passes:
+            return (
+                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies),
+                self._pass(iteration, (), rows, positions),
+            )
+        return (self._pass(iteration, chunks, rows, positions, copies),)
+
+    def _chunk(self, request: Request, now_s: float) -> ContextChunk:
+        if request.is_first_chunk:
+            reused = self._kv_cache.add_request(request, now_s)
+            request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
+        return ContextChunk(request, request.position, request.chunk)
+
+    def _pass(
+        self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows,
+        copies: tuple[BlockCopy, ...] = (),
+    ) -> Batch:  # fmt: skip
+        cache = self._kv_cache
+        slots, positions32, tables = rows.astype(np.int32), positions.astype(np.int32), cache.block_tables
+        width, beams, num_candidates = 1, None, 0
+        if tables.shape[1] > 1:
+            requests = [self._active.by_slot[row] for row in rows.tolist()]
+            width = (requests[0] if requests else chunks[0].request).beam_width
+            beams = self._beams(requests) if width > 1 else None
+            num_candidates = max(
+                BeamSearch.num_candidates(request.beam_width, request.stop)
+                for request in self._active.by_slot.values()
+            )
+        return Batch(
+            iteration, chunks, slots, positions32, tables, width, beams, num_candidates, self._padded, copies,
+            cache.window_tables,
+        )  # fmt: skip
+
+    def _beams(self, requests: list[Request]) -> BeamInputs | None:
+        """Decisions of the searches of `requests`; None without any, as with executors that return no tokens."""
+        searches = [request.search for request in requests if request.search is not None]
+        if not searches:
+            return None
+        size = self._kv_cache.attention_window.tokens_per_block
+        return BeamInputs(
+            tokens=np.stack([search.tokens for search in searches]),
+            parents=np.stack([search.parents for search in searches]),
+            scores=np.stack([search.scores for search in searches]),
+            # The prompt's last block may be private to each beam even if it is full.
+            private_from=np.array([max(request.prompt_len - size, 0) for request in requests], np.int32),
+        )

@@ -1,38 +1,32 @@
-"""Beam search of one request: which continuations live on, which are complete, and when no better ones can come.
+"""Beam search of one request, by the rule of `transformers` (`GenerationMixin._beam_search`).
 
-The rule is that of `transformers` (`GenerationMixin._beam_search`), so that results can be held against it. Each step
-looks at the best continuations over all running beams. Those that end complete a beam if they are among the best
-`beam_width`; the best that do not end are the beams of the next step. The complete beams are kept by their score,
+Each step takes the best continuations over all running beams. Those that end complete a beam if they are among the best
+`beam_width`; the best that do not end are the beams of the next step. Complete beams are ordered by their score,
 log-probability / length ** length_penalty.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ifbbench.engine.request_table import BoolArray, FloatArray, IntArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams, StopConditions
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
-
-# The score of a beam that stands in where there are too few continuations. It is finite, so that sums with it stay
-# ordered, and far enough down that whatever scores below half of it descends from a dead beam.
+# The score of a beam that pads too few continuations. It is finite, so that sums with it stay ordered, and so low that
+# any score below half of it descends from such a dead beam.
 DEAD = np.float32(-1e9)
 DEAD_BELOW = DEAD / 2
 
-# What a score may be divided by: an extreme length penalty must give neither an overflow nor a division by zero.
+# Range of a score's divisor: an extreme length penalty must give neither an overflow nor a division by zero.
 SMALLEST_DIVISOR, LARGEST_DIVISOR = 1e-100, 1e100
 
 
 @dataclass(frozen=True, slots=True)
 class FinalBeam:
-    """One beam of the result.
+    """One beam of the result. Arrays are [output length].
 
-    tokens: [output length], the end token or stop sequence included.
-    log_probs: [output length], log-probability of each token.
-    path: [output length], the beam, among the inputs of its step, from which each token was chosen; 0 for the first.
+    tokens: the end token or stop sequence included. log_probs: log-probability of each token.
+    path: the beam, among the inputs of its step, from which each token was chosen; 0 for the first.
     score: cumulative log-probability / output length ** length_penalty.
     """
 
@@ -43,7 +37,6 @@ class FinalBeam:
 
     @property
     def cumulative_log_prob(self) -> float:
-        """Log-probability of the whole output."""
         return float(self.log_probs.sum(dtype=np.float64))
 
 
@@ -64,13 +57,13 @@ class _Beams:
 
     @property
     def alive(self) -> BoolArray:
-        """Whether each beam has a true log-probability rather than that of a dead one, minus infinity or NaN."""
+        """[beams], whether each has a log-probability that is neither a dead beam's, nor minus infinity or NaN."""
         return self.scores > DEAD_BELOW
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The last token of an output: `length` tokens lie on the way that leads to it over `parent`."""
+    """The last token of an output of `length` tokens, which continues the beam `parent`."""
 
     length: int
     token: int
@@ -82,7 +75,7 @@ class _Ending:
 class BeamSearch:
     """The beams of one request. `advance` takes one step; `final` gives the result.
 
-    max_len: most output tokens the request may make, the length up to which EarlyStopping.NEVER lets a beam hope.
+    max_len: maximum output length, at which EarlyStopping.NEVER scores running beams.
     """
 
     def __init__(self, beam_width: int, sampling: SamplingParams, stop: StopConditions, max_len: int) -> None:
@@ -97,15 +90,12 @@ class BeamSearch:
 
     @staticmethod
     def num_candidates(beam_width: int, stop: StopConditions) -> int:
-        """How many candidates `advance` needs so that `beam_width` that do not end are surely among them.
-
-        At most one token a beam ends it for each end token and each stop sequence.
-        """
+        """How many candidates `advance` needs so that at least `beam_width` of them do not end: each end token and each
+        stop sequence ends at most one continuation of a beam."""
         return max(2, 1 + len(stop.end_tokens) + len(stop.stop_sequences)) * beam_width
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
         return len(self._steps) - 1
 
     @property
@@ -115,7 +105,7 @@ class BeamSearch:
 
     @property
     def parents(self) -> IntArray:
-        """[beams], the beam of the step before that each running beam goes on from; empty before the first step."""
+        """[beams], the beam of the step before that each running beam continues; empty before the first step."""
         return self._steps[-1].parents
 
     @property
@@ -127,14 +117,14 @@ class BeamSearch:
         """Choose the next beams from the best continuations, and return whether the search is over.
 
         tokens, beams, scores: [candidates], best first, at least one: the best continuations over all running beams,
-        or of the one prompt (beams all 0) in the first step. Scores are cumulative log-probabilities. Where fewer than
-        `beam_width` can go on, dead beams fill up: they score -1e9, and nothing that comes of them completes or wins.
-        is_last: the output has its full length with these tokens.
+        or of the prompt (beams all 0) in the first step. Scores are cumulative log-probabilities. If fewer than
+        `beam_width` can continue, dead beams with a score of -1e9 are added; their continuations never complete.
+        is_last: these tokens complete the maximum output length.
         """
         candidates = _Beams(tokens.astype(np.int32), beams.astype(np.int32), scores.astype(np.float32))
         alive = candidates.alive
         ends = self._ends(candidates) | is_last
-        # The candidates after the best beam_width are there to go on in place of those that end, not to complete.
+        # Candidates after the best beam_width may replace those that end, but do not complete a beam themselves.
         among_best = np.arange(len(tokens)) < self.beam_width
         self._steps.append(self._fill_up(candidates.select(alive & ~ends), candidates))
         self._complete = self._best_with(self._endings(candidates.select(alive & ends & among_best)))
@@ -144,7 +134,7 @@ class BeamSearch:
     def final(self) -> list[FinalBeam]:
         """The best `beam_width` beams, or as many as exist, best score first.
 
-        Of a search cut short the running beams count like complete ones at their present length.
+        Of a search that is stopped early, running beams count as complete at their present length.
         """
         best = self._complete
         if not self.over and self.num_tokens > 0:
@@ -171,7 +161,7 @@ class BeamSearch:
         return matches
 
     def _fill_up(self, unfinished: _Beams, candidates: _Beams) -> _Beams:
-        """The best `beam_width` unfinished candidates, with dead beams after them where they are too few."""
+        """The best `beam_width` unfinished candidates, with dead beams after them if there are too few."""
         missing = max(0, self.beam_width - len(unfinished.tokens))
         return _Beams(
             np.append(unfinished.tokens[: self.beam_width], np.repeat(candidates.tokens[:1], missing)),
@@ -180,7 +170,6 @@ class BeamSearch:
         )
 
     def _endings(self, beams: _Beams) -> list[_Ending]:
-        """The beams of the newest step as endings."""
         length = self.num_tokens
         return [
             _Ending(length, token, parent, log_prob, self._score(log_prob, length))
@@ -195,12 +184,12 @@ class BeamSearch:
         return log_prob / min(max(divisor, SMALLEST_DIVISOR), LARGEST_DIVISOR)
 
     def _best_with(self, endings: list[_Ending]) -> list[_Ending]:
-        """The best `beam_width` of the complete beams and `endings`; of equal scores the one complete earlier."""
+        """The best `beam_width` of the complete beams and `endings`; of equal scores the first complete one."""
         merged = sorted(self._complete + endings, key=lambda ending: ending.score, reverse=True)
         return merged[: self.beam_width]
 
     def _can_improve(self) -> bool:
-        """Whether a running beam may yet become one of the best."""
+        """Whether a running beam may still become one of the best."""
         running = self._steps[-1]
         if not running.alive.any():
             return False
@@ -208,16 +197,16 @@ class BeamSearch:
             return True
         if self._sampling.early_stopping is EarlyStopping.ALWAYS:
             return False
-        return self._score(float(running.scores[0]), self._hoped_length()) > self._complete[-1].score
+        return self._score(float(running.scores[0]), self._scored_length()) > self._complete[-1].score
 
-    def _hoped_length(self) -> int:
-        """The output length at which the best running beam is held against the complete ones."""
+    def _scored_length(self) -> int:
+        """The output length at which the best running beam is compared with the complete ones."""
         if self._sampling.early_stopping is EarlyStopping.NEVER and self._sampling.length_penalty > 0:
             return self._max_len
         return self.num_tokens
 
     def _trace_back(self, ending: _Ending) -> FinalBeam:
-        """The whole output that leads to `ending`, read along the parents from its end."""
+        """The whole output that ends with `ending`, read backwards along the parents."""
         tokens, path = np.empty(ending.length, np.int32), np.empty(ending.length, np.int32)
         cumulative = np.zeros(ending.length + 1)
         tokens[-1], path[-1], cumulative[-1] = ending.token, ending.parent, ending.cumulative_log_prob

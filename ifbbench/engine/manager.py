@@ -1,4 +1,4 @@
-"""The batch manager: the loop that admits, schedules, runs and responds, one iteration after the other."""
+"""The token generation loop: admits, schedules, runs and answers requests, one iteration after the other."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -6,59 +6,45 @@ from collections.abc import Callable, Collection
 from ifbbench.clock import Clock, VirtualClock
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
-from ifbbench.engine.batch import Executor, PredictableExecutor
-from ifbbench.engine.batch_builder import BatchBuilder
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.confirm import confirm
+from ifbbench.engine.batch import Batch, BatchBuilder, Executor, PredictableExecutor
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.fast_forward import FastForward
-from ifbbench.engine.flight import Flight
+from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
-from ifbbench.engine.lockstep import Lockstep
 from ifbbench.engine.policies import find_policy
-from ifbbench.engine.record_maker import RecordMaker
-from ifbbench.engine.records import Observer, Unobserved
+from ifbbench.engine.records import Observer, RecordMaker, Unobserved
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
-from ifbbench.engine.response import Response, response_of
-from ifbbench.engine.scheduler import Plan, Scheduler
-from ifbbench.engine.store_generated import filled_blocks, store_blocks
+from ifbbench.engine.scheduler import Lockstep, Plan, Scheduler
 from ifbbench.errors import IfbbenchError
 
 
 class SchedulerStalled(IfbbenchError):
-    """Requests are active, but a policy lets none of them run."""
+    """Requests are active, but the policy runs none of them, or more than fit."""
 
 
 class ExecutorFailed(IfbbenchError):
-    """The executor raised; the requests of its batch had an error response, and the loop can go on with the others."""
+    """The executor raised. The requests of its batch have ended with an error; the loop can continue with others."""
 
 
-class BatchManager:
-    """The token generation loop over one executor. `step()` is one iteration; whoever calls it owns the thread.
+class TokenGenerationLoop:
+    """The loop over one executor. `step()` runs one iteration in the caller's thread.
 
-    get_requests(n): returns at most n requests that have arrived; called at the start of each iteration.
-    send_response(response): called at the end of the iteration that has something to send.
-    queued(): how many requests have arrived that `get_requests` has not handed out yet.
-    poll_stop_signals(): ids of requests to stop; called at the end of each iteration. Unknown ones are ignored.
-    next_change(now_s): when requests will arrive next, None for not at all. Given that, iterations between two events
-        are advanced together, without a call to any of these, if the executor can tell beforehand how long they take.
+    get_requests(n): returns at most n requests that have arrived; called at the start of an iteration.
+    send_response(response): called at the end of the iteration that yields it.
+    queued(): how many requests have arrived that `get_requests` has not returned.
+    poll_stop_signals(): ids of requests to stop, called at the end of an iteration. Unknown ids are ignored.
+    next_change(now_s): when requests will arrive next, None for never. If it is given and the executor can predict its
+        times, iterations between two events are advanced together, without a call to any of these functions.
     next_priority(): see `Admission`.
     """
 
     def __init__(
-        self,
-        config: BatchingConfig,
-        executor: Executor,
-        clock: Clock,
-        get_requests: Callable[[int], list[Request]],
-        send_response: Callable[[Response], None],
-        observer: Observer | None = None,
-        queued: Callable[[], int] = lambda: 0,
-        poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
-        next_change: NextChange | None = None,
-        next_priority: Callable[[], float | None] | None = None,
-    ) -> None:
+        self, config: BatchingConfig, executor: Executor, clock: Clock, get_requests: Callable[[int], list[Request]],
+        send_response: Callable[[Response], None], observer: Observer | None = None,
+        queued: Callable[[], int] = lambda: 0, poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
+        next_change: NextChange | None = None, next_priority: Callable[[], float | None] | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.table = RequestTable(config.num_slots)
         self.active = ActiveRequests(self.table)
@@ -70,10 +56,10 @@ class BatchManager:
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
-        limits = AdmissionLimits.of(config, policy_may_pause=getattr(policy, "may_pause", True))
+        limits = AdmissionLimits(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(
             limits, config.max_batch_size, get_requests, self._refuse, next_change, next_priority
-        )  # fmt: skip
+        )
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
         self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)
@@ -82,48 +68,69 @@ class BatchManager:
         is_steady = getattr(policy, "is_steady", False) and self._lockstep is None and not config.enable_overlap
         if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
             self._fast_forward = FastForward(config, executor, clock, self.active, self.kv_cache, next_change)
-        self._num_micro_batches = config.num_micro_batches
-        self._in_flight: deque[Flight] = deque()
+        self._max_in_flight = config.num_micro_batches
+        self._in_flight: deque[InFlightIteration] = deque()
         self._activated: list[Request] = []
         self._failure: ExecutorFailed | None = None
-
-    def step(self) -> bool:
-        """Run one iteration; False when no request is active, in which case nothing was done.
-
-        With overlap, the iteration that this submits is collected by the next call. Raises ExecutorFailed after the
-        affected requests had their error responses, and SchedulerStalled if the policy lets nobody run."""
-        start_s = self._clock.now()
-        self._activated += self._admission.admit(self.active, start_s)
-        if not len(self.active) and not self._in_flight:
-            return False
-        if self._fast_forward is not None and self._advance_together(self._fast_forward, start_s):
-            return True
-        plan = self._plan()
-        if not plan.does_nothing:
-            self._submit(plan, start_s)
-            could_not_submit = self._in_flight[-1].error is not None
-            # Nothing is built upon a batch that does not run.
-            while self._in_flight and (could_not_submit or len(self._in_flight) >= self._num_micro_batches):
-                self._land()
-        elif self._in_flight:
-            self._land()
-        elif len(self.active) and self._failure is None:
-            raise SchedulerStalled(f"policy {self.config.policy} runs none of {len(self.active)} active requests "
-                                   f"(blocked: {plan.reasons})")
-        self._stop_on_signals()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        return True
 
     @property
     def num_waiting(self) -> int:
         """Fetched requests that are not active yet."""
         return len(self._admission.waiting)
 
+    def step(self) -> bool:
+        """Run one iteration; False, with nothing done, if no request is active.
+
+        With overlap, the iteration that this call submits is collected by the next call. Raises ExecutorFailed after
+        the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
+        start_s = self._clock.now()
+
+        # Admit: fetch requests, refuse those that can never run, activate by priority.
+        self._activated += self._admission.admit(self.active, start_s)
+        if not len(self.active) and not self._in_flight:
+            return False
+        # On a simulated device, all iterations up to the next event may be known: advance them together.
+        if self._fast_forward is not None and self._step_many(self._fast_forward, start_s):
+            return True
+
+        # Schedule: the capacity policy, then the micro-batch scheduler.
+        plan = self._scheduler.plan()
+        if plan.paused and self._in_flight:
+            # The token in flight of a request to pause will join its prompt: collect it, then decide again.
+            while self._in_flight:
+                self._complete_oldest()
+            plan = self._scheduler.plan()
+
+        stays_in_flight = 0
+        if not plan.does_nothing:
+            # Pause, build the batches (which takes the blocks they write to), submit.
+            for pause in plan.paused:
+                self._pause(pause.victim)
+            batches = self._build(plan, start_s)
+            submitted = self._submit(plan, batches, start_s)
+            # With overlap the newest iteration stays in flight. After an error no other one is built upon it.
+            if submitted.error is None:
+                stays_in_flight = self._max_in_flight - 1
+        elif not self._in_flight and len(self.active) and self._failure is None:
+            raise SchedulerStalled(
+                f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {plan.reasons})"
+            )
+
+        # Collect outputs, confirm them, record the iteration and respond.
+        while len(self._in_flight) > stays_in_flight:
+            self._complete_oldest()
+
+        # Stop signals end requests in any phase.
+        for request_id in self._poll_stop_signals():
+            self.stop(request_id)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return True
+
     def stop(self, request_id: int, error: str | None = None) -> None:
-        """End a waiting or active request now: its blocks return, and a final response goes out, with the tokens made
-        so far or with `error`. An unknown id is ignored."""
+        """End a waiting or active request now: its blocks are released, and its final response has the tokens generated
+        so far, or `error`. An unknown id is ignored."""
         request = self._admission.find(request_id)
         if request is None:
             return
@@ -133,128 +140,110 @@ class BatchManager:
             self._admission.withdraw(request)
         else:
             response = Response(request, is_final=True, error=error) if error else self._response(request, True)
-            self._leave(request)
+            self._remove(request)
         self._send_response(response)
 
     def abort(self, error: str) -> None:
-        """End all at once: what is under way is thrown away, and every request that was fetched gets an error."""
+        """End everything: iterations in flight are discarded, and every fetched request fails with `error`."""
         while self._in_flight:
             self._in_flight.popleft().collect(self._executor, self._clock.now)
         for request in [*self.active.by_slot.values(), *self._admission.waiting]:
             self.stop(request.request_id, error)
 
-    # One iteration, step by step.
+    # The stages of an iteration, in order.
 
-    def _advance_together(self, fast_forward: FastForward, start_s: float) -> bool:
-        """Advance iterations that do the same; False, with nothing done, where that is not known of any."""
+    def _refuse(self, request: Request, error: str) -> None:
+        self._observer.left(request, error)
+        self._send_response(Response(request, is_final=True, error=error))
+
+    def _step_many(self, fast_forward: FastForward, start_s: float) -> bool:
+        """Run all iterations up to the next event at once; False, with nothing done, if not even one is certain."""
         plan = fast_forward.next_plan(start_s)
         if plan is None:
             return False
-        record = self._records.make(self.iteration, plan, (), start_s, [])
-        filled = filled_blocks(self.table, self.kv_cache, plan.rows) if self.config.reuse.enabled else None
-        advance = fast_forward.advance()
-        if advance is None:
+        stretch = fast_forward.advance(plan, self._records.make(self.iteration, plan, (), start_s, []))
+        if stretch is None:
             return False
-        rows = plan.rows
-        if filled is not None:
-            store_blocks(self.active, self.kv_cache, *filled)
-        done = rows[self.table.confirmed[rows] == self.table.stop_after[rows]]
-        finished = [self.active.by_slot[row] for row in done.tolist()]
-        self.iteration += len(advance.start_ns)
-        self._observer.stretch(advance.stretch(record, finished, self.kv_cache, fast_forward.epoch_s))
-        self._finish(finished)
+        self.iteration += stretch.length
+        self._observer.stretch(stretch)
+        self._finish(stretch.finished)
         return True
 
-    def _plan(self) -> Plan:
-        plan = self._scheduler.plan()
-        if plan.paused and self._in_flight:
-            # Who is to be paused has a token under way, which will join its prompt: its pause waits for that, and the
-            # decision is made again with what is known then.
-            while self._in_flight:
-                self._land()
-            plan = self._scheduler.plan()
-        return plan
-
-    def _submit(self, plan: Plan, start_s: float) -> None:
-        for pause in plan.paused:
-            self._pause(pause.victim)
-        try:
-            batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
-        except OutOfBlocks as error:
-            raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
-        completing = [request for request in plan.context if request.is_last_chunk]
-        record = self._records.make(self.iteration, plan, batches, start_s, self._activated)
-        flight = Flight(record, batches, plan.output_rows(completing), set(plan.idle.tolist()))
-        flight.submit(self._executor)
-        record.submit_s = self._clock.now()
-        record.recomputed = self._advance(plan, completing)
-        self._in_flight.append(flight)
-        if self._fast_forward is not None:
-            self._fast_forward.remember_decision(plan)
-        self._activated = []
-        self.iteration += 1
-
     def _pause(self, request: Request) -> None:
-        """Take the request's blocks away; it starts again from its prompt with the generated tokens joined to it."""
+        """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
         self._release_blocks(request)
         was_in_context = request.in_context
         request.pause(self.config.max_input_len)
         if not was_in_context:
             self.active.move_to_context(request)
 
+    def _build(self, plan: Plan, start_s: float) -> tuple[Batch, ...]:
+        try:
+            return self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
+        except OutOfBlocks as error:
+            raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
+
+    def _submit(self, plan: Plan, batches: tuple[Batch, ...], start_s: float) -> InFlightIteration:
+        """Submit the iteration, and advance its requests as far as is known without its tokens."""
+        completing = [request for request in plan.context if request.is_last_chunk]
+        record = self._records.make(self.iteration, plan, batches, start_s, self._activated)
+        iteration = InFlightIteration(record, batches, plan.output_rows(completing), set(plan.idle.tolist()))
+        iteration.submit(self._executor)
+        record.submit_s = self._clock.now()
+        record.recomputed = self._advance(plan, completing)
+        self._in_flight.append(iteration)
+        if self._fast_forward is not None:
+            self._fast_forward.remember_plan(plan)
+        self._activated = []
+        self.iteration += 1
+        return iteration
+
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
-        """Move all that was submitted on, as far as is known without its tokens. Returns how many tokens were computed
-        before a pause already."""
-        table, rows = self.table, plan.rows
+        """Advance all submitted requests by their chunk or token. Returns how many of the tokens had been computed
+        before a pause."""
+        table, rows, reuses_blocks = self.table, plan.rows, self.config.reuse.enabled
         recomputed = 0
         for request in plan.context:
             recomputed += request.advance_context()
         if table.any_paused:
             cached = self.kv_cache.registered[rows] - self.kv_cache.attention_window.bubble
-            recomputed += self.active.count_made_again(rows, cached)
-        filled = filled_blocks(table, self.kv_cache, rows) if self.config.reuse.enabled else None
+            recomputed += self.active.count_recomputed(rows, cached)
         table.generated[rows] += 1
         for request in completing:
             request.start_generation()
             self.active.move_to_generation(request)
-            if self.config.reuse.enabled:
+            if reuses_blocks:
                 self.kv_cache.store_context(request.slot)
-        if filled is not None:
-            store_blocks(self.active, self.kv_cache, *filled)
+        if reuses_blocks:
+            store_generated(self.active, self.kv_cache, rows)
         if self.config.enable_overlap:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
                 self.active.park(row)
         return recomputed
 
-    def _land(self) -> None:
-        """Collect the oldest iteration under way, and answer those who have something coming."""
-        flight = self._in_flight.popleft()
-        outputs = flight.collect(self._executor, self._clock.now)
-        flight.record.end_s = self._clock.now()
-        if flight.error is not None:
-            self._fail(flight, flight.error)
+    def _complete_oldest(self) -> None:
+        """Collect the oldest iteration in flight, confirm its outputs, record it and send the responses."""
+        iteration = self._in_flight.popleft()
+        outputs = iteration.collect(self._executor, self._clock.now)
+        record = iteration.record
+        record.end_s = self._clock.now()
+        if iteration.error is not None:
+            self._fail(iteration, iteration.error)
             return
-        if flight.batches:
-            self.table.makes_tokens = outputs.tokens is not None or outputs.candidates is not None
-        done = confirm(flight, outputs, self.active)
-        flight.record.finished = self._lockstep.hold_back(done) if self._lockstep else done
-        self._observer.iteration(flight.record)
+        if outputs:
+            self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
+        done = confirm(iteration, outputs, self.active)
+        record.finished = self._lockstep.add_complete(done) if self._lockstep else done
+        self._observer.iteration(record)
         if self.table.num_special and self._lockstep is None:
-            self._stream(flight)
-        self._finish(flight.record.finished)
+            self._stream(iteration)
+        self._finish(record.finished)
 
-    def _finish(self, requests: list[Request]) -> None:
-        """Send the final responses of those that have all their tokens."""
-        for request in requests:
-            response = self._response(request, is_final=True)
-            self._leave(request)
-            self._send_response(response)
-
-    def _stream(self, flight: Flight) -> None:
-        """Send the new tokens of streaming requests that go on."""
-        last = {request.slot for request in flight.record.finished} | flight.dropped
-        rows = flight.output_rows
+    def _stream(self, iteration: InFlightIteration) -> None:
+        """Send the new tokens of streaming requests that are not complete."""
+        last = {request.slot for request in iteration.record.finished} | iteration.dropped
+        rows = iteration.output_rows
         for row in rows[self.table.is_special[rows]].tolist():
             if row in last or not (request := self.active.by_slot[row]).options.streaming:
                 continue
@@ -263,45 +252,43 @@ class BatchManager:
                 request.num_sent = request.num_outputs
                 self._send_response(response)
 
-    def _fail(self, flight: Flight, error: Exception) -> None:
-        """The executor failed: all requests of the batch end, for nobody knows what is in their KV blocks."""
-        self._failure = ExecutorFailed(f"the executor failed in iteration {flight.record.iteration}: {error}")
+    def _finish(self, requests: list[Request]) -> None:
+        for request in requests:
+            response = self._response(request, is_final=True)
+            self._remove(request)
+            self._send_response(response)
+
+    def _response(self, request: Request, is_final: bool) -> Response:
+        return response_of(request, is_final) if self.table.makes_tokens else Response(request, is_final)
+
+    def _fail(self, iteration: InFlightIteration, error: Exception) -> None:
+        """The executor failed: all requests of the batch end, because the contents of their KV blocks are unknown."""
+        self._failure = ExecutorFailed(f"the executor failed in iteration {iteration.record.iteration}: {error}")
         self._failure.__cause__ = error
-        self._observer.iteration(flight.record)
-        for row in flight.rows():
-            if row in self.active.by_slot:
+        self._observer.iteration(iteration.record)
+        rows = [chunk.request.slot for batch in iteration.batches for chunk in batch.context]
+        rows += [slot for batch in iteration.batches for slot in batch.slots.tolist()]
+        for row in rows:  # -1 if the request has left
+            if row in self.active.by_slot and row not in iteration.dropped:
                 self.kv_cache.forget_sequence(row)
                 self.stop(self.active.by_slot[row].request_id, f"the executor failed: {error}")
 
-    def _release_blocks(self, request: Request) -> None:
-        """Give the blocks back. What they hold stays findable, as far as it was computed and its tokens are known."""
-        store = None
-        if self.config.reuse.enabled:
-            computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
-            store = min(computed, request.reuse.num_known)
-        self.kv_cache.remove_sequence(request.slot, store, self._clock.now())
-
-    def _leave(self, request: Request) -> None:
-        """Free all that the request holds. What is under way for it means nothing any more."""
-        for flight in self._in_flight:
-            flight.dropped.add(request.slot)
+    def _remove(self, request: Request) -> None:
+        """Release all that an active request holds, and ignore its outputs in flight."""
+        for iteration in self._in_flight:
+            iteration.dropped.add(request.slot)
         if self._lockstep:
-            self._lockstep.forget(request)
+            self._lockstep.remove(request)
         if self.kv_cache.holds(request.slot):
             self._release_blocks(request)
         self.active.remove(request)
         self._admission.forget(request)
         request.complete()
 
-    def _stop_on_signals(self) -> None:
-        for request_id in self._poll_stop_signals():
-            self.stop(request_id)
-
-    # Responses.
-
-    def _response(self, request: Request, is_final: bool) -> Response:
-        return response_of(request, is_final) if self.table.makes_tokens else Response(request, is_final)
-
-    def _refuse(self, request: Request, error: str) -> None:
-        self._observer.left(request, error)
-        self._send_response(Response(request, is_final=True, error=error))
+    def _release_blocks(self, request: Request) -> None:
+        """Release the blocks. With reuse, what they hold stays findable as far as it was computed and is known."""
+        store = None
+        if self.config.reuse.enabled:
+            computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
+            store = min(computed, request.reuse.num_known)
+        self.kv_cache.remove_sequence(request.slot, store, self._clock.now())

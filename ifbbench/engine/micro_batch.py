@@ -1,21 +1,29 @@
 """The micro-batch scheduler: which of the fitting requests run now, within the batch size and the token budget."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.chunking import ChunkLimits, size_chunks
 from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit
 from ifbbench.engine.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """unit: chunks are multiples of this many tokens, except the last chunk of a prompt.
+    max_context_length: maximum tokens of one chunk; None is no limit."""
+
+    unit: int
+    max_context_length: int | None = None
+
+
 @dataclass(slots=True)
 class MicroBatch:
-    """context: requests with a chunk to run, each with its `chunk` set, in the order of the packed input.
-    held: generation requests that were fitting but do not run; the other fitting ones do.
-    left_out: the first request that does not run, or whose chunk was cut, and why.
+    """context: requests with a chunk to run, each with its `chunk` set, in batch order.
+    held: fitting generation requests that do not run; all other fitting ones do.
+    left_out: the first request that does not run or has its chunk cut, and why.
     """
 
     context: list[Request] = field(default_factory=list)
@@ -24,19 +32,18 @@ class MicroBatch:
 
 
 class MicroBatchScheduler:
-    """Pick in order until the batch is full (TensorRT-LLM's `MicroBatchScheduler`).
+    """Selects in order until the batch is full (TensorRT-LLM's `MicroBatchScheduler`).
 
-    With chunked context, generation takes its tokens first and the rest of the budget is split into chunks. Without it,
-    the order alone decides, and the first request that does not fit ends the batch. `max_num_tokens` None: no limit.
+    With chunked context, generation takes its tokens first and the rest of the budget is divided into chunks. Without
+    it, the order alone decides, and the first request that does not fit ends the batch.
+
+    max_num_tokens: token budget of an iteration; None is no limit. chunking_policy: None is no chunked context.
     """
 
     def __init__(
-        self,
-        max_batch_size: int,
-        max_num_tokens: int | None = None,
-        chunking_policy: str | None = None,
+        self, max_batch_size: int, max_num_tokens: int | None = None, chunking_policy: str | None = None,
         chunk_limits: ChunkLimits | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.chunking_policy = chunking_policy
@@ -45,25 +52,25 @@ class MicroBatchScheduler:
     def schedule(
         self, active: ActiveRequests, fitting: CapacityDecision, in_flight: Container[int] = frozenset()
     ) -> MicroBatch:
-        """Decide for one iteration. `in_flight` are ids of requests in an uncollected batch, which are passed over."""
+        """Decide for one iteration. in_flight: ids of requests in a batch that was not collected; they are skipped."""
         tokens = active.generation_tokens
-        all_go_on = not (fitting.held or fitting.paused or in_flight)
-        takes_all = all_go_on and self._takes_all_generation(active, fitting, tokens)
+        takes_all = not (fitting.held or fitting.paused or in_flight)
+        takes_all = takes_all and self._takes_all_generation(active, fitting, tokens)
         if takes_all and not fitting.admitted:
             return MicroBatch()
-        walk = _Walk(self, in_flight)
+        selection = _Selection(self, in_flight)
         if takes_all:
-            walk.count, walk.tokens = len(active.generation), tokens
-            walk.run_context(fitting.admitted)
+            selection.count, selection.tokens = len(active.generation), tokens
+            selection.add_contexts(fitting.admitted)
         else:
             removed = {id(request) for request in fitting.held}
             removed.update(id(pause.victim) for pause in fitting.paused)
-            generation = [request for request in active.generation if id(request) not in removed]
-            walk.run(self._in_order(generation, fitting))
-        return walk.finish()
+            requests = chain((item for item in active.generation if id(item) not in removed), fitting.admitted)
+            selection.add(requests if fitting.generation_first else sorted(requests, key=attrgetter("order")))
+        return selection.finish()
 
     def _takes_all_generation(self, active: ActiveRequests, fitting: CapacityDecision, tokens: int) -> bool:
-        """Whether all generation requests run wherever they stand in the order, so that only contexts need a walk."""
+        """Whether all generation requests run at any place in the order, so that only contexts are selected."""
         if active.mixed_beam_widths:
             return False
         count = len(active.generation)
@@ -73,15 +80,9 @@ class MicroBatchScheduler:
                 tokens += sum(request.prompt_len + request.num_draft_tokens for request in fitting.admitted)
         return count <= self.max_batch_size and (self.max_num_tokens is None or tokens <= self.max_num_tokens)
 
-    @staticmethod
-    def _in_order(generation: list[Request], fitting: CapacityDecision) -> Iterable[Request]:
-        if fitting.generation_first:
-            return chain(generation, fitting.admitted)
-        return sorted(chain(generation, fitting.admitted), key=attrgetter("order"))
 
-
-class _Walk:
-    """One iteration's picking, in order."""
+class _Selection:
+    """The selection of one iteration."""
 
     def __init__(self, scheduler: MicroBatchScheduler, in_flight: Container[int]) -> None:
         self.scheduler = scheduler
@@ -91,11 +92,11 @@ class _Walk:
         self.beam_width: int | None = None
         self.all_fit = True
 
-    def run(self, requests: Iterable[Request]) -> None:
-        """Pick from `requests` until the batch is full; generation requests behind that are held."""
+    def add(self, requests: Iterable[Request]) -> None:
+        """Select from `requests` until the batch is full; generation requests after that are held."""
         rest = iter(requests)
         for request in rest:
-            limit = self._pick(request)
+            limit = self._select(request)
             if limit is None:
                 continue
             self._leave_out(request, limit)
@@ -103,71 +104,51 @@ class _Walk:
                 break
         self.result.held.extend(request for request in rest if not request.in_context)
 
-    def run_context(self, requests: list[Request]) -> None:
-        """`run` for context requests that no batch has under way."""
+    def add_contexts(self, requests: list[Request]) -> None:
+        """As `add`, for context requests none of which is in flight."""
         if not self.scheduler.chunking_policy:
-            self.run(requests)
+            self.add(requests)
             return
-        room, longest = self.scheduler.max_batch_size - self.count, self.scheduler.chunk_limits.max_context_length
-        self.result.context = requests[:room]
-        for request in self.result.context:
+        room = self.scheduler.max_batch_size - self.count
+        self._select_for_chunks(requests[:room])
+        if len(requests) > room:
+            self._leave_out(requests[room], Limit.BATCH_SIZE)
+
+    def _select(self, request: Request) -> Limit | None:
+        """Add `request` to the batch, or return what keeps it out."""
+        if request.request_id in self.in_flight:
+            return Limit.IN_FLIGHT
+        if self.count >= self.scheduler.max_batch_size:
+            return Limit.BATCH_SIZE
+        if request.in_context and self.scheduler.chunking_policy:
+            self._select_for_chunks([request])
+            return None
+        cost = request.num_draft_tokens + (request.prompt_len if request.in_context else request.beam_width)
+        budget = self.scheduler.max_num_tokens
+        if budget is not None and self.tokens + cost > budget:
+            return Limit.NUM_TOKENS
+        if request.in_context:
+            request.set_chunk(request.remaining_context)
+            self.result.context.append(request)
+        elif self.beam_width in (None, request.beam_width):
+            self.beam_width = request.beam_width
+        else:
+            return Limit.BEAM_WIDTH
+        self.tokens += cost
+        self.count += 1
+        return None
+
+    def _select_for_chunks(self, requests: list[Request]) -> None:
+        """Add `requests`; their chunks are sized later. They count towards the batch size even if they get no chunk."""
+        longest = self.scheduler.chunk_limits.max_context_length
+        for request in requests:
             request.chunk = request.prompt_len - request.position
             cost = request.chunk + request.num_draft_tokens
             if longest is not None and cost > longest:
                 cost, self.all_fit = longest, False
             self.chunk_candidate_tokens += cost
-        self.count += len(self.result.context)
-        if len(requests) > room:
-            self._leave_out(requests[room], Limit.BATCH_SIZE)
-
-    def _pick(self, request: Request) -> Limit | None:
-        """Take `request` into the batch, or say what keeps it out."""
-        if request.request_id in self.in_flight:
-            return Limit.IN_FLIGHT
-        if self.count >= self.scheduler.max_batch_size:
-            return Limit.BATCH_SIZE
-        if not request.in_context:
-            return self._pick_generation(request)
-        if self.scheduler.chunking_policy:
-            return self._pick_chunk_candidate(request)
-        return self._pick_whole_prompt(request)
-
-    def _pick_generation(self, request: Request) -> Limit | None:
-        cost = request.beam_width + request.num_draft_tokens
-        if self._over_budget(cost):
-            return Limit.NUM_TOKENS
-        if self.beam_width not in (None, request.beam_width):
-            return Limit.BEAM_WIDTH
-        self.beam_width = request.beam_width
-        self.tokens += cost
-        self.count += 1
-        return None
-
-    def _pick_whole_prompt(self, request: Request) -> Limit | None:
-        request.set_chunk(request.remaining_context)
-        cost = request.prompt_len + request.num_draft_tokens
-        if self._over_budget(cost):
-            return Limit.NUM_TOKENS
-        self.tokens += cost
-        self.count += 1
-        self.result.context.append(request)
-        return None
-
-    def _pick_chunk_candidate(self, request: Request) -> Limit | None:
-        """Chunk candidates count towards the batch size, even if they later get no chunk."""
-        request.set_chunk(request.remaining_context)
-        cost = request.chunk + request.num_draft_tokens
-        longest = self.scheduler.chunk_limits.max_context_length
-        if longest is not None and cost > longest:
-            cost, self.all_fit = longest, False
-        self.chunk_candidate_tokens += cost
-        self.count += 1
-        self.result.context.append(request)
-        return None
-
-    def _over_budget(self, cost: int) -> bool:
-        budget = self.scheduler.max_num_tokens
-        return budget is not None and self.tokens + cost > budget
+        self.count += len(requests)
+        self.result.context += requests
 
     def _leave_out(self, request: Request, limit: Limit) -> None:
         if not request.in_context:
@@ -176,7 +157,7 @@ class _Walk:
             self.result.left_out = LeftOut(request, limit)
 
     def finish(self) -> MicroBatch:
-        """Size the chunks and put the packed input in order."""
+        """Size the chunks and put the contexts in batch order."""
         scheduler, result = self.scheduler, self.result
         if scheduler.chunking_policy and result.context:
             budget = scheduler.max_num_tokens
@@ -188,7 +169,7 @@ class _Walk:
                 self._note_cut_chunk()
                 result.context = [request for request in result.context if request.chunk > 0]
         if len(result.context) > 1:
-            # Unfinished contexts before those on their last chunk, each by LoRA id (none first).
+            # Prompts that stay incomplete before those on their last chunk, each by LoRA id (none first).
             result.context.sort(
                 key=lambda request: (
                     request.is_last_chunk and not self.all_fit,
@@ -204,3 +185,71 @@ class _Walk:
                 if found is None or request.order < found.request.order:
                     self.result.left_out = LeftOut(request, Limit.NUM_TOKENS)
                 return
+
+
+# Chunk sizes (TensorRT-LLM's `MicroBatchScheduler::setCtxRequestsChunkSize`).
+
+
+def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+    """Give each request in turn as much as is left. One that gets nothing does not block those behind it: the short
+    rest of a prompt may use what is left over."""
+    longest = limits.max_context_length
+    left = capacity
+    for request in requests:
+        size = remaining = request.prompt_len - request.position
+        if left is not None and size > left:
+            size = left
+        if longest is not None and size > longest:
+            size = longest
+        if size < remaining:
+            size -= size % limits.unit
+        request.chunk = size
+        if left is not None:
+            left -= size
+
+
+def equal_progress(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+    """Raise all chunks by one unit in turn, round after round, while the budget lasts."""
+    for request in requests:
+        request.set_chunk(0)
+    total, progress = 0, True
+    while progress and (capacity is None or total < capacity):
+        progress = False
+        for request in requests:
+            increment = min(limits.unit, request.remaining_context - request.chunk)
+            too_long = limits.max_context_length is not None and request.chunk + increment > limits.max_context_length
+            if increment == 0 or too_long or (capacity is not None and total + increment > capacity):
+                continue
+            request.set_chunk(request.chunk + increment)
+            total += increment
+            progress = True
+
+
+CHUNKING: dict[str, Callable[[Sequence[Request], int | None, ChunkLimits], None]] = {
+    "first_come_first_served": first_come_first_served,
+    "equal_progress": equal_progress,
+}
+
+
+def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> None:
+    """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit)."""
+    CHUNKING[policy](requests, capacity, limits)
+    if any(request.num_draft_tokens for request in requests):
+        _fit_draft_tokens(requests, capacity, limits)
+
+
+def _fit_draft_tokens(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+    """Reduce the draft tokens of requests on their last chunk to the room that the chunk leaves in its unit, so that
+    drafts never start a new block. A chunk that fills its unit leaves no room."""
+    used = sum(request.chunk for request in requests)
+    for request in requests:
+        if not request.is_last_chunk or request.num_draft_tokens == 0:
+            continue
+        room = -request.chunk % limits.unit
+        if limits.max_context_length is not None:
+            room = min(room, limits.max_context_length - request.chunk)
+        if capacity is not None:
+            room = min(room, capacity - used)
+            used += room
+        if request.num_draft_tokens > room:
+            request.set_draft_tokens(room)

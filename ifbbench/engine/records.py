@@ -1,25 +1,44 @@
-"""What the loop tells of each iteration: enough to explain every decision, and no more than what changed."""
+"""Records of iterations, which explain every decision and hold only what changed, and the documented statistics."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from time import gmtime, strftime
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.batch import ContextChunk
+from ifbbench.clock import Clock
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.admission import Admission
+from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.policies.policy import LeftOut, Pause
 from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import Int64Array
+from ifbbench.engine.scheduler import Plan
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+CACHE_FIELDS = (
+    "Max KV cache blocks", "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block",
+    "Allocated total KV cache blocks", "Allocated new KV cache blocks", "Reused KV cache blocks",
+)  # fmt: skip
+COMMON_FIELDS = (
+    "Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count", *CACHE_FIELDS, "Scheduled Requests",
+    "Context Requests",
+)  # fmt: skip
+INFLIGHT_FIELDS = ("Generation Requests", "Total Context Tokens", "MicroBatch ID", "Paused Requests")
+STATIC_FIELDS = ("Total Generation Tokens", "Total Context Tokens", "Empty Generation Slots")
+TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
 class CacheState(NamedTuple):
-    """The KV cache while an iteration ran. Blocks are those of the device, None in a cache without blocks;
-    allocated_total, allocated_new and reused are sums since the start (see BlockCounters). max_tokens, held_tokens:
-    places for tokens, in all and those that requests hold. filled_tokens: those with a token in them."""
+    """The KV cache while an iteration ran.
+
+    Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new and reused are sums
+    since the start (see BlockCounters). max_tokens, held_tokens, filled_tokens: token positions in all, those that
+    requests hold, and those with a token in them.
+    """
 
     max_blocks: int | None
     used_blocks: int | None
@@ -33,19 +52,28 @@ class CacheState(NamedTuple):
 
     @property
     def fragmentation(self) -> float:
-        """Share of the held places that have no token in them. Beams share tokens, so it is 0 at least."""
+        """Share of the held positions that have no token. Beams share tokens, so that it is at least 0."""
         return max(0.0, 1.0 - self.filled_tokens / self.held_tokens) if self.held_tokens else 0.0
 
     @classmethod
     def of(cls, cache: KvCache) -> "CacheState":
-        """The cache as it is now."""
         if not cache.num_blocks:
             return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters = cache.counters
-        most, used, size = cache.num_blocks, cache.num_used, cache.attention_window.tokens_per_block
+        num_blocks, used, size = cache.num_blocks, cache.num_used, cache.attention_window.tokens_per_block
         return cls(
-            most, used, size, counters.allocated_total, counters.allocated_new, counters.reused, most * size,
-            used * size, cache.filled_places,
+            num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
+            num_blocks * size, used * size, cache.filled_places,
+        )  # fmt: skip
+
+    def moved(self, blocks: int, tokens: int) -> "CacheState":
+        """This state after generation took so many blocks and filled so many positions; before it, if negative."""
+        used, size, total, new = self.used_blocks, self.tokens_per_block, self.allocated_total, self.allocated_new
+        if used is None or size is None or total is None or new is None:
+            return self._replace(filled_tokens=self.filled_tokens + tokens)
+        return CacheState(
+            self.max_blocks, used + blocks, size, total + blocks, new + blocks, self.reused, self.max_tokens,
+            self.held_tokens + blocks * size, self.filled_tokens + tokens,
         )  # fmt: skip
 
 
@@ -53,18 +81,17 @@ class CacheState(NamedTuple):
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
-    start_s, submit_s, end_s: the iteration began, its batch went to the executor, its tokens were there. With overlap
-        an iteration begins before the one before it ends.
-    context_end_s: when the context pass was done, where context and generation have a pass each.
+    start_s, submit_s, end_s: the iteration began, its batch was submitted, its outputs were collected. With overlap an
+        iteration begins before the previous one ends.
+    context_end_s: end of the context pass, if context and generation have one pass each.
     activated: requests that became active in it.
-    context: the chunks it ran, of num_context_tokens in all. `recomputed` tokens of them had been computed before a
-        pause, and `padding` tokens (V1) were computed beside.
-    num_generation: generation requests that it ran. All active ones did, but those in `held` and the paused.
-    idle: requests of a static batch that are complete and keep their place in the batch until all others are (V1);
-        they are among the held ones.
-    finished: requests that it completed; `errors` of those that failed in it.
-    left_out: the first request, in the order of the active list and then of the queue, that did not run or whose chunk
-        was cut. `blocked` are the first such requests of each scheduler: all that wait behind them wait for them.
+    context: the chunks it ran, of num_context_tokens in all. `recomputed` of these tokens had been computed before a
+        pause, and `padding` tokens (V1) were computed in addition.
+    num_generation: generation requests that it ran: all active ones but those in `held` and the paused.
+    idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
+    finished: requests that it completed.
+    left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
+        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
     queued: requests that have arrived and are not active.
     """
 
@@ -99,24 +126,23 @@ class IterationRecord:
 
 
 class Stretch(NamedTuple):
-    """Consecutive iterations that all do the same: the generation requests of the first make a token in each.
+    """Consecutive iterations in which the same generation requests each generate a token, and no more happens.
 
-    first: the record of the first one, without `finished`: they are those that the last iteration completed.
-    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks: [iterations], blocks that were taken
-    since the first one ran. epoch_s: what the run's second zero is on the clock of time stamps.
+    first: record of the first iteration, without `finished`: those requests are completed by the last one.
+    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks: [iterations], blocks taken since the
+        first one ran. epoch_s: the run's second zero in seconds since the Unix epoch.
     """
 
     first: IterationRecord
     finished: list[Request]
-    start_s: Floats
-    submit_s: Floats
-    end_s: Floats
-    more_blocks: Integers
+    start_s: NDArray[np.float64]
+    submit_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    more_blocks: Int64Array
     epoch_s: int
 
     @property
     def length(self) -> int:
-        """How many iterations it has."""
         return len(self.start_s)
 
     @property
@@ -125,20 +151,9 @@ class Stretch(NamedTuple):
 
     def cache(self, index: int) -> CacheState:
         """The KV cache while the iteration at `index` of the stretch ran."""
-        cache, more = self.first.cache, int(self.more_blocks[index])
-        filled = cache.filled_tokens + self.first.num_generation * index
-        if cache.used_blocks is None or cache.tokens_per_block is None:
-            return cache._replace(filled_tokens=filled)
-        assert cache.allocated_total is not None
-        assert cache.allocated_new is not None
-        return cache._replace(
-            used_blocks=cache.used_blocks + more, allocated_total=cache.allocated_total + more,
-            allocated_new=cache.allocated_new + more, held_tokens=cache.held_tokens + more * cache.tokens_per_block,
-            filled_tokens=filled,
-        )  # fmt: skip
+        return self.first.cache.moved(int(self.more_blocks[index]), self.first.num_generation * index)
 
     def records(self) -> Iterator[IterationRecord]:
-        """One for each iteration."""
         times = zip(self.start_s.tolist(), self.submit_s.tolist(), self.end_s.tolist(), strict=True)
         for index, (start_s, submit_s, end_s) in enumerate(times):
             yield replace(
@@ -149,7 +164,7 @@ class Stretch(NamedTuple):
 
 
 class Observer(Protocol):
-    """Hears of each iteration after it has run, and of each request that leaves without being complete."""
+    """Is notified of each iteration after it has run, and of each request that ends without being complete."""
 
     def iteration(self, record: IterationRecord) -> None: ...
 
@@ -158,12 +173,12 @@ class Observer(Protocol):
         ...
 
     def left(self, request: Request, error: str | None) -> None:
-        """`request` was refused or failed for `error`, or was stopped (None) by its client."""
+        """`request` was refused or failed for `error`, or was stopped by its client (None)."""
         ...
 
 
 class Unobserved:
-    """An observer that looks away."""
+    """An observer that does nothing."""
 
     def iteration(self, record: IterationRecord) -> None:
         pass
@@ -173,3 +188,83 @@ class Unobserved:
 
     def left(self, request: Request, error: str | None) -> None:
         pass
+
+
+class RecordMaker:
+    """Makes the records of one loop. queued(): how many requests have arrived that admission has not fetched."""
+
+    def __init__(
+        self, config: BatchingConfig, clock: Clock, active: ActiveRequests, admission: Admission, kv_cache: KvCache,
+        queued: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._pads = config.batching_type is BatchingType.V1
+        self._has_beams = config.max_beam_width > 1
+        self._num_micro_batches = config.num_micro_batches
+        self._clock = clock
+        self._active = active
+        self._admission = admission
+        self._kv_cache = kv_cache
+        self._queued = queued
+
+    def make(
+        self, iteration: int, plan: Plan, batches: tuple[Batch, ...], start_s: float, activated: list[Request]
+    ) -> IterationRecord:
+        """The record of an iteration that began at `start_s` and runs `batches`, after their blocks were taken."""
+        context = batches[0].context if batches else ()
+        padding = 0
+        if self._pads and context:
+            longest = max(chunk.length for chunk in context)
+            padding = sum(longest - chunk.length for chunk in context)
+        num_generation = len(plan.rows)
+        tokens = int(self._active.table.step_tokens[plan.rows].sum()) if self._has_beams else num_generation
+        waiting = self._admission.waiting
+        return IterationRecord(
+            iteration, micro_batch=iteration % self._num_micro_batches, start_s=start_s,
+            timestamp=self._clock.timestamp(), active=len(self._active), queued=len(waiting) + self._queued(),
+            activated=activated, context=context, num_context_tokens=sum([chunk.length for chunk in context]),
+            recomputed=0, num_generation=num_generation, num_generation_tokens=tokens, held=plan.held,
+            paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
+            cache=CacheState.of(self._kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
+        )  # fmt: skip
+
+
+class IterationStatistics:
+    """The statistics of each iteration under the names of TensorRT-LLM's batch manager.
+
+    max_requests: the engine's limit of active requests. names: the fields of the batching type, in order.
+    """
+
+    def __init__(self, batching_type: BatchingType, max_requests: int) -> None:
+        self._is_static = batching_type is BatchingType.V1
+        self._max_requests = max_requests
+        self.names = (*COMMON_FIELDS, *(STATIC_FIELDS if self._is_static else INFLIGHT_FIELDS))
+        self._second = -1
+        self._timestamp = ""
+
+    def fields(self, record: IterationRecord) -> dict[str, Any]:
+        """Documented name to value. Blocks and tokens are counts; the time stamp is in UTC."""
+        return dict(zip(self.names, self.values(record), strict=True))
+
+    def values(self, record: IterationRecord) -> tuple[str | int | None, ...]:
+        """The values of the fields, in the order of `names`."""
+        chunks = len(record.context)
+        scheduled = chunks + record.num_generation + record.idle
+        # Each step of a static batch is an iteration: a member generates a token or leaves its slot empty.
+        of_type = (
+            (chunks + record.num_generation, record.num_context_tokens, record.idle)
+            if self._is_static
+            else (record.num_generation, record.num_context_tokens, record.micro_batch, len(record.paused))
+        )
+        num_blocks, used, size, total, new, reused, *_ = record.cache
+        free = None if num_blocks is None or used is None else num_blocks - used
+        return (
+            self.format_timestamp(record.timestamp), record.iteration, record.active, self._max_requests,
+            num_blocks, free, used, size, total, new, reused, scheduled, chunks, *of_type,
+        )  # fmt: skip
+
+    def format_timestamp(self, timestamp: float) -> str:
+        """Month-day-year hour:minute:second of seconds since the Unix epoch, in UTC. Formatted once a second."""
+        if not self._second <= timestamp < self._second + 1:
+            self._second = int(timestamp)
+            self._timestamp = strftime(TIMESTAMP_FORMAT, gmtime(self._second))
+        return self._timestamp

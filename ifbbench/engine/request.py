@@ -1,5 +1,7 @@
-"""A request and its state machine."""
+"""A request, its state machine, and its tokens as the reuse tree of the KV cache needs them."""
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -7,13 +9,14 @@ import numpy as np
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
-from ifbbench.engine.output_numbers import OutputNumbers
-from ifbbench.engine.request_table import IntArray, RequestTable
-from ifbbench.engine.reuse_tokens import NO_IDENTITY, ReuseIdentity, ReuseTokens
+from ifbbench.engine.kv_cache.sequence import KnownTokens
+from ifbbench.engine.kv_cache.token_keys import SymbolicTokens, TokenIds
+from ifbbench.engine.request_table import Int64Array, IntArray, RequestTable
 from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
     TOKENS_ONLY,
+    OutputNumbers,
     OutputOptions,
     SamplingParams,
     StopConditions,
@@ -23,7 +26,7 @@ from ifbbench.engine.sampling_params import (
 class RequestState(IntEnum):
     """States in the order in which a request reaches them (numbers of TensorRT-LLM's `LlmRequestState`).
 
-    GENERATION_TO_COMPLETE: its last step is under way, so there is nothing left to schedule.
+    GENERATION_TO_COMPLETE: its last step is in flight, so that nothing is left to schedule.
     """
 
     CONTEXT_INIT = 10
@@ -32,12 +35,30 @@ class RequestState(IntEnum):
     GENERATION_COMPLETE = 20
 
 
-class Request:
-    """One request on its way through the engine.
+@dataclass(frozen=True, slots=True)
+class ReuseIdentity:
+    """What decides, beside token ids, whether two requests may share blocks.
 
-    `prompt_len` (L in the spec) is the current prompt: it grows when a paused request is resumed with its generated
-    tokens joined to it, and `max_new_tokens` (N) shrinks by as much. `position` is the context cursor and `chunk` the
-    size of the next context chunk. `output_len` is known to the stop check alone.
+    extra_ids: [prompt length], one for each prompt token. cache_salt: requests with different salts share nothing.
+    runs: the prompt as symbolic tokens (no ids recorded), runs of (first number, length); the output is then the run
+        that starts with `output_symbol`.
+    """
+
+    extra_ids: Int64Array | None = None
+    cache_salt: Hashable = None
+    runs: Sequence[tuple[int, int]] | None = None
+    output_symbol: int = 0
+
+
+NO_IDENTITY = ReuseIdentity()
+
+
+class Request:
+    """One request in the engine.
+
+    `prompt_len` (L in the spec) is the current prompt: when a paused request is resumed, its generated tokens have
+    joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
+    size of the next context chunk. Only the stop check uses `output_len`.
     """
 
     __slots__ = (
@@ -48,24 +69,13 @@ class Request:
     )  # fmt: skip
 
     def __init__(
-        self,
-        request_id: int,
-        prompt_len: int,
-        max_new_tokens: int,
-        *,
-        output_len: int | None = None,
-        prompt_tokens: IntArray | None = None,
-        index: int = -1,
-        priority: float = DEFAULT_PRIORITY,
-        beam_width: int = 1,
-        lora_task_id: int | None = None,
-        num_draft_tokens: int = 0,
-        sampling: SamplingParams = GREEDY,
-        options: OutputOptions = TOKENS_ONLY,
-        stop: StopConditions = NO_STOP_CONDITIONS,
-        reuse: ReuseIdentity = NO_IDENTITY,
+        self, request_id: int, prompt_len: int, max_new_tokens: int, *, output_len: int | None = None,
+        prompt_tokens: IntArray | None = None, index: int = -1, priority: float = DEFAULT_PRIORITY,
+        beam_width: int = 1, lora_task_id: int | None = None, num_draft_tokens: int = 0,
+        sampling: SamplingParams = GREEDY, options: OutputOptions = TOKENS_ONLY,
+        stop: StopConditions = NO_STOP_CONDITIONS, reuse: ReuseIdentity = NO_IDENTITY,
         retention: Retention = NO_RETENTION,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.request_id = request_id
         self.index = index
         self.original_prompt_len = self.prompt_len = self.chunk = prompt_len
@@ -94,36 +104,150 @@ class Request:
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.name}, {self.position}/{self.prompt_len})"
 
-    # Entering and leaving the engine.
+    # State and progress.
+
+    @property
+    def in_context(self) -> bool:
+        return self.state is RequestState.CONTEXT_INIT
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the request is complete, failed or stopped: the engine holds nothing of it."""
+        return self.state is RequestState.GENERATION_COMPLETE
+
+    @property
+    def is_first_chunk(self) -> bool:
+        return self.position == self.prepopulated
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the request holds KV blocks and can be paused: in generation, or in context past its first chunk."""
+        return not self.in_context or not self.is_first_chunk
+
+    @property
+    def remaining_context(self) -> int:
+        return self.prompt_len - self.position
+
+    @property
+    def is_last_chunk(self) -> bool:
+        return self.position + self.chunk == self.prompt_len
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens scheduled since the (resumed) prompt was complete."""
+        return 0 if self.table is None else int(self.table.generated[self.slot])
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens that exist, those that a pause joined to the prompt included."""
+        confirmed = 0 if self.table is None else int(self.table.confirmed[self.slot])
+        return self.prompt_len - self.original_prompt_len + confirmed
+
+    @property
+    def is_special(self) -> bool:
+        """Whether each new token needs more than to be stored: streaming, beam search, stop sequences, or numbers."""
+        options = self.options
+        return self.beam_width > 1 or bool(self.stop.stop_sequences) or options.streaming or options.returns_numbers
+
+    def tokens_between(self, start: int, stop: int) -> IntArray:
+        """Token ids at positions `start` to `stop - 1` of prompt and output. ValueError if the prompt is symbolic."""
+        if self.prompt_tokens is None or self.table is None:
+            raise ValueError(f"request {self.request_id} has no token ids: it was made for an executor without a model")
+        border = self.original_prompt_len
+        prompt = self.prompt_tokens[start : min(stop, border)]
+        if stop <= border:
+            return prompt
+        return np.concatenate([prompt, self.table.outputs(self.slot, max(start - border, 0), stop - border)])
+
+    # Transitions.
 
     def enter(self, table: RequestTable, sequence_number: int) -> None:
-        """Take a row of `table`; `sequence_number` says who came first among equal priorities."""
+        """Become active: take a row of `table`. `sequence_number` orders requests of equal priority."""
         self.table = table
         self.slot = table.take_row(self.is_special)
         self.order = (-self.priority, sequence_number)
-        # The ends of beams are found by their search.
+        # Beam search finds the ends of beams itself.
         table.set_end_tokens(self.slot, self.stop.end_tokens if self.beam_width == 1 else ())
-        self._refresh_row()
+        self._write_row()
+
+    def set_chunk(self, size: int) -> None:
+        """Set the size of the next context chunk, at most what remains of the prompt."""
+        self.chunk = min(size, self.remaining_context)
+
+    def set_draft_tokens(self, count: int) -> None:
+        """Set the number of draft tokens of the coming steps. ValueError if it is negative."""
+        if count < 0:
+            raise ValueError(f"request {self.request_id}: {count} draft tokens; expected at least 0")
+        self.num_draft_tokens = count
+        self._write_row()
+
+    def clamp_new_tokens(self, limit: int) -> None:
+        self.max_new_tokens = min(self.max_new_tokens, limit)
+        self.output_len = min(self.output_len, limit)
+
+    def set_prepopulated(self, num_tokens: int, tokens_per_block: int) -> None:
+        """The first `num_tokens` of the prompt were found in the cache. Context starts after them, and a first chunk
+        that does not complete the prompt ends with a block."""
+        if self.pauses == 0:
+            self.reused_tokens = num_tokens
+        if num_tokens == 0:
+            return
+        self.position = self.prepopulated = num_tokens
+        end = num_tokens + self.chunk
+        if end < self.prompt_len:
+            end -= end % tokens_per_block
+        self.set_chunk(max(end - num_tokens, 1))
+
+    def advance_context(self) -> int:
+        """The chunk was submitted. Returns how many of its tokens had been computed before a pause."""
+        end, recomputed = self.position + self.chunk, 0
+        if self.position < self.cached_before_pause:
+            recomputed = min(end, self.cached_before_pause) - self.position
+            self.recomputed_tokens += recomputed
+        self.position, self.chunk = end, 0
+        return recomputed
+
+    def start_generation(self) -> None:
+        """The prompt is complete, which yields the first token."""
+        assert self.table is not None
+        self.state = RequestState.GENERATION_IN_PROGRESS
+        self.table.generated[self.slot] = 1
+
+    def pause(self, max_input_len: int) -> None:
+        """Return to the context phase.
+
+        With one beam, generated tokens join the prompt, up to `max_input_len` tokens in all; tokens beyond that are
+        generated again. With several beams, all generated tokens are dropped."""
+        if self.in_context:
+            cached = self.position
+        else:
+            # The newest token has not been through the model, so its keys and values are not cached.
+            cached = self.prompt_len + self.num_generated - 1
+        self.cached_before_pause = max(self.cached_before_pause, cached)
+        if self.beam_width == 1:
+            grown = min(max_input_len, self.prompt_len + self.num_generated)
+            self.max_new_tokens -= grown - self.prompt_len
+            self.prompt_len = grown
+        self.search = None
+        self.state = RequestState.CONTEXT_INIT
+        self.position = self.prepopulated = 0
+        self.chunk = self.prompt_len
+        self.pauses += 1
+        if self.table is not None:
+            self.table.generated[self.slot] = self.table.confirmed[self.slot] = 0
+        self._write_row()
 
     def leave(self) -> None:
-        """Give the row back. Counters and tokens must have been read before."""
+        """Return the row. Counters and tokens must have been read before."""
         assert self.table is not None
         self.table.return_row(self.slot)
         self.table, self.slot = None, -1
 
-    def set_draft_tokens(self, count: int) -> None:
-        """Change the number of draft tokens of the coming steps; discarding more than there are is an error."""
-        if count < 0:
-            raise ValueError(f"request {self.request_id}: {count} draft tokens")
-        self.num_draft_tokens = count
-        self._refresh_row()
+    def complete(self) -> None:
+        self.state = RequestState.GENERATION_COMPLETE
+        self.search = self.numbers = None
 
-    def clamp_new_tokens(self, limit: int) -> None:
-        """Reserve, and make, at most `limit` tokens."""
-        self.max_new_tokens = min(self.max_new_tokens, limit)
-        self.output_len = min(self.output_len, limit)
-
-    def _refresh_row(self) -> None:
+    def _write_row(self) -> None:
         if self.table is None:
             return
         table, row = self.table, self.slot
@@ -139,125 +263,47 @@ class Request:
         table.stop_after[row] = self.output_len - joined
         table.reserved[row] = self.max_new_tokens
 
-    # Where it stands.
+
+class ReuseTokens:
+    """The tokens of a request as the reuse tree needs them: prompt and output so far. Made on first use."""
+
+    __slots__ = ("_identity", "_known", "_request")
+
+    def __init__(self, request: Request, identity: ReuseIdentity) -> None:
+        self._request = request
+        self._identity = identity
+        self._known: KnownTokens | None = None
 
     @property
-    def num_generated(self) -> int:
-        """Output tokens scheduled since the (resumed) prompt was complete."""
-        return 0 if self.table is None else int(self.table.generated[self.slot])
+    def num_known(self) -> int:
+        """How many tokens of the sequence are known, from its first on."""
+        known = self.known()
+        return 0 if known is None else len(known.tokens)
 
-    @property
-    def num_outputs(self) -> int:
-        """Output tokens that are there, those joined to the prompt by a pause included."""
-        confirmed = 0 if self.table is None else int(self.table.confirmed[self.slot])
-        return self.prompt_len - self.original_prompt_len + confirmed
+    def known(self) -> KnownTokens | None:
+        """Prompt and output so far; None if the prompt has neither token ids nor symbols."""
+        if self._known is None:
+            self._known = self._known_prompt()
+        if self._known is not None:
+            self._append_output(self._known)
+        return self._known
 
-    @property
-    def is_special(self) -> bool:
-        """Whether each of its tokens needs more than being written down: to be sent, searched in, or kept with its
-        numbers."""
-        options = self.options
-        return (
-            self.beam_width > 1 or bool(self.stop.stop_sequences) or options.streaming or options.returns_numbers
-        )
-
-    @property
-    def in_context(self) -> bool:
-        return self.state is RequestState.CONTEXT_INIT
-
-    @property
-    def has_left(self) -> bool:
-        """Complete, failed or stopped: the engine holds nothing of it any more."""
-        return self.state is RequestState.GENERATION_COMPLETE
-
-    @property
-    def is_first_chunk(self) -> bool:
-        return self.position == self.prepopulated
-
-    @property
-    def has_started(self) -> bool:
-        """In generation, or in context past the first chunk: it holds KV blocks and can be paused."""
-        return not self.in_context or not self.is_first_chunk
-
-    @property
-    def remaining_context(self) -> int:
-        return self.prompt_len - self.position
-
-    @property
-    def is_last_chunk(self) -> bool:
-        return self.position + self.chunk == self.prompt_len
-
-    def tokens_between(self, start: int, stop: int) -> IntArray:
-        """Token ids at positions `start` to `stop - 1` of prompt and output; ValueError when the prompt is symbolic."""
-        if self.prompt_tokens is None or self.table is None:
-            raise ValueError(f"request {self.request_id} has no token ids: it was made for an executor without a model")
-        border = self.original_prompt_len
-        prompt = self.prompt_tokens[start : min(stop, border)]
-        if stop <= border:
-            return prompt
-        return np.concatenate([prompt, self.table.outputs(self.slot, max(start - border, 0), stop - border)])
-
-    # What happens to it.
-
-    def set_chunk(self, size: int) -> None:
-        """Size of the next context chunk, clamped to what is left of the prompt."""
-        self.chunk = min(size, self.remaining_context)
-
-    def set_prepopulated(self, num_tokens: int, tokens_per_block: int) -> None:
-        """The first `num_tokens` of the prompt were found in the cache: context starts behind them, and its first chunk
-        ends with a block if it does not end the prompt."""
-        if self.pauses == 0:
-            self.reused_tokens = num_tokens
-        if num_tokens == 0:
-            return
-        self.position = self.prepopulated = num_tokens
-        end = num_tokens + self.chunk
-        if end < self.prompt_len:
-            end -= end % tokens_per_block
-        self.set_chunk(max(end - num_tokens, 1))
-
-    def advance_context(self) -> int:
-        """The chunk has been computed. Returns how many of its tokens were computed before a pause already."""
-        end, again = self.position + self.chunk, 0
-        if self.position < self.cached_before_pause:
-            again = min(end, self.cached_before_pause) - self.position
-            self.recomputed_tokens += again
-        self.position, self.chunk = end, 0
-        return again
-
-    def start_generation(self) -> None:
-        """The prompt is complete and has yielded its first token."""
-        assert self.table is not None
-        self.state = RequestState.GENERATION_IN_PROGRESS
-        self.table.generated[self.slot] = 1
-
-    def pause(self, max_input_len: int) -> None:
-        """Back to context: with one beam, generated tokens join the prompt (up to `max_input_len` tokens in all, the
-        rest will be generated again); with several, they are thrown away."""
-        if self.in_context:
-            cached = self.position
+    def _known_prompt(self) -> KnownTokens | None:
+        request, identity = self._request, self._identity
+        if identity.runs is not None:
+            tokens: TokenIds | SymbolicTokens = SymbolicTokens(identity.runs)
+        elif request.prompt_tokens is not None:
+            tokens = TokenIds(request.prompt_tokens[: request.original_prompt_len], identity.extra_ids)
         else:
-            # The newest token has not been through the model yet, so its keys and values are not cached.
-            cached = self.prompt_len + self.num_generated - 1
-        self.cached_before_pause = max(self.cached_before_pause, cached)
-        if self.beam_width == 1:
-            grown = min(max_input_len, self.prompt_len + self.num_generated)
-            self.max_new_tokens -= grown - self.prompt_len
-            self.prompt_len = grown
-        self.search = None
-        self.state = RequestState.CONTEXT_INIT
-        self.position = self.prepopulated = 0
-        self.chunk = self.prompt_len
-        self.pauses += 1
-        if self.table is not None:
-            self.table.generated[self.slot] = self.table.confirmed[self.slot] = 0
-        self._refresh_row()
+            return None
+        return KnownTokens(tokens, (tokens.kind, request.lora_task_id, identity.cache_salt))
 
-    def park(self) -> None:
-        """Its last step has been submitted."""
-        self.state = RequestState.GENERATION_TO_COMPLETE
-
-    def complete(self) -> None:
-        """It has left the engine; what was kept for it is let go."""
-        self.state = RequestState.GENERATION_COMPLETE
-        self.search = self.numbers = None
+    def _append_output(self, known: KnownTokens) -> None:
+        request = self._request
+        appended = len(known.tokens) - request.original_prompt_len
+        if request.table is None or request.beam_width > 1 or request.num_outputs <= appended:
+            return
+        if isinstance(known.tokens, SymbolicTokens):
+            known.tokens.append(self._identity.output_symbol + appended, request.num_outputs - appended)
+        elif request.table.makes_tokens:
+            known.tokens.append(request.table.outputs(request.slot, appended, request.num_outputs))

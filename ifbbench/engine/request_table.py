@@ -1,37 +1,43 @@
-"""The table that holds the counters of all active requests, and their output tokens."""
+"""The table of the counters that change in every iteration, one row for each active request, and the array types.
 
-from typing import TypeVar
+With flat arrays, an iteration in which 500 requests each generate a token is a few additions. The row of a request is
+also its sequence slot in the executor and in the KV cache.
+"""
+
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int32]
+IntArray: TypeAlias = NDArray[np.int32]
+Int64Array: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+Rows: TypeAlias = Int64Array  # indices into the table
 
+NO_ROWS: Rows = np.zeros(0, np.int64)
 _NO_TOKEN = -1
 _INITIAL_OUTPUT_COLUMNS = 64
 _INITIAL_END_TOKEN_COLUMNS = 2
 
 
 class RequestTable:
-    """Counters that change every iteration, one row an active request, in flat arrays.
+    """Counters and output tokens of all active requests. Arrays are [rows] unless stated otherwise.
 
-    An iteration in which 500 requests each make a token is then a few additions. A row is also the request's sequence
-    slot in the executor.
-
-    generated: [rows], output tokens scheduled since the prompt (or the resumed prompt) was complete.
-    confirmed: [rows], how many of these the executor has answered for. The two differ while a batch is under way.
-    reserved: [rows], most tokens that `generated` may reach.
-    stop_after: [rows], value of `confirmed` at which the request has all its output tokens.
-    draft_tokens: [rows], draft tokens of the next generation step.
-    step_tokens: [rows], tokens that a generation step puts into the batch: beam width + draft tokens.
-    any_wide_steps: whether that was ever another number than 1.
-    original_prompt_len: [rows], tokens of the prompt that the request came with.
-    joined: [rows], output tokens that pauses have joined to the prompt.
-    cached_before_pause: [rows], tokens of the sequence that had been through the model when it was paused.
-    end_tokens: [rows, most of any request], token ids that end the request early, filled up with -1.
-    any_paused: whether any request ever was.
-    makes_tokens: whether the executor does: else output tokens have no ids.
-    is_special: [rows], whether each new token needs more than being written down (see `Request.is_special`).
+    generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
+    confirmed: how many of them the executor has returned. The two differ while an iteration is in flight.
+    reserved: maximum of `generated`.
+    stop_after: value of `confirmed` at which the request has all its output tokens.
+    draft_tokens: draft tokens of the next generation step.
+    step_tokens: tokens that a generation step adds to the batch: beam width + draft tokens.
+    any_wide_steps: whether `step_tokens` was ever not 1.
+    original_prompt_len: tokens of the prompt as it arrived.
+    joined: output tokens that pauses have joined to the prompt.
+    cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
+    any_paused: whether any request was ever paused.
+    end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
+    makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
+    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     """
 
     def __init__(self, rows: int) -> None:
@@ -46,6 +52,7 @@ class RequestTable:
         self.joined = np.zeros(rows, np.int64)
         self.cached_before_pause = np.zeros(rows, np.int64)
         self.any_paused = False
+        # Ids that users give need not fit 32 bits.
         self.end_tokens = np.full((rows, _INITIAL_END_TOKEN_COLUMNS), _NO_TOKEN, np.int64)
         self.any_end_tokens = False
         self.is_special = np.zeros(rows, np.bool_)
@@ -55,15 +62,11 @@ class RequestTable:
         self._free_rows = list(range(rows - 1, -1, -1))
 
     @property
-    def rows(self) -> int:
-        return len(self.generated)
-
-    @property
     def free_rows(self) -> int:
         return len(self._free_rows)
 
     def take_row(self, is_special: bool = False) -> int:
-        """A row nobody uses; IndexError when all are taken, which admission prevents."""
+        """A free row. IndexError if there is none, which admission prevents."""
         row = self._free_rows.pop()
         self.generated[row] = self.confirmed[row] = 0
         self.is_special[row] = is_special
@@ -74,14 +77,17 @@ class RequestTable:
         self.num_special -= int(self.is_special[row])
         self._free_rows.append(row)
 
-    def write_outputs(self, rows: NDArray[np.int64], columns: NDArray[np.int64], tokens: IntArray) -> None:
-        """Store one output token for each of `rows`, at that request's output position `columns`."""
+    def write_outputs(self, rows: Rows, columns: Int64Array, tokens: IntArray) -> None:
+        """Store one output token for each of `rows`, at the output position in `columns`."""
         if len(columns) and (last := int(columns.max())) >= self._outputs.shape[1]:
             self._outputs = _widened(self._outputs, max(last + 1, 2 * self._outputs.shape[1]), 0)
         self._outputs[rows, columns] = tokens
 
+    def outputs(self, row: int, start: int, stop: int) -> IntArray:
+        """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
+        return self._outputs[row, start:stop].copy()
+
     def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
-        """The tokens that end the request in `row`."""
         if not (end_tokens or self.any_end_tokens):
             return
         if len(end_tokens) > self.end_tokens.shape[1]:
@@ -89,10 +95,6 @@ class RequestTable:
         self.end_tokens[row] = _NO_TOKEN
         self.end_tokens[row, : len(end_tokens)] = end_tokens
         self.any_end_tokens |= bool(end_tokens)
-
-    def outputs(self, row: int, start: int, stop: int) -> IntArray:
-        """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
-        return self._outputs[row, start:stop].copy()
 
 
 _Integer = TypeVar("_Integer", np.int32, np.int64)

@@ -1,15 +1,19 @@
-"""How the tokens of a request are chosen, what of them it wants back, and what ends it."""
+"""How the tokens of a request are chosen, what ends them, and which numbers are returned with them."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
+from ifbbench.engine.request_table import FloatArray, IntArray
+
 
 class EarlyStopping(StrEnum):
-    """When beam search ends before its length does (the names of `transformers`).
+    """When beam search ends before its maximum length (the names of `transformers`).
 
-    ALWAYS: as soon as there are as many complete beams as wanted. HEURISTIC: when no running beam, as long as it is
-    now, would beat the worst complete one. NEVER: when none could, however long it grows.
+    ALWAYS: as soon as `beam_width` beams are complete. HEURISTIC: when no running beam, at its present length, would
+    score better than the worst complete one. NEVER: when none could at any length.
     """
 
     ALWAYS = "always"
@@ -19,11 +23,11 @@ class EarlyStopping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1.0 leave all tokens in.
+    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1.0 exclude no token.
 
-    repetition_penalty: logits of tokens that the prompt or the output has already are divided by it where positive and
-    multiplied where negative (Keskar et al., arXiv:1909.05858); 1.0 is none.
-    length_penalty, early_stopping: of beam search. A complete beam's score is its log-probability divided by
+    repetition_penalty: logits of tokens that are in the prompt or the output are divided by it if positive and
+        multiplied if negative (Keskar et al., arXiv:1909.05858); 1.0 changes nothing.
+    length_penalty, early_stopping: of beam search. The score of a complete beam is its log-probability divided by
         length ** length_penalty.
     """
 
@@ -36,7 +40,7 @@ class SamplingParams:
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
     def problem(self, beam_width: int = 1) -> str | None:
-        """What is wrong with the parameters, in words that name the field, or None."""
+        """An error message that names the invalid field, or None."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             return f"temperature {self.temperature}: expected a number of at least 0"
         if self.top_k < 0:
@@ -48,16 +52,13 @@ class SamplingParams:
         if not math.isfinite(self.length_penalty):
             return f"length_penalty {self.length_penalty}: expected a finite number"
         if beam_width > 1 and (self.temperature > 0 or self.repetition_penalty != 1.0):
-            return "beam search goes by plain probabilities; leave out temperature and repetition_penalty"
+            return "beam search uses plain probabilities; leave out temperature and repetition_penalty"
         return None
-
-
-GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a request wants back beside its tokens, and how. pad_id: fills up beams that are shorter than others."""
+    """What a request returns beside its tokens, and how. pad_id: pads beams that are shorter than others."""
 
     streaming: bool = False
     return_log_probs: bool = False
@@ -68,22 +69,69 @@ class OutputOptions:
 
     @property
     def returns_numbers(self) -> bool:
-        """Whether anything must be kept beside the tokens."""
         return self.return_log_probs or self.return_context_logits or self.return_generation_logits
-
-
-TOKENS_ONLY = OutputOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """What ends a request before its length does. The token or sequence that ended it is part of the output.
+    """What ends a request before its maximum length. The token or sequence that ended it is part of the output.
 
-    end_tokens: ids that end it wherever they come. stop_sequences: token ids in a row, within the output alone.
+    end_tokens: ids that end it at any position. stop_sequences: sequences of ids, matched within the output only.
     """
 
     end_tokens: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
 
 
+GREEDY = SamplingParams()
+TOKENS_ONLY = OutputOptions()
 NO_STOP_CONDITIONS = StopConditions()
+
+
+class OutputNumbers:
+    """The logits and log-probabilities that a request returns, kept by position until its response takes them.
+
+    A resumed request that computes a position again overwrites it. Prompt positions beyond `prompt_len` (generated
+    tokens that a pause joined to the prompt) are dropped.
+    """
+
+    def __init__(self, prompt_len: int) -> None:
+        # [prompt length, vocabulary], or None.
+        self.context_logits: FloatArray | None = None
+        self._prompt_len = prompt_len
+        self._log_probs: list[float] = []
+        self._generation: list[FloatArray] = []
+
+    def add_context(self, start: int, logits: FloatArray) -> None:
+        """Logits [chunk, vocabulary] of the prompt positions from `start` on."""
+        if self.context_logits is None:
+            self.context_logits = np.zeros((self._prompt_len, logits.shape[1]), np.float32)
+        stop = min(start + len(logits), self._prompt_len)
+        if start < stop:
+            self.context_logits[start:stop] = logits[: stop - start]
+
+    def add_log_prob(self, position: int, log_prob: float) -> None:
+        """Log-probability of the output token at `position`, at most one position behind the last."""
+        self._log_probs[position:] = [log_prob]
+
+    def add_generation(self, position: int, logits: FloatArray) -> None:
+        """Logits [beams, vocabulary] from which the output token at `position` was chosen; positions as above."""
+        self._generation[position:] = [logits]
+
+    @property
+    def cumulative_log_prob(self) -> float:
+        return float(np.sum(self._log_probs, dtype=np.float64))
+
+    def log_probs(self, start: int = 0) -> FloatArray:
+        """[output tokens from `start` on]."""
+        return np.array(self._log_probs[start:], np.float32)
+
+    def generation_logits(self, start: int = 0, path: IntArray | None = None) -> FloatArray | None:
+        """[output tokens from `start` on, vocabulary], with beams those of the beams in `path` [output tokens]; None if
+        there are none."""
+        if not self._generation:
+            return None
+        steps = self._generation[start:] if path is None else self._generation[: len(path)]
+        beams = np.zeros(len(steps), np.int32) if path is None else path
+        chosen = [logits[beam] for logits, beam in zip(steps, beams, strict=True)]
+        return np.array(chosen, np.float32).reshape(len(chosen), self._generation[0].shape[1])

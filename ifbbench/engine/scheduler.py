@@ -1,35 +1,32 @@
-"""One iteration's scheduling: the capacity policy, then the micro-batch scheduler, and what both together mean."""
+"""The scheduling of one iteration: the capacity policy, then the micro-batch scheduler; and static batches."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.chunking import ChunkLimits
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.lockstep import Lockstep
-from ifbbench.engine.micro_batch import MicroBatch, MicroBatchScheduler
-from ifbbench.engine.policies import CapacityDecision, CapacityPolicy, LeftOut, Limit, Pause, PolicyFailed
+from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
+from ifbbench.engine.policies import PolicyFailed
+from ifbbench.engine.policies.policy import CapacityPolicy, LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
-
-_NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
+from ifbbench.engine.request_table import NO_ROWS, Rows
 
 
 @dataclass(slots=True)
 class Plan:
-    """What an iteration shall do.
+    """The decision for one iteration.
 
-    context: requests with a chunk to run. rows: table rows of the generation requests to run. idle: rows of complete
-    members of a static batch. held: generation requests that do not run. paused: in the order of the decision.
-    blocked: the first requests that each scheduler left out, and those paused. num_chunk_tokens: of the chunk, where
-    there is one only. stands_until_block: see CapacityDecision.
+    context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order.
+    idle: rows of complete members of a static batch. held: generation requests that do not run. paused: requests to
+    pause, in this order. blocked: the first request that each scheduler left out, and those paused.
+    num_chunk_tokens: size of the chunk if there is exactly one. stands_until_block: see CapacityDecision.
     """
 
     context: list[Request]
-    rows: NDArray[np.int64]
-    idle: NDArray[np.int64] = field(default_factory=lambda: _NO_ROWS)
+    rows: Rows
+    idle: Rows = field(default_factory=lambda: NO_ROWS)
     held: list[Request] = field(default_factory=list)
     paused: list[Pause] = field(default_factory=list)
     blocked: tuple[LeftOut, ...] = ()
@@ -45,72 +42,101 @@ class Plan:
         """Whether all generation requests run, and nothing else does."""
         return not (self.context or self.held or self.paused or len(self.idle))
 
-    def output_rows(self, completing: list[Request]) -> NDArray[np.int64]:
-        """[outputs], the table row of each, in the order of the batches. completing: whose prompt is complete then."""
+    @property
+    def reasons(self) -> str:
+        """The first request that each scheduler left out, and why, in words."""
+        return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
+
+    def output_rows(self, completing: list[Request]) -> Rows:
+        """[outputs], the table row of each, in batch order. completing: requests on their last chunk."""
         if not completing and not len(self.idle):
             return self.rows
         return np.concatenate([np.array([request.slot for request in completing], np.int64), self.rows, self.idle])
 
-    @property
-    def reasons(self) -> str:
-        """Whom each scheduler left out first, and why."""
-        return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
-
     def first_left_out(self, waiting: list[Request]) -> LeftOut | None:
-        """The first request that does not run, or whose chunk was cut. `waiting`: those that are not active yet."""
+        """The first request that does not run or has its chunk cut. waiting: requests that are not active yet."""
         if self.blocked:
             return min(self.blocked, key=lambda left_out: left_out.request.order)
         return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None
 
 
+class Lockstep:
+    """Static batching (V1): complete members stay in the batch until the last one is complete.
+
+    Until then they are computed along as padding; the scheduler admits no request meanwhile. (TensorRT-LLM's
+    `TrtGptModelV1` runs the whole generation of a batch in one call; here each step is an iteration, so that the time
+    of every token is known.)
+    """
+
+    def __init__(self, active: ActiveRequests) -> None:
+        self._active = active
+        self.complete: list[Request] = []
+
+    def add_complete(self, done: list[Request]) -> list[Request]:
+        """`done` have all their tokens. Returns the whole batch if that completes it, else an empty list."""
+        self.complete += done
+        if len(self.complete) < len(self._active.generation):
+            return []
+        finished, self.complete = self.complete, []
+        return finished
+
+    def remove(self, request: Request) -> None:
+        """`request` was stopped, or failed."""
+        self.complete = [other for other in self.complete if other is not request]
+
+
 class Scheduler:
-    """Both schedulers over the same requests and cache. Decides, and changes nothing but the sizes of chunks."""
+    """Both schedulers over the same requests and cache. Decides, and changes only the sizes of chunks."""
 
     def __init__(
-        self,
-        config: BatchingConfig,
-        policy: CapacityPolicy,
-        active: ActiveRequests,
-        kv_cache: KvCache,
+        self, config: BatchingConfig, policy: CapacityPolicy, active: ActiveRequests, kv_cache: KvCache,
         lockstep: Lockstep | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._policy = policy
         self._policy_name = config.effective_policy
-        self._micro_batch = _micro_batch_scheduler(config)
+        is_chunked = config.chunk_unit is not None
+        self._micro_batch = MicroBatchScheduler(
+            config.max_batch_size, config.max_num_tokens, config.chunking_policy if is_chunked else None,
+            ChunkLimits(config.chunk_unit or 1, config.max_num_tokens if is_chunked else None),
+        )  # fmt: skip
         self._active = active
         self._kv_cache = kv_cache
         self._lockstep = lockstep
         self._chunk_unit = config.chunk_unit or 0
         is_steady = getattr(policy, "is_steady", False) and not getattr(policy, "may_pause", True)
         self._may_repeat = is_steady and not config.reuse.enabled and lockstep is None
-        # The latest decision, and how often requests had come or gone then.
+        # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
 
     def plan(self) -> Plan:
-        """Schedule one iteration."""
+        """Schedule one iteration. Raises PolicyFailed if the policy raises."""
         if self._lockstep is not None and self._active.generation:
             return self._next_static_step(self._lockstep)
-        if (plan := self._same_again()) is not None:
+        if (plan := self._repeated_plan()) is not None:
             return plan
         try:
             fitting = self._policy.schedule(self._active, self._kv_cache)
-        except Exception as error:  # a user's policy may fail in any way
+        except Exception as error:  # a user's policy may raise anything
             raise PolicyFailed(self._policy_name, error) from error
         selected = self._micro_batch.schedule(self._active, fitting)
-        held = fitting.held + selected.held
-        rows = self._rows_without([*held, *(pause.victim for pause in fitting.paused)])
+        held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
+        blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
+        if fitting.left_out is not None:
+            blocked.append(fitting.left_out)
+        if selected.left_out is not None:
+            blocked.append(selected.left_out)
         plan = Plan(
-            selected.context, rows, held=held, paused=fitting.paused, blocked=_blocked(fitting, selected),
-            stands_until_block=fitting.stands_until_block,
+            selected.context, self._rows_without(held + paused), held=held, paused=fitting.paused,
+            blocked=tuple(blocked), stands_until_block=fitting.stands_until_block,
         )  # fmt: skip
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
         self._latest = (plan, self._active.num_changes) if self._may_repeat else None
         return plan
 
-    def _same_again(self) -> Plan | None:
-        """The latest decision, if it is sure to be the next one too: the same requests are there, and the one prompt
-        that had a chunk of the budget to itself is long enough for another."""
+    def _repeated_plan(self) -> Plan | None:
+        """The latest plan, if the next decision is certain to be the same: no request has entered, changed phase or
+        left, and the one prompt that ran a chunk has tokens for another of the same size."""
         if self._latest is None or self._latest[1] != self._active.num_changes:
             return None
         plan = self._latest[0]
@@ -123,35 +149,19 @@ class Scheduler:
         return plan
 
     def _next_static_step(self, lockstep: Lockstep) -> Plan:
-        """A static batch that has started runs to its end; there is nothing to decide until then."""
-        waiting = self._active.context[:1]
+        """A static batch that has started runs to its end; until then there is nothing to decide."""
+        complete = list(lockstep.complete)
         return Plan(
             context=[],
-            rows=self._rows_without(lockstep.complete),
-            idle=lockstep.idle_rows,
-            held=lockstep.complete,
-            blocked=tuple(LeftOut(request, Limit.STATIC_BATCH) for request in waiting),
+            rows=self._rows_without(complete),
+            idle=np.array([request.slot for request in complete], np.int64),
+            held=complete,
+            blocked=tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self._active.context[:1]),
         )
 
-    def _rows_without(self, held: list[Request]) -> NDArray[np.int64]:
-        """Rows of the generation requests but for `held`, in the order of the batch."""
-        rows = self._active.rows_by_lora
+    def _rows_without(self, held: list[Request]) -> Rows:
+        """Rows of the generation requests but `held`, in batch order."""
+        rows = self._active.batch_rows
         if held:
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows
-
-
-def _micro_batch_scheduler(config: BatchingConfig) -> MicroBatchScheduler:
-    if config.chunk_unit is None:
-        return MicroBatchScheduler(config.max_batch_size, config.max_num_tokens)
-    limits = ChunkLimits(config.chunk_unit, config.max_num_tokens)
-    return MicroBatchScheduler(config.max_batch_size, config.max_num_tokens, config.chunking_policy, limits)
-
-
-def _blocked(fitting: CapacityDecision, selected: MicroBatch) -> tuple[LeftOut, ...]:
-    found = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
-    if fitting.left_out is not None:
-        found.append(fitting.left_out)
-    if selected.left_out is not None:
-        found.append(selected.left_out)
-    return tuple(found)

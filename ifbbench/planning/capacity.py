@@ -7,8 +7,7 @@ from typing import Any
 from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, resolve_limits
 from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sizing import max_attention_window
@@ -283,7 +282,7 @@ def admit(
 ) -> tuple[list[TraceRequest], list[str]]:
     """The requests that the engine admits, with the new tokens that it allows, and why it refuses the others."""
     policy = find_policy(limits.effective_policy)(limits.max_batch_size)
-    admission = AdmissionLimits.of(limits, policy_may_pause=getattr(policy, "may_pause", True))
+    admission = AdmissionLimits(limits, policy_may_pause=getattr(policy, "may_pause", True))
     admitted, refusals = list[TraceRequest](), list[str]()
     for row in requests:
         request = Request(

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.planning.capacity import Study
 from ifbbench.planning.concurrency import Fit

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.workload.trace import TraceRequest

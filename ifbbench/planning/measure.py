@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 from ifbbench.api.engine import Engine, Progress
 from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import ceil_div
-from ifbbench.engine.manager import BatchManager
-from ifbbench.engine.statistics import IterationStatistics
+from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.make_request import request_maker
@@ -187,7 +187,7 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
     with TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory), {}, len(trace), statistics, client.arrival_s)
         executor = TimingExecutor(engine.executor, clock)
-        manager = BatchManager(
+        manager = TokenGenerationLoop(
             limits, executor, clock, client.get_requests, client.send_response, recorder, client.queued
         )
         while manager.step():

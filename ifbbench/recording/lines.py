@@ -14,8 +14,14 @@ from msgspec import UNSET, Raw, Struct, UnsetType, field
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import IterationRecord, Stretch
-from ifbbench.engine.statistics import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS, IterationStatistics
+from ifbbench.engine.records import (
+    COMMON_FIELDS,
+    INFLIGHT_FIELDS,
+    STATIC_FIELDS,
+    IterationRecord,
+    IterationStatistics,
+    Stretch,
+)
 from ifbbench.execution.step_profile import StepProfile
 
 Number = float | Raw

@@ -8,9 +8,8 @@ from typing import Any
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RECORDING_FORMATS
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter
 from ifbbench.recording.metrics import RunMetrics, bound_by

@@ -2,8 +2,7 @@
 
 from ifbbench.api.engine import Engine
 from ifbbench.config import RunConfig
-from ifbbench.engine.request import Request
-from ifbbench.engine.reuse_tokens import NO_IDENTITY, ReuseIdentity
+from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.replay.client import MakeRequest
 from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs

@@ -13,12 +13,11 @@ from ifbbench.api.engine import Engine, Profile, Progress, build_engine, warm_up
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits, Refusal
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import find_policy
-from ifbbench.engine.records import IterationRecord, Observer, Stretch
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import environment, run_directory
 from ifbbench.recording.recorder import Recorder
@@ -79,7 +78,7 @@ def run_trace(
 def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -> list[tuple[Refusal, int]]:
     """Which limits refuse how many requests by their size, as the engine will, each with an example."""
     policy = find_policy(limits.effective_policy)(limits.max_batch_size)
-    admission = AdmissionLimits.of(limits, getattr(policy, "may_pause", True))
+    admission = AdmissionLimits(limits, getattr(policy, "may_pause", True))
     columns = columns_of(trace.requests)
     beams = np.full(len(columns), config.beam_width or 1)
     if columns.max_beam_width > 1 and config.beam_width is None:
@@ -131,7 +130,7 @@ def _replay(
         engine.config.iteration_stats_every, profile=engine.profile.steps if engine.profile else None,
     )  # fmt: skip
     observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
-    manager = BatchManager(
+    manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
@@ -172,7 +171,7 @@ class _StatisticsPrinter:
 
 
 def _loop(
-    manager: BatchManager,
+    manager: TokenGenerationLoop,
     client: ReplayClient,
     recorder: Recorder,
     progress: Progress | None,
@@ -203,11 +202,11 @@ def _loop(
         pass
 
 
-def _no_progress(manager: BatchManager, client: ReplayClient, total: int) -> RunFailed:
+def _no_progress(manager: TokenGenerationLoop, client: ReplayClient, total: int) -> RunFailed:
     return RunFailed(
-        f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} were "
-        f"fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and {client.queued()} in the "
-        "client. This is a defect of ifbbench: please report it with the command."
+        f"no progress: no request is active, and the engine fetches none. Of {total} requests {client.handed_out} "
+        f"were fetched and {client.answered} answered; {manager.num_waiting} wait in the engine and "
+        f"{client.queued()} in the client. This is a defect of ifbbench: please report it with the command."
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, IntArray64, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import ceil_div
+from ifbbench.engine.request_table import Int64Array
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.step_work import StepWork
 
@@ -45,7 +46,7 @@ class SimulatedExecutor:
         self._device_free_ns = start_ns + self._cost_model.device_ns(work)
         self._finish_ns.append(self._device_free_ns)
 
-    def generation_times(self, positions: IntArray64, steps: int) -> tuple[int, IntArray64]:
+    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
         """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
         alone generate. Only with one attention window for all layers."""
         ((window, _),) = self._windows

@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, parse_windows, resolve_limits
 from ifbbench.config import RunConfig
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
 from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.kv_cache.manager import KvCacheManager

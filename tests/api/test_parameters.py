@@ -3,7 +3,7 @@
 import pytest
 
 from ifbbench import BatchManager
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor

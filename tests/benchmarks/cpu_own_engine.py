@@ -5,10 +5,10 @@ import numpy as np
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Executor
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
 from tests.benchmarks.cpu_task import MAX_BATCH_SIZE, MAX_NUM_TOKENS, MAX_SEQ_LEN, Task, Tokens
 
 DTYPE_NAMES = {"float32": "float32", "bfloat16": "bf16"}
@@ -39,7 +39,7 @@ def serve(task: Task, limits: BatchingConfig, executor: Executor) -> Tokens:
         if response.output_tokens is not None:
             outputs[response.request.request_id] = response.output_tokens.tolist()
 
-    manager = BatchManager(limits, executor, WallClock(), get_requests, send_response)
+    manager = TokenGenerationLoop(limits, executor, WallClock(), get_requests, send_response)
     while manager.step():
         pass
     return outputs

@@ -10,8 +10,8 @@ from statistics import median
 
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.recording import environment
 
@@ -59,7 +59,7 @@ def iteration_ms(enable_overlap: bool) -> float:
         policy="guaranteed_no_evict", max_batch_size=ACTIVE_REQUESTS, max_num_tokens=1024, max_seq_len=1024,
         max_input_len=1023, tokens_per_block=32, num_blocks=1024, enable_overlap=enable_overlap,
     )  # fmt: skip
-    manager = BatchManager(config, TimedDevice(clock), clock, get_requests, lambda response: None)
+    manager = TokenGenerationLoop(config, TimedDevice(clock), clock, get_requests, lambda response: None)
     while waiting or manager.iteration < 10:
         manager.step()
     start_s = clock.now()

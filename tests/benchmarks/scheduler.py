@@ -10,14 +10,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from ifbbench.clock import WallClock
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import POLICY_CLASSES
-from ifbbench.engine.records import Observer, Unobserved
+from ifbbench.engine.records import IterationStatistics, Observer, Unobserved
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.null import NullExecutor
 from ifbbench.recording.environment import hardware, versions
 from ifbbench.recording.recorder import Recorder
@@ -51,7 +49,7 @@ def iterations_per_second(policy: str, requests: list[Request], observer: Observ
     return median(rates)
 
 
-def _manager(policy: str, requests: list[Request], observer: Observer, clock: WallClock) -> BatchManager:
+def _manager(policy: str, requests: list[Request], observer: Observer, clock: WallClock) -> TokenGenerationLoop:
     waiting = list(requests)
 
     def get_requests(count: int) -> list[Request]:
@@ -71,7 +69,7 @@ def _manager(policy: str, requests: list[Request], observer: Observer, clock: Wa
         tokens_per_block=TOKENS_PER_BLOCK,
         num_blocks=len(requests) * MAX_SEQ_LEN // TOKENS_PER_BLOCK,
     )
-    return BatchManager(config, NullExecutor(), clock, get_requests, send_response, observer)
+    return TokenGenerationLoop(config, NullExecutor(), clock, get_requests, send_response, observer)
 
 
 def recorded_iterations_per_second(policy: str, requests: list[Request]) -> float:

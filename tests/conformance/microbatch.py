@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ifbbench.engine.chunking import ChunkLimits, size_chunks
-from ifbbench.engine.micro_batch import MicroBatchScheduler
+from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler, size_chunks
 from ifbbench.engine.request import Request, RequestState
 from tests.conformance.micro_batch_loop import MicroBatchLoop, Scheduled
 from tests.conformance.outcome import Case, Mismatch, expect_equal, require_features

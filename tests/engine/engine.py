@@ -1,4 +1,4 @@
-"""Drives a BatchManager over requests with arrivals, with executors that check what they are given."""
+"""Drives a TokenGenerationLoop over requests with arrivals, with executors that check what they are given."""
 
 import dataclasses
 from collections import Counter, deque
@@ -11,11 +11,11 @@ import numpy as np
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
 from tests.engine.executors import Broken
 
 MAX_STEPS = 100_000
@@ -89,7 +89,7 @@ class Run:
     errors: by id, of those that left before their end, "" for the `stopped` ones. failures: raised by `step`.
     """
 
-    manager: BatchManager
+    manager: TokenGenerationLoop
     responses: list[Response] = field(default_factory=list)
     records: list[IterationRecord] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def output_of(request: Request, length: int) -> list[int]:
 
 
 class _Client:
-    """Hands out requests whose step has come, and notes what comes back: source, sink and observer at once."""
+    """Hands out requests when their step has come, and records what comes back: source, sink and observer at once."""
 
     def __init__(self, arrivals: Sequence[tuple[int, Request]], stops: Mapping[int, Collection[int]]) -> None:
         self.waiting = sorted(arrivals, key=lambda arrival: arrival[0])
@@ -143,7 +143,7 @@ class _Client:
         return self.stops.get(self.now, ())
 
     def iteration(self, record: IterationRecord) -> None:
-        assert record.iteration == len(self.records), "an iteration is missing from the records, or told twice"
+        assert record.iteration == len(self.records), "an iteration is missing from the records, or recorded twice"
         self.records.append(record)
 
     def stretch(self, stretch: Stretch) -> None:
@@ -157,9 +157,9 @@ class _Client:
 
 
 class Loop:
-    """A BatchManager and its client, to step by hand or to run to the end.
+    """A TokenGenerationLoop and its client, to step by hand or to run to the end.
 
-    Each request arrives before the step that it names, counted from 0. stops: whose stop signals come in which step.
+    Each request arrives before the step that it names, counted from 0. stops: step -> ids of requests to stop in it.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Loop:
         stops: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.client = _Client(arrivals, stops)
-        self.manager = BatchManager(
+        self.manager = TokenGenerationLoop(
             config, executor, VirtualClock(), self.client.get_requests, self.client.responses.append, self.client,
             poll_stop_signals=self.client.poll_stop_signals,
         )  # fmt: skip
@@ -188,9 +188,9 @@ class Loop:
         return was_busy
 
     def run(self, check: "Check | None" = None, survives: bool = False, max_steps: int = MAX_STEPS) -> Run:
-        """Go on until all requests have ended. `check` sees every iteration. survives: that the executor is Broken is
+        """Run until all requests have ended. `check` sees every iteration. survives: that the executor is Broken is
         noted, and does not end the run; what else it raises is a check of its own."""
-        busy, told = True, len(self.client.records)
+        busy, checked = True, len(self.client.records)
         while busy or self.client.waiting:
             assert self.client.now < max_steps, "the run does not come to its end"
             try:
@@ -200,14 +200,14 @@ class Loop:
                     raise
                 self.result.failures.append(failure)
                 busy = True
-            for record in self.client.records[told:]:
-                told += 1
+            for record in self.client.records[checked:]:
+                checked += 1
                 if check is not None:
                     check(self.manager, record)
         return self.result
 
 
-Check = Callable[[BatchManager, IterationRecord], None]
+Check = Callable[[TokenGenerationLoop, IterationRecord], None]
 
 
 def run(
@@ -241,12 +241,12 @@ def checked_run(config: BatchingConfig, *requests: Request) -> tuple[Run, Checki
     return run(config, at_once(*requests), executor, check_blocks), executor
 
 
-def check_blocks(manager: BatchManager, record: IterationRecord) -> None:
+def check_blocks(manager: TokenGenerationLoop, record: IterationRecord) -> None:
     """A `check` for `run`: no block is owned by two, and none is lost."""
     manager.kv_cache.check_consistency()
 
 
-def assert_nothing_is_held(manager: BatchManager) -> None:
+def assert_nothing_is_held(manager: TokenGenerationLoop) -> None:
     """No request, block or slot is left in the engine."""
     manager.kv_cache.check_consistency()
     assert len(manager.active) == 0

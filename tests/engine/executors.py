@@ -1,4 +1,4 @@
-"""Executors around another one: that note who calls what when, and that fail."""
+"""Executors around another one: one that records all calls, and one that fails."""
 
 from collections import deque
 from collections.abc import Container
@@ -16,14 +16,14 @@ class SpyExecutor:
     def __init__(self, executor: Executor) -> None:
         self.log: list[tuple[str, int]] = []
         self.batches: list[Batch] = []
-        self.most_iterations_under_way = 0
+        self.max_iterations_in_flight = 0
         self._executor = executor
         self._owners: dict[int, Request] = {}
-        self._under_way: deque[tuple[int, list[tuple[Request, int]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[Request, int]]]] = deque()
 
     @property
-    def under_way(self) -> int:
-        return len(self._under_way)
+    def in_flight(self) -> int:
+        return len(self._in_flight)
 
     def submit(self, batch: Batch) -> None:
         self._owners.update({chunk.request.slot: chunk.request for chunk in batch.context})
@@ -31,15 +31,15 @@ class SpyExecutor:
         self.log.append(("submit", batch.iteration))
         self.batches.append(batch)
         self._executor.submit(batch)
-        self._under_way.append((batch.iteration, [(request, request.pauses) for request in requests]))
-        iterations = {iteration for iteration, _ in self._under_way}
-        self.most_iterations_under_way = max(self.most_iterations_under_way, len(iterations))
+        self._in_flight.append((batch.iteration, [(request, request.pauses) for request in requests]))
+        iterations = {iteration for iteration, _ in self._in_flight}
+        self.max_iterations_in_flight = max(self.max_iterations_in_flight, len(iterations))
 
     def collect(self) -> StepOutputs:
-        iteration, requests = self._under_way.popleft()
+        iteration, requests = self._in_flight.popleft()
         self.log.append(("collect", iteration))
         for request, pauses in requests:
-            assert request.pauses == pauses, f"{request} was paused while its batch was under way"
+            assert request.pauses == pauses, f"{request} was paused while its batch was in flight"
         return self._executor.collect()
 
     def close(self) -> None:
@@ -53,8 +53,8 @@ class Broken(Exception):
 class FailingExecutor:
     """Raises Broken in the calls of `submit` and `collect` with these numbers, each counted from 0.
 
-    The batches that it loses run in the executor behind it all the same, unheard: what a later batch finds in the
-    memory is then as it should be.
+    Batches that it loses still run in the executor behind it, and their outputs are dropped, so that a later batch
+    finds the memory as it should be.
     """
 
     def __init__(self, executor: Executor, submits: Container[int] = (), collects: Container[int] = ()) -> None:

@@ -6,7 +6,7 @@ from ifbbench.engine.policies import CapacityDecision, GuaranteedNoEvict, LeftOu
 
 
 class PausesAllOnce(GuaranteedNoEvict):
-    """In its third iteration it pauses whoever generates, and runs nobody."""
+    """In its third iteration it pauses all generation requests, and runs none."""
 
     may_pause = True
 

@@ -2,7 +2,7 @@
 
 Follows TensorRT-LLM's `CapacityScheduler` and `MicroBatchScheduler` rule by rule, with no thought for speed. Three
 upstream faults are left out, as in the engine: the sink bubble does not count as generated tokens, part-prefilled
-requests go on where nothing else could ever run, and the spare block of windows with beams is counted, as are the
+requests continue where nothing else could ever run, and the spare block of windows with beams is counted, as are the
 blocks that beams take when their window wraps.
 """
 
@@ -58,7 +58,7 @@ class Cache:
         return registered if registered < self.capacity else first + (registered - first) % (self.capacity - first)
 
     def blocks_of_beams(self, prompt_len: int, new_tokens: int, beam_width: int) -> int:
-        """Different blocks once so many tokens were generated: token by token, each to the block that it lies in."""
+        """Different blocks once so many tokens were generated: token by token, each to the block that holds it."""
         registered = prompt_len + self.bubble
         all_blocks = {self.place(number) // self.tokens_per_block for number in range(registered)}
         last = self.place(registered - 1)

@@ -19,7 +19,7 @@ Cached = tuple[int, int | Path]
 
 @cache
 def log_probs(request_id: int, path: Path) -> tuple[float, ...]:
-    """Of each token after `path`: made up, but always the same."""
+    """Of each token after `path`: arbitrary, but always the same."""
     seed = zlib.crc32(repr((request_id, path)).encode())
     logits = np.random.default_rng(seed).normal(scale=1.5, size=VOCAB)
     return tuple((logits - np.log(np.exp(logits).sum())).tolist())
@@ -64,7 +64,7 @@ def searched_alone(request: Request) -> list[Path]:
 
 
 class ScriptedBeams:
-    """Keeps the path of every beam, by what it is told of parents and tokens alone, and a memory by block and place.
+    """Keeps the path of every beam, from the parents and tokens of its inputs alone, and a memory by block and place.
 
     Before a step each beam takes over its parent's private places, as `BeamInputs` asks; then every place of every beam
     is read back, and must hold the beam's own past. All requests of a batch must have its beam width.
@@ -124,8 +124,8 @@ class ScriptedBeams:
             parents, tokens = inputs.parents[index].tolist(), inputs.tokens[index].tolist()
             paths = [before[parent] + (token,) for parent, token in zip(parents, tokens, strict=True)]
             scores = inputs.scores[index].tolist()
-            for path, told in zip(paths, scores, strict=True):
-                assert told < DEAD_BELOW or abs(told - score(request.request_id, path)) < 1e-4
+            for path, given in zip(paths, scores, strict=True):
+                assert given < DEAD_BELOW or abs(given - score(request.request_id, path)) < 1e-4
             self._follow_parents(batch, inputs, index, slot, position)
         assert position == request.prompt_len + len(paths[0]) - 1
         self._paths[slot] = paths

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.policies import POLICY_CLASSES
 from ifbbench.engine.request import Request
@@ -14,7 +14,7 @@ from tests.engine.engine import token_of, with_tokens
 
 @dataclass(frozen=True)
 class Wish:
-    """A request to be made; `end` is the output position whose token ends it early, if it gets there."""
+    """A request to be made; `end` is the position of the output token that ends it early, if it gets there."""
 
     at: int
     prompt_len: int
@@ -76,7 +76,7 @@ def is_possible(request: Request, config: BatchingConfig) -> bool:
 
 
 def expected_outputs(wish: Wish, request: Request, config: BatchingConfig) -> list[int]:
-    """The tokens that the request must get, in whatever way it was scheduled."""
+    """The tokens that the request must get, however it was scheduled."""
     prompt = wish.prompt_len
     length = min(wish.output_len, wish.max_new_tokens, config.max_seq_len - prompt)
     tokens = [token_of(request, prompt + place) for place in range(length)]

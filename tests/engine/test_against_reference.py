@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.chunking import ChunkLimits
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager, Sequence
-from ifbbench.engine.micro_batch import MicroBatchScheduler
+from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable

@@ -7,8 +7,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.clock import VirtualClock, WallClock
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.null import NullExecutor
@@ -48,7 +48,7 @@ class Served:
             self.responses.append(response.request.request_id)
             client.send_response(response)
 
-        manager = BatchManager(
+        manager = TokenGenerationLoop(
             config, SimulatedExecutor(COST_MODEL, clock) if is_virtual else NullExecutor(), clock, client.get_requests,
             send_response, self, client.queued, next_change=client.next_arrival_s if knows_arrivals else None,
         )  # fmt: skip

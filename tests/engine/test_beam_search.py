@@ -1,6 +1,6 @@
 """Beam search against `transformers`, against all sequences there are, and by hand.
 
-The tests take the executor's part: they score whole sequences anew each step and hand over the best continuations.
+The tests take the executor's part: they score whole sequences again in each step and hand over the best continuations.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def one_thread():
 
 @cache
 def model():
-    """A random model whose distributions are sharp enough for beams to part and end tokens to come up."""
+    """A random model whose distributions are sharp enough for beams to differ and end tokens to come up."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -52,7 +52,7 @@ def model_log_probs(tokens):
 
 @cache
 def table_log_probs(tokens):
-    """Log-probabilities over four tokens, drawn anew for every sequence before them."""
+    """Log-probabilities over four tokens, drawn for every sequence before them."""
     logits = np.random.default_rng([len(tokens), *tokens]).normal(scale=1.5, size=4).astype(np.float32)
     return logits - np.log(np.exp(logits).sum())
 
@@ -79,7 +79,7 @@ class Search:
         self.outputs.append([outputs[p] + (t,) for t, p in zip(search.tokens.tolist(), search.parents, strict=True)])
 
     def final(self):
-        """The result, each beam held against the beams it says it went through and the model's log-probabilities."""
+        """The result, each beam compared with the beams of its path and the model's log-probabilities."""
         final = self.beams.final()
         for beam in final:
             tokens = tuple(beam.tokens.tolist())

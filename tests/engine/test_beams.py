@@ -1,4 +1,4 @@
-"""Requests with several beams on their way through the engine: blocks, inputs, pauses and results."""
+"""Requests with several beams in the engine: blocks, inputs, pauses and results."""
 
 import itertools
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.execution.null import NullExecutor
 from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run
@@ -67,8 +67,8 @@ def test_beams_use_the_blocks_that_were_reckoned_with(prompt_len, length, beam_w
     assert [record.cache.used_blocks for record in result.records] == [
         shared + (ceil_div(prompt_len + step, size) - shared) * beam_width for step in range(length)
     ]
-    needed = config.attention_window.first_chunk_need(prompt_len, length, 0, beam_width)
-    assert result.records[0].cache.used_blocks == needed
+    need = config.attention_window.first_chunk_need(prompt_len, length, 0, beam_width)
+    assert result.records[0].cache.used_blocks == need
 
 
 def test_block_tables_name_shared_blocks_for_all_beams_and_private_ones_for_one():
@@ -84,7 +84,7 @@ def test_block_tables_name_shared_blocks_for_all_beams_and_private_ones_for_one(
     assert set(held[:, 0].tolist()).isdisjoint(held[:, 1].tolist())
 
 
-# What the executor is told. ScriptedBeams checks parents, tokens, scores, private places and every cached token.
+# The inputs of the executor. ScriptedBeams checks parents, tokens, scores, private places and every cached token.
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 8])
@@ -200,7 +200,7 @@ def test_different_widths_never_share_a_batch():
     widths = [1, 2, 2, 1, 3]
     requests = [Request(index, 3, 4, beam_width=width) for index, width in enumerate(widths)]
     result, executor = beam_run(config, *requests)
-    # First come first served: nobody overtakes one of another width.
+    # First come first served: no request overtakes one of another width.
     assert [ids for ids, _ in itertools.groupby(executor.ids)] == [[0], [1, 2], [3], [4]]
     assert [width for width, _ in itertools.groupby(executor.widths)] == [1, 2, 1, 3]
     assert len(result.completed) == 5

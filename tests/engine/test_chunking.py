@@ -2,7 +2,7 @@
 
 import pytest
 
-from ifbbench.engine.chunking import ChunkLimits, size_chunks
+from ifbbench.engine.micro_batch import ChunkLimits, size_chunks
 from ifbbench.engine.request import Request
 
 FCFS, EQUAL = "first_come_first_served", "equal_progress"
@@ -40,7 +40,7 @@ def test_less_than_a_unit_is_nothing_unless_it_ends_the_prompt(policy):
         (FCFS, [25, 25], 15, [(15, 0), (25, 5), (25, 20), (25, 25)]),
     ],
 )
-def test_who_is_served_first(policy, prompts, budget, positions):
+def test_order_of_service(policy, prompts, budget, positions):
     assert prefill(policy, prompts, len(positions), budget=budget, unit=5)[0] == positions
 
 

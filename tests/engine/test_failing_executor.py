@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.manager import ExecutorFailed
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
@@ -28,7 +28,7 @@ TWO_PASSES = limits(batching_type=BatchingType.INFLIGHT)
 
 
 def run_on(config, arrivals, **failing) -> Run:
-    """The run goes on after failures; each request has one final response, and nothing is left in the engine."""
+    """The run continues after failures; each request has one final response, and nothing is left in the engine."""
     executor = FailingExecutor(CheckingExecutor(config.tokens_per_block), **failing)
     result = Loop(config, arrivals, executor).run(check_blocks, survives=True, max_steps=200)
     for _, request in arrivals:
@@ -105,7 +105,7 @@ def test_when_one_of_two_passes_fails_both_do(failing):
 
 
 def test_with_overlap_the_batch_submitted_meanwhile_still_serves_the_others():
-    # The second request's context is under way when iteration 1 turns out to have failed.
+    # The second request's context is in flight when iteration 1 turns out to have failed.
     first, second = Request(0, 4, 6), Request(1, 4, 6)
     arrivals = [(0, with_tokens(first)), (2, with_tokens(second))]
     result = run_on(OVERLAP, arrivals, collects={1})
@@ -115,7 +115,7 @@ def test_with_overlap_the_batch_submitted_meanwhile_still_serves_the_others():
 
 
 def test_with_overlap_a_failed_submit_spares_the_batch_before_it():
-    # The second request's context is submitted, in vain, while the first one's last step is under way.
+    # The second request's context is submitted, in vain, while the first one's last step is in flight.
     first, second = Request(0, 4, 2), Request(1, 4, 6)
     result = run_on(OVERLAP, [(0, with_tokens(first)), (2, with_tokens(second))], submits={2})
     assert result.tokens(first) == output_of(first, 2)
@@ -164,7 +164,7 @@ def test_the_client_keeps_the_pieces_that_it_got():
 def test_failed_iterations_are_recorded_like_others(config):
     requests = [Request(index, 4, 4 + index) for index in range(7)]
     result = run_on(config, at_once(*requests), collects={1, 4})
-    # The client of these tests sees to it that none is missing or told twice.
+    # The client of these tests asserts that none is missing or recorded twice.
     assert [record.iteration for record in result.records] == list(range(result.manager.iteration))
     assert len(result.failures) == 2
 
@@ -177,7 +177,7 @@ def test_an_id_can_be_used_again_after_a_failure():
 
 @pytest.mark.parametrize("config", [LIMITS, OVERLAP, TWO_PASSES])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_abort_answers_everybody_who_was_fetched(config, steps):
+def test_abort_answers_every_fetched_request(config, steps):
     requests = [Request(index, 4, 6) for index in range(8)]
     loop = Loop(config, at_once(*requests), CheckingExecutor(4))
     loop.step(steps)
@@ -206,7 +206,7 @@ def test_wherever_one_call_fails_the_others_are_served(config):
         result = run_on(config, at_once(*requests), **{kind: {number}})
         assert len(failed(result)) <= 2
         assert bool(failed(result)) == bool(result.failures)
-        # No way of batching gets along with fewer calls than this.
+        # No batching type needs fewer calls than this.
         assert result.failures or number >= 8
         for request in requests:
             if request.request_id not in failed(result):

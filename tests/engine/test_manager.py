@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.manager import SchedulerStalled
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
@@ -143,7 +143,7 @@ def test_output_shorter_than_reserved_frees_the_reserve():
         (Request(1, 4, 4), "request id 1 is in use"),
     ],
 )
-def test_a_refused_request_gets_an_error_and_the_run_goes_on(request_, named):
+def test_a_refused_request_gets_an_error_and_the_run_continues(request_, named):
     config = dataclasses.replace(SMALL, num_blocks=8)
     before, after = Request(1, 5, 3), Request(2, 5, 3)
     result = run(config, at_once(before, request_, after), CheckingExecutor(config.tokens_per_block))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from tests.engine.engine import CheckingExecutor, Run, run
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes
 

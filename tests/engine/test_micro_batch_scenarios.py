@@ -2,8 +2,7 @@
 
 import pytest
 
-from ifbbench.engine.chunking import ChunkLimits
-from ifbbench.engine.micro_batch import MicroBatchScheduler
+from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.request import Request
 from tests.conformance.micro_batch_loop import MicroBatchLoop
 from tests.engine.scenario import asks, micro_batch_timeline
@@ -107,7 +106,7 @@ def test_drafts_are_cut_to_the_last_unit_and_stay_cut(scheduler, prompt, drafts,
         assert [request.num_draft_tokens for request in requests] == kept
 
 
-def test_drafts_set_anew_count_in_the_next_step():
+def test_drafts_set_again_count_in_the_next_step():
     requests = [Request(0, 1, 9), Request(1, 1, 9)]
     loop = MicroBatchLoop(MicroBatchScheduler(4, 6), requests)
     assert loop.step().ids == [0, 1]

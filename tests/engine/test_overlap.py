@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from tests.engine.engine import (
@@ -30,7 +30,7 @@ def spied_run(config, *requests: Request) -> tuple[Run, SpyExecutor]:
     executor = SpyExecutor(CheckingExecutor(config.tokens_per_block))
     result = run(config, at_once(*requests), executor, check_blocks)
     assert_nothing_is_held(result.manager)
-    assert executor.under_way == 0
+    assert executor.in_flight == 0
     return result, executor
 
 
@@ -49,10 +49,10 @@ def test_without_overlap_each_iteration_is_collected_before_the_next_is_submitte
 
 
 @pytest.mark.parametrize("batching_type", [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED])
-def test_never_more_than_two_iterations_are_under_way(batching_type):
+def test_at_most_two_iterations_are_in_flight(batching_type):
     config = dataclasses.replace(OVERLAP, batching_type=batching_type, max_batch_size=2)
     _, executor = spied_run(config, *(Request(index, 3 + index, 2 + index) for index in range(6)))
-    assert executor.most_iterations_under_way == 2
+    assert executor.max_iterations_in_flight == 2
 
 
 def test_micro_batch_ids_alternate():
@@ -71,7 +71,7 @@ def test_a_length_known_in_advance_costs_no_discarded_step(length):
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-def test_an_end_found_late_costs_one_step_whose_token_is_thrown_away(length):
+def test_an_end_found_late_costs_one_step_and_its_token_is_dropped(length):
     by_length = Request(0, 4, 5, output_len=length)
     by_token = Request(1, 4, 5)
     by_token.stop = StopConditions(end_tokens=(token_of(by_token, 4 + length - 1),))
@@ -82,7 +82,7 @@ def test_an_end_found_late_costs_one_step_whose_token_is_thrown_away(length):
         assert_nothing_is_held(result.manager)
 
 
-def test_another_request_goes_on_with_the_token_that_is_not_on_the_host_yet():
+def test_another_request_continues_with_a_token_that_is_not_on_the_host_yet():
     first, second = Request(0, 4, 9, output_len=2), Request(1, 4, 6)
     result, executor = checked_run(OVERLAP, first, second)
     assert [frame[1] for frame in executor.frames] == [[], [0, 1], [0, 1], [1], [1], [1]]
@@ -95,7 +95,7 @@ def test_blocks_and_slot_of_a_late_end_serve_the_next_request_at_once():
     first, second = Request(0, 4, 8, output_len=2), Request(1, 5, 7)
     loop = Loop(config, at_once(first, second), executor := CheckingExecutor(4))
     result = loop.run(check_blocks)
-    # Its discarded step is under way when the second starts.
+    # Its discarded step is in flight when the second starts.
     assert executor.frames[:4] == [([(0, 4)], []), ([], [0]), ([], [0]), ([(1, 5)], [])]
     assert result.tokens(first) == output_of(first, 2)
     assert result.tokens(second) == output_of(second, 7)
@@ -109,10 +109,10 @@ def pressed(**changes):
 
 @pytest.mark.parametrize("batching_type", [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED])
 @pytest.mark.parametrize("chunk_unit", [None, 2])
-def test_a_pause_waits_until_nothing_is_under_way_and_the_resumed_tokens_are_right(batching_type, chunk_unit):
+def test_a_pause_waits_until_nothing_is_in_flight_and_the_resumed_tokens_are_right(batching_type, chunk_unit):
     first, second = Request(0, 4, 16), Request(1, 4, 16)
     config = pressed(batching_type=batching_type, chunk_unit=chunk_unit, max_input_len=39 if chunk_unit else 12)
-    # The spy fails the test if someone is paused while his batch is under way.
+    # The spy fails the test if a request is paused while its batch is in flight.
     result, executor = spied_run(config, first, second)
     (paused_in,) = [record.iteration for record in result.records if record.paused]
     assert second.pauses == 1
@@ -123,7 +123,7 @@ def test_a_pause_waits_until_nothing_is_under_way_and_the_resumed_tokens_are_rig
 
 
 def test_the_one_to_be_paused_may_turn_out_to_be_complete():
-    # When both want a third block, the token under way is the second one's last.
+    # When both want a third block, the token in flight is the second one's last.
     first, second = Request(0, 4, 16), Request(1, 4, 16, output_len=5)
     result, _ = spied_run(pressed(), first, second)
     assert second.pauses == 0
@@ -131,8 +131,8 @@ def test_the_one_to_be_paused_may_turn_out_to_be_complete():
     assert result.tokens(second) == output_of(second, 5)
 
 
-def test_when_nothing_can_be_scheduled_the_iteration_under_way_is_collected():
-    # The second needs the blocks of the first, whose last step is under way.
+def test_when_nothing_can_be_scheduled_the_iteration_in_flight_is_collected():
+    # The second needs the blocks of the first, whose last step is in flight.
     config = dataclasses.replace(OVERLAP, num_blocks=2)
     first, second = Request(0, 4, 3), Request(1, 4, 3)
     result, executor = spied_run(config, first, second)
@@ -147,14 +147,14 @@ def test_requests_that_come_after_a_lull_are_served():
     executor = SpyExecutor(CheckingExecutor(4))
     result = run(OVERLAP, [(0, with_tokens(early)), (20, with_tokens(late))], executor)
     assert result.completed == [early, late]
-    assert executor.under_way == 0
+    assert executor.in_flight == 0
 
 
-def test_a_stop_signal_discards_what_is_under_way():
+def test_a_stop_signal_discards_what_is_in_flight():
     first, second = Request(0, 4, 9), Request(1, 4, 9)
     executor = CheckingExecutor(4)
     result = run(OVERLAP, at_once(first, second), executor, check_blocks, stops={3: [0]})
-    # After step 3, iterations 0 to 2 are collected and iteration 3 is under way.
+    # After step 3, iterations 0 to 2 are collected and iteration 3 is in flight.
     assert result.tokens(first) == output_of(first, 3)
     assert result.tokens(second) == output_of(second, 9)
     assert [frame[1] for frame in executor.frames[3:5]] == [[0, 1], [1]]

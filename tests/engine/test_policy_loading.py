@@ -8,8 +8,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.config import POLICIES
-from ifbbench.engine.policies import POLICY_CLASSES, find_policy
-from ifbbench.engine.policies.load import ENTRY_POINT_GROUP
+from ifbbench.engine.policies import ENTRY_POINT_GROUP, POLICY_CLASSES, find_policy
 from ifbbench.errors import InputError
 
 MODULE = '''
@@ -61,7 +60,7 @@ NUMBER = 7
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """`own_policies.py` lies in the current directory, from which Python does not import by itself."""
+    """`own_policies.py` is in the current directory, from which Python does not import by itself."""
     (tmp_path / "own_policies.py").write_text(MODULE)
     (tmp_path / "broken_policies.py").write_text("import there_is_no_such_module\n")
     monkeypatch.chdir(tmp_path)
@@ -77,7 +76,7 @@ def installed(monkeypatch):
     def install(**values: str) -> None:
         entries = EntryPoints(EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items())
         monkeypatch.setattr(
-            "ifbbench.engine.policies.load.entry_points", lambda group: entries.select(group=group)
+            "ifbbench.engine.policies.entry_points", lambda group: entries.select(group=group)
         )
 
     return install
@@ -111,7 +110,7 @@ def test_an_entry_point(module, installed, tmp_path, monkeypatch):
     assert vars(find_policy("careful")(8)) == {"limit": 8}
 
 
-def test_an_unknown_name_is_told_with_all_there_are(installed):
+def test_an_unknown_name_is_reported_with_all_valid_ones(installed):
     installed(careful="own_policies:Careful")
     error = error_of("max_utilisation")
     assert "--policy: 'max_utilisation'" in error

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.copies import CopyKind
 from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.request import Request
-from ifbbench.engine.reuse_tokens import ReuseIdentity, ReuseTokens
+from ifbbench.engine.request import Request, ReuseIdentity, ReuseTokens
 from ifbbench.engine.sampling_params import OutputOptions
 from tests.engine.engine import Loop, Run
 from tests.engine.executors import FailingExecutor
@@ -63,8 +61,8 @@ def test_the_last_token_of_a_repeated_prompt_is_computed_again():
 
 @pytest.mark.parametrize("enable_overlap", [False, True])
 def test_a_block_filled_by_generation_is_findable_after_the_scheduling_of_the_next_iteration(enable_overlap):
-    """Three equal prompts of one block: the first token of request 0 completes the block, which is stored when iteration
-    1 is submitted. Request 1, which starts in iteration 1, does not find it yet; request 2 does."""
+    """Three equal prompts of one block: the first token of request 0 completes it, and it is stored when iteration 1 is
+    submitted. Request 1, which starts in iteration 1, does not find it yet; request 2 does."""
     requests = [request_of(index, [1, 2, 3, 4], 8) for index in range(3)]
     config = dataclasses.replace(CONFIG, enable_overlap=enable_overlap)
     run, _ = serve(config, [(0, request) for request in requests])
@@ -84,7 +82,7 @@ def test_a_block_that_output_fills_is_findable_one_iteration_later(enable_overla
         assert (started, second.reused_tokens) == (at, reused)
 
 
-def test_output_is_reused_by_who_sends_it_back():
+def test_output_is_reused_by_a_prompt_that_repeats_it():
     first = request_of(0, SYSTEM_PROMPT, 9)
     answer = greedy(SYSTEM_PROMPT, 9)
     second = request_of(1, [*SYSTEM_PROMPT, *answer, 1], 2)
@@ -93,7 +91,7 @@ def test_output_is_reused_by_who_sends_it_back():
     assert second.reused_tokens == len(SYSTEM_PROMPT) + 8
 
 
-def test_who_lacks_a_block_that_is_being_computed_waits_for_it():
+def test_a_request_that_needs_a_block_in_computation_waits_for_it():
     requests = [request_of(index, [*SYSTEM_PROMPT, index], 4) for index in range(3)]
     run, _ = serve(CONFIG, [(0, request) for request in requests])
     started = {chunk.request.request_id: record.iteration for record in run.records for chunk in record.context}
@@ -131,7 +129,7 @@ def test_a_resumed_request_finds_its_own_blocks():
     assert executor.computed < (4 + 15) + (4 + 11) + second.recomputed_tokens + 8
 
 
-def test_blocks_pushed_off_the_device_come_back_from_the_host():
+def test_blocks_evicted_to_the_host_are_onboarded_again():
     config = dataclasses.replace(CONFIG, num_blocks=6, num_host_blocks=12, max_batch_size=1)
     conversations = [[place % VOCABULARY for place in range(start, start + 13)] for start in range(4)]
     arrivals = [(0, request_of(index, prompt, 2)) for index, prompt in enumerate(conversations * 2)]

@@ -149,7 +149,7 @@ def test_beams_agree_with_the_geometry_where_all_is_seen(prompt, output, beams, 
 
 
 @given(LENGTHS, LENGTHS, st.integers(0, 60), BEAMS, BLOCK_SIZES)
-def test_a_request_fits_with_the_window_that_it_is_told(prompt, output, blocks, beams, tokens_per_block):
+def test_a_request_fits_with_the_reduced_window(prompt, output, blocks, beams, tokens_per_block):
     window = max_attention_window(prompt, output, 0, blocks, beams, tokens_per_block)
     assert window <= prompt + output
     if window:

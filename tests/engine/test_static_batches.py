@@ -1,4 +1,4 @@
-"""Static batching (V1): nobody joins a batch that runs, and its members leave together."""
+"""Static batching (V1): no request joins a batch that runs, and its members leave together."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.execution.null import NullExecutor
 from tests.engine.engine import (
     CheckingExecutor,

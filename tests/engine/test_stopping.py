@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
 from tests.engine.engine import (
@@ -87,7 +87,7 @@ def test_a_paused_request_is_stopped_with_the_tokens_made_before(overlap):
     assert_nothing_is_held(result.manager)
 
 
-def test_a_request_whose_last_step_is_under_way_is_stopped():
+def test_a_request_with_its_last_step_in_flight_is_stopped():
     parked = Request(0, 4, 3)
     result = run(limits(enable_overlap=True), at_once(parked), CheckingExecutor(4), check_blocks, stops={2: [0]})
     assert result.tokens(parked) == output_of(parked, 2)
@@ -227,7 +227,7 @@ def test_a_stop_sequence_may_lie_across_a_pause(overlap):
     is_streamed=st.booleans(),
 )
 def test_the_output_ends_with_the_first_end_there_is(sequences, ends, length, overlap, is_streamed):
-    """`stops_at` looks for it in the whole output, as nobody does who gets one token after the other."""
+    """`stops_at` looks for it in the whole output, unlike an engine that gets one token after the other."""
     plain = output_of(Request(0, 4, length), length)
     alphabet = [*sorted(set(plain)), 5000, 5001, 5002, 5003]
     stop = StopConditions(

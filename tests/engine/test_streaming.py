@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
 from ifbbench.execution.null import NullExecutor

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from tests.engine.engine import CheckingExecutor, Run, at_once, check_blocks, limits, run, with_tokens
 from tests.engine.executors import SpyExecutor
@@ -42,7 +42,7 @@ def test_both_passes_count_towards_one_budget():
 
 
 def decisions(result: Run, checking: CheckingExecutor, spy: SpyExecutor) -> list[Any]:
-    """What ran in each iteration, its passes put together, and who was paused."""
+    """What ran in each iteration, its passes joined, and what was paused."""
     merged: dict[int, Any] = {}
     for batch, (context, generation) in zip(spy.batches, checking.frames, strict=True):
         before = merged.get(batch.iteration, ([], []))

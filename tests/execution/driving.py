@@ -14,12 +14,12 @@ from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.copies import BlockCopy
 from ifbbench.engine.kv_cache.layout import CacheLayout
-from ifbbench.engine.output_numbers import OutputNumbers
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
     TOKENS_ONLY,
+    OutputNumbers,
     OutputOptions,
     SamplingParams,
     StopConditions,

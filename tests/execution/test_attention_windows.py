@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.request import Request

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.request import Request

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ifbbench import recording
-from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.records import IterationRecord
-from ifbbench.engine.statistics import IterationStatistics
+from ifbbench.engine.config import BatchingType
+from ifbbench.engine.records import IterationRecord, IterationStatistics
 from ifbbench.recording.lines import InflightLine, StaticLine, encode, number
 from ifbbench.recording.recorder import Recorder
 from tests.recording.virtual_run import OWN_REASON, limits, run, trace_of

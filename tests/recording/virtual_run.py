@@ -9,12 +9,12 @@ from typing import Any
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.manager import BatchManager, ExecutorFailed
+from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.policies import CapacityDecision, LeftOut
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
-from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
@@ -106,7 +106,7 @@ def run(
         IterationStatistics(config.batching_type, config.max_batch_size),
         client.arrival_s, recording_format, iteration_stats_every, clock,
     )  # fmt: skip
-    manager = BatchManager(
+    manager = TokenGenerationLoop(
         config, TickingExecutor(clock, fails_in), clock, client.get_requests, client.send_response, recorder,
         client.queued, lambda: stops.get(manager.iteration, ()),
     )  # fmt: skip
@@ -120,7 +120,7 @@ def run(
     return recorder.close(partial=not client.done)
 
 
-def _step(manager: BatchManager) -> bool:
+def _step(manager: TokenGenerationLoop) -> bool:
     try:
         was_busy = manager.step()
     except ExecutorFailed:

@@ -5,8 +5,8 @@ import pytest
 
 from ifbbench.clock import VirtualClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.engine.response import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.replay.client import ReplayClient, make_client

@@ -10,13 +10,11 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batching_config import BatchingConfig
+from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.manager import BatchManager
-from ifbbench.engine.records import IterationRecord, Stretch
-from ifbbench.engine.request import Request
-from ifbbench.engine.reuse_tokens import ReuseIdentity
-from ifbbench.engine.statistics import IterationStatistics
+from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.model.named_models import load_model_config
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
@@ -61,7 +59,7 @@ def run(
         run_directory.prepare(directory, overwrite=False), {}, len(trace),
         IterationStatistics(config.batching_type, config.max_batch_size), client.arrival_s, "jsonl", every,
     )  # fmt: skip
-    manager = BatchManager(
+    manager = TokenGenerationLoop(
         config, SimulatedExecutor(COST_MODEL, clock, [(window, 1.0)]), clock, client.get_requests, client.send_response,
         recorder, client.queued, next_change=client.next_arrival_s if together else None,
     )  # fmt: skip
@@ -238,7 +236,7 @@ def test_the_records_of_a_stretch_are_those_of_its_iterations(tmp_path: Path) ->
     for records, change in ((apart, None), (together, never)):
         waiting = [Request(i, 5 + i, 40, index=i) for i in range(3)]
         clock = VirtualClock()
-        manager = BatchManager(
+        manager = TokenGenerationLoop(
             config_of(), SimulatedExecutor(COST_MODEL, clock), clock, handing_out(waiting), lambda response: None,
             Listener(records), next_change=change,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 
 from ifbbench.compressed import read_pieces
 from ifbbench.config import CHUNKING_POLICIES, EARLY_STOPPING, POLICIES, RECORDING_FORMATS, RunConfig, settings
-from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.errors import InputError
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
@@ -132,16 +132,16 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     folder.mkdir(exist_ok=True)
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows(draw, is_short=values["device"] == "cpu")))
-    loops: list[BatchManager] = []
-    make = BatchManager.__init__
+    loops: list[TokenGenerationLoop] = []
+    make = TokenGenerationLoop.__init__
 
-    def noted(self: BatchManager, *arguments: Any, **named: Any) -> None:
+    def noted(self: TokenGenerationLoop, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
         loops.append(self)
 
     try:
         with monkeypatch.context() as patched, within(LIMIT_S):
-            patched.setattr(BatchManager, "__init__", noted)
+            patched.setattr(TokenGenerationLoop, "__init__", noted)
             config = RunConfig(**values)
             run_trace(str(trace), config)
     except InputError:
@@ -215,7 +215,7 @@ def command_line(trace: Path, values: dict[str, Any]) -> str:
     return shlex.join(["ifbbench", "run", str(trace), *options])
 
 
-def check_engine(loop: BatchManager) -> None:
+def check_engine(loop: TokenGenerationLoop) -> None:
     """Nothing is left in the engine; stored blocks are free to be taken."""
     assert not loop.active.by_slot
     assert loop.kv_cache.num_used == 0

@@ -1,13 +1,176 @@
-"""Capacity schedulers: which requests may run, with regard to KV blocks. One policy a file."""
+"""Capacity scheduler policies, one a file, and how they are found by name: built-in ones and those of users."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
 from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
-from ifbbench.engine.policies.load import POLICY_CLASSES, PolicyFailed, find_policy
 from ifbbench.engine.policies.max_requests import MaxRequests
 from ifbbench.engine.policies.max_utilization import MaxUtilization
 from ifbbench.engine.policies.policy import CapacityDecision, CapacityPolicy, LeftOut, Limit, LoraLimits, Pause
 from ifbbench.engine.policies.static_batch import StaticBatch
+from ifbbench.errors import IfbbenchError, InputError
 
 __all__ = [
     "POLICY_CLASSES", "CapacityDecision", "CapacityPolicy", "GuaranteedNoEvict", "LeftOut", "Limit", "LoraLimits",
     "MaxRequests", "MaxUtilization", "Pause", "PolicyFailed", "StaticBatch", "find_policy",
 ]  # fmt: skip
+
+PACKAGE = Path(__file__).parents[2]
+ENTRY_POINT_GROUP = "ifbbench.policies"
+
+POLICY_CLASSES: dict[str, type[GuaranteedNoEvict] | type[MaxUtilization]] = {
+    "guaranteed_no_evict": GuaranteedNoEvict,
+    "max_utilization": MaxUtilization,
+    "static_batch": StaticBatch,
+}
+
+PolicyFactory = Callable[[int], CapacityPolicy]
+"""Makes a policy from the maximum number of requests that run at a time."""
+
+
+def find_policy(name: str) -> PolicyFactory:
+    """The factory of the policy `name`: a built-in one, `package.module:ClassName` of an installed module or one in the
+    current directory, or an entry point of the group `ifbbench.policies`.
+
+    Raises InputError if there is none of that name or it is no policy; the factory does if a user's class cannot be
+    instantiated."""
+    if name in POLICY_CLASSES:
+        return POLICY_CLASSES[name]
+    if name == MaxRequests.NAME:  # chosen with a cache without blocks, not by a user
+        return MaxRequests
+    target = _from_module(name) if ":" in name else _from_entry_point(name)
+    _check(name, target)
+    return partial(_make, name, target)
+
+
+class PolicyFailed(IfbbenchError):
+    """A policy raised while it scheduled an iteration."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"policy {name} failed: {describe_failure(error)}")
+
+
+def describe_failure(error: BaseException) -> str:
+    """Type and message of an exception of a user's code, and the file and line that raised it.
+
+    That is the innermost line outside ifbbench and Python's import machinery; of an exception of ifbbench alone, its
+    own innermost line, and for a module that is not found nothing.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_importlib(frame.filename)]
+    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+    if not users and isinstance(error, ImportError):
+        return text
+    frame = (users or frames)[-1]
+    return f"{text} ({frame.filename}, line {frame.lineno})"
+
+
+def _is_of_importlib(filename: str) -> bool:
+    return filename.startswith("<frozen importlib") or filename == importlib.__file__
+
+
+def _from_module(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    try:
+        with _current_directory_first():
+            module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything
+        raise InputError(
+            f"--policy: {name!r} is not valid: module {module_name!r} cannot be imported: {describe_failure(error)}; "
+            "expected package.module:ClassName of an installed module or one in the current directory. Correct the "
+            "module or the name."
+        ) from error
+    if not attribute or not hasattr(module, attribute):
+        near = ", ".join(difflib.get_close_matches(attribute, dir(module), n=3))
+        raise InputError(
+            f"--policy: {name!r} is not valid: module {module_name!r} has no {attribute!r}; expected "
+            f"package.module:ClassName. {f'Did you mean {near}?' if near else 'Check the name.'}"
+        )
+    return getattr(module, attribute)
+
+
+def _from_entry_point(name: str) -> Any:
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in installed:
+        near = ", ".join(
+            difflib.get_close_matches(name.lower().replace("-", "_"), [*POLICY_CLASSES, *installed], n=3)
+        )
+        raise InputError(
+            f"--policy: {name!r} is not a policy; expected a built-in one ({', '.join(POLICY_CLASSES)}), an installed "
+            f"one of the entry point group {ENTRY_POINT_GROUP} ({', '.join(sorted(installed)) or 'none here'}), or "
+            f"package.module:ClassName.{f' Did you mean {near}?' if near else ''}"
+        )
+    try:
+        return installed[name].load()
+    except Exception as error:  # as above
+        raise InputError(
+            f"--policy: {name!r} is not valid: entry point {installed[name].value!r} cannot be loaded: "
+            f"{describe_failure(error)}; expected a class that can be imported. Correct or reinstall the package "
+            "that it comes with."
+        ) from error
+
+
+@contextmanager
+def _current_directory_first() -> Iterator[None]:
+    """Import from the current directory as `python -m` does, which the `ifbbench` command does not."""
+    directory = os.getcwd()
+    if directory in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+def _check(name: str, target: Any) -> None:
+    """Raise InputError for what is certainly no policy, before a run starts and without an instance."""
+    if not callable(target):
+        raise InputError(
+            f"--policy: {name!r} is of type {type(target).__name__}, not a class; expected one with a method "
+            "schedule(active, kv_cache). Name the class."
+        )
+    if isinstance(target, type):
+        _check_schedule(name, target, target)
+    try:
+        inspect.signature(target).bind(1)
+    except TypeError as error:
+        raise InputError(
+            f"--policy: {name!r} cannot be made from the maximum number of requests ({error}); expected "
+            "__init__(self, max_num_requests). Give other parameters defaults."
+        ) from error
+    except ValueError:  # a class written in C may not state its parameters
+        return
+
+
+def _check_schedule(name: str, found: Any, cls: type) -> None:
+    if not callable(getattr(found, "schedule", None)):
+        raise InputError(
+            f"--policy: {name!r} has no method `schedule` ({cls.__name__}); expected schedule(self, active, "
+            "kv_cache) that returns a CapacityDecision. Add it."
+        )
+
+
+def _make(name: str, target: Callable[[int], CapacityPolicy], max_num_requests: int) -> CapacityPolicy:
+    try:
+        policy = target(max_num_requests)
+    except Exception as error:  # a user's class may raise anything
+        raise InputError(
+            f"--policy: {name!r} cannot be made for {max_num_requests} requests: {describe_failure(error)}. "
+            "Correct its __init__."
+        ) from error
+    _check_schedule(name, policy, type(policy))
+    return policy

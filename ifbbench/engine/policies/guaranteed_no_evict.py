@@ -1,21 +1,26 @@
-"""GUARANTEED_NO_EVICT: a request starts only when the blocks to complete it are certain. Nothing is ever paused."""
+"""GUARANTEED_NO_EVICT: a request starts only if the blocks to complete it are certain. No request is ever paused."""
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages
-from ifbbench.engine.policies.reuse_delay import ReuseDelay
-
-NO_LORA = LoraLimits()
+from ifbbench.engine.policies.policy import (
+    NO_LORA,
+    CapacityDecision,
+    LeftOut,
+    Limit,
+    LoraLimits,
+    LoraPages,
+    ReuseDelay,
+)
 
 
 class GuaranteedNoEvict:
-    """Admit context requests in order while all their blocks to completion are free and not reserved by others.
+    """Admits context requests in order while all their blocks to completion are free and not reserved by others.
 
-    The first one whose blocks do not fit ends the walk (head-of-line blocking); one whose LoRA pages do not fit is
-    passed over. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
+    The first request without enough blocks ends the walk (head-of-line blocking); one without enough LoRA pages is
+    skipped. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
 
-    Where nothing at all would run, because a request of higher priority waits for blocks that such started requests
-    hold, they go on past it. (TensorRT-LLM's scheduler would stand still for ever.)
+    If nothing would run, because a request of higher priority waits for blocks that such started requests hold, the
+    started requests run before it. (TensorRT-LLM's scheduler would never continue.)
     """
 
     may_pause = False
@@ -52,7 +57,7 @@ class GuaranteedNoEvict:
         for request in active.context:
             if only_started and not request.has_started:
                 continue
-            if delay is not None and delay.is_worth_waiting(request):
+            if delay is not None and delay.should_wait(request):
                 _leave_out(decision, LeftOut(request, Limit.REUSE_DELAY))
                 continue
             if len(admitted) >= room:
@@ -75,6 +80,5 @@ class GuaranteedNoEvict:
 
 
 def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:
-    """Remember the first one left out."""
     if decision.left_out is None:
         decision.left_out = left_out

@@ -1,4 +1,4 @@
-"""MAX_UTILIZATION: run all that fits now; when a block is missing, pause the last one started."""
+"""MAX_UTILIZATION: all that fits now runs; if blocks are missing, the last started request is paused."""
 
 from collections.abc import Iterable
 from heapq import merge
@@ -8,24 +8,31 @@ import numpy as np
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import BlockCount, KvCache
-from ifbbench.engine.policies.guaranteed_no_evict import NO_LORA
-from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit, LoraLimits, LoraPages, Pause
-from ifbbench.engine.policies.reuse_delay import ReuseDelay
+from ifbbench.engine.policies.policy import (
+    NO_LORA,
+    CapacityDecision,
+    LeftOut,
+    Limit,
+    LoraLimits,
+    LoraPages,
+    Pause,
+    ReuseDelay,
+)
 from ifbbench.engine.request import Request
 
 _ORDER = attrgetter("order")
 
 
 class MaxUtilization:
-    """Walk the list in order, giving each request the blocks of its next step. For one that does not fit, pause the
-    last started request at or behind it and try again; when there is none, stop.
+    """Walks the list in order and gives each request the blocks of its next step. For one that does not fit, the last
+    started request at or behind it is paused and the request tried again; if there is none, the walk stops.
 
-    A generation request that needs no block now always fits, so the walk leaves it out unless the number of requests or
+    A generation request that needs no block always fits, so that the walk skips it unless the number of requests or
     LoRA pages could bind. (TensorRT-LLM's `MaxUtilizationScheduler`, with the same outcome.)
     """
 
     may_pause = True
-    # A waiting request that did not fit beside what others took fits no better into what they left.
+    # A waiting request that did not fit beside the claims of others does not fit after those took their blocks either.
     is_steady = True
 
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
@@ -47,7 +54,7 @@ class MaxUtilization:
 
 
 class _Walk:
-    """One iteration's walk over the list."""
+    """The walk of one iteration."""
 
     def __init__(self, policy: MaxUtilization, active: ActiveRequests, kv_cache: KvCache) -> None:
         self.max_num_requests = policy.max_num_requests
@@ -65,19 +72,19 @@ class _Walk:
         self.scheduled = 0
 
     def run(self, generation: list[tuple[Request, BlockCount]]) -> CapacityDecision:
-        """Walk context requests and the given generation requests (each with the blocks it needs) in order."""
+        """Walk the context requests and `generation` (each with the blocks it needs) in order."""
         pending = ((request, self.kv_cache.first_chunk_need(request)) for request in self.context)
         end: tuple[float, int] | None = None
         delay = ReuseDelay(self.active, self.kv_cache)
         for request, need in merge(pending, generation, key=lambda entry: entry[0].order):
-            if (end is None or request.order < end) and delay.is_worth_waiting(request):
+            if (end is None or request.order < end) and delay.should_wait(request):
                 self._leave_out(request, Limit.REUSE_DELAY)
                 continue
             while True:
                 if end is not None and request.order >= end:
                     self._leave_out(request, Limit.KV_BLOCKS)
                     return self.decision
-                limit = self._what_lacks(request, need)
+                limit = self._missing(request, need)
                 if limit is None:
                     break
                 victim = self._last_started()
@@ -89,7 +96,7 @@ class _Walk:
             self._schedule(request, need)
         return self.decision
 
-    def _what_lacks(self, request: Request, need: BlockCount) -> Limit | None:
+    def _missing(self, request: Request, need: BlockCount) -> Limit | None:
         if self.scheduled >= self.max_num_requests:
             return Limit.BATCH_SIZE
         if self.claimed + need > self.plan.free_blocks:
@@ -104,7 +111,7 @@ class _Walk:
         self.pages.claim(request)
         if request.in_context:
             self.decision.admitted.append(request)
-            # It may wait for tokens while it claims blocks, which then lack when generation needs one.
+            # It may get no tokens and still claim blocks, which a generation request may need next.
             self.decision.stands_until_block = True
 
     def _last_started(self) -> Request | None:
@@ -120,6 +127,6 @@ class _Walk:
         self.decision.paused.append(pause)
 
     def _leave_out(self, request: Request, limit: Limit) -> None:
-        """Remember the first waiting request left out; one that is itself paused is told by its pause."""
+        """Record the first request left out. One that is paused is recorded by its pause."""
         if self.decision.left_out is None and all(pause.victim is not request for pause in self.decision.paused):
             self.decision.left_out = LeftOut(request, limit)

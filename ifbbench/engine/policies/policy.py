@@ -1,20 +1,22 @@
-"""What a capacity scheduler policy is given and must answer.
+"""The interface of a capacity scheduler policy, and the rules that policies share: LoRA pages, delay for reuse.
 
-A policy decides which active requests may run in this iteration, with regard to KV blocks, LoRA pages and the number of
-requests. Its answer is what changes: that generation goes on is implied.
+A policy decides which active requests may run in an iteration, given KV blocks, LoRA pages and the number of requests.
+Its decision holds differences only: a generation request that it does not name runs.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.kv_cache.token_keys import BlockKey
 from ifbbench.engine.request import Request
 
 
 class Limit(StrEnum):
-    """What can keep a request out of an iteration. The first three are limits of the settings (`bound_by`)."""
+    """What keeps a request out of an iteration. The first three are limits of the settings (`bound_by`)."""
 
     BATCH_SIZE = "batch_size"
     NUM_TOKENS = "num_tokens"
@@ -36,8 +38,8 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """`victim` loses its KV blocks because `beneficiary` did not fit for `limit`. The beneficiary is ahead of it in the
-    order, or is the victim itself: the last one started, which would need blocks that there are not."""
+    """`victim` loses its KV blocks because `beneficiary` did not fit for `limit`. The beneficiary is before it in the
+    order, or is the victim itself: the last started request, which needs blocks that are not free."""
 
     victim: Request
     beneficiary: Request
@@ -48,12 +50,12 @@ class Pause:
 class CapacityDecision:
     """Which requests fit.
 
-    admitted: context requests that may run, in the order in which the micro-batch scheduler shall consider them.
-    held: generation requests that may not run; all others go on, unless paused.
+    admitted: context requests that may run, in the order in which the micro-batch scheduler considers them.
+    held: generation requests that may not run; all others run unless paused.
     paused: in the order of the decision.
     left_out: the first request of the active list that does not fit and is not paused.
     generation_first: whether generation comes before context in the order; otherwise it is the order of the list.
-    stands_until_block: of a steady policy: the decision may be another one as soon as generation takes a block.
+    stands_until_block: of a steady policy: the decision may differ as soon as a generation request takes a block.
     """
 
     admitted: list[Request] = field(default_factory=list)
@@ -65,23 +67,26 @@ class CapacityDecision:
 
 
 class CapacityPolicy(Protocol):
-    """A capacity scheduler policy: reads the active requests and the cache, changes neither.
+    """A capacity scheduler policy: reads the active requests and the cache, and changes neither.
 
-    A class may say of itself `may_pause = False`, if it never does, and `is_steady = True`, if it decides the same
-    again while all that happens is that the generation requests, which all fit, make tokens. It is not asked then.
+    A class may declare `may_pause = False`, if it never pauses, and `is_steady = True`, if its decision stays the same
+    while nothing happens but that the generation requests, which all fit, generate tokens. It is not asked then.
     """
 
     def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
-        """Decide for one iteration. Called before anything of the iteration is allocated or released."""
+        """Decide for one iteration. Called before blocks of the iteration are allocated or released."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """Adapter pages on the device; 0 pages a task means that adapters take none."""
+    """Adapter pages on the device; with 0 pages per task, adapters take none."""
 
     pages_per_task: int = 0
     max_device_pages: int = 0
+
+
+NO_LORA = LoraLimits()
 
 
 class LoraPages:
@@ -98,6 +103,35 @@ class LoraPages:
         return (len(self._claimed) + 1) * self._limits.pages_per_task <= self._limits.max_device_pages
 
     def claim(self, request: Request) -> None:
-        """Count the adapter of `request`."""
         if request.lora_task_id is not None:
             self._claimed.add(request.lora_task_id)
+
+
+class ReuseDelay:
+    """The delay for reuse of one iteration: a request waits if another one is about to compute its first missing block.
+
+    Expected are the first missing blocks of all requests that are past their first chunk, and of those admitted so far.
+    (TensorRT-LLM's `beneficialToSkip`. It considers all full blocks of the prompt, while storing leaves the last token
+    out, so that of three equal prompts that fill their blocks one starts in each iteration.)
+    """
+
+    def __init__(self, active: ActiveRequests, kv_cache: KvCache) -> None:
+        self._kv_cache = kv_cache
+        self._expected: set[tuple[Hashable, BlockKey]] = set()
+        self._is_on = kv_cache.reuse.enabled
+        if self._is_on:
+            for request in active.context:
+                if not request.is_first_chunk and (missing := kv_cache.missing_block(request)) is not None:
+                    self._expected.add(missing)
+
+    def should_wait(self, request: Request) -> bool:
+        """Whether `request` has not started and should wait. If not, its first missing block is expected next."""
+        if not self._is_on or not request.in_context or not request.is_first_chunk:
+            return False
+        missing = self._kv_cache.missing_block(request)
+        if missing is None:
+            return False
+        if missing in self._expected:
+            return True
+        self._expected.add(missing)
+        return False

@@ -1,4 +1,4 @@
-"""What holds in every way of batching, with streams, stop signals and failures at any time."""
+"""What holds for every batching type, with streams, stop signals and failures at any time."""
 
 import dataclasses
 from collections import Counter
@@ -7,14 +7,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.batching_config import BatchingConfig
-from ifbbench.engine.batching_type import BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.request import Request
 from tests.engine.engine import CheckingExecutor, Loop, Run, assert_nothing_is_held, check_blocks
 from tests.engine.executors import FailingExecutor, SpyExecutor
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes
 
-WAYS = [
+BATCHING_TYPES = [
     (BatchingType.V1, False),
     (BatchingType.INFLIGHT, False),
     (BatchingType.INFLIGHT, True),
@@ -30,13 +29,13 @@ trouble = {
 }
 anything = {
     "config": configs(),
-    "way": st.sampled_from(WAYS),
+    "kind": st.sampled_from(BATCHING_TYPES),
     "wanted": st.lists(wishes(streaming=True), min_size=1, max_size=12),
 }
 
 
-def in_way(config: BatchingConfig, way: tuple[BatchingType, bool]) -> BatchingConfig:
-    batching_type, overlap = way
+def with_type(config: BatchingConfig, kind: tuple[BatchingType, bool]) -> BatchingConfig:
+    batching_type, overlap = kind
     if batching_type is BatchingType.V1:
         # Static batches run whole prompts.
         config = dataclasses.replace(
@@ -66,7 +65,7 @@ def run_all(config, wanted, stops, submits=frozenset(), collects=frozenset()) ->
 
 
 def check_answers(config: BatchingConfig, wanted: list[Wish], result: Run, requests: list[Request]) -> None:
-    """One final response each, the last; whoever was neither stopped nor failed has all tokens, others the first."""
+    """One final response each, the last; requests neither stopped nor failed have all tokens, others the first."""
     assert Counter(response.request.request_id for response in result.responses if response.is_final) == Counter(
         range(len(requests))
     )
@@ -83,20 +82,20 @@ def check_answers(config: BatchingConfig, wanted: list[Wish], result: Run, reque
 
 @settings(max_examples=300)
 @given(**anything)
-def test_everybody_who_can_be_served_gets_all_tokens(config, way, wanted):
-    config = in_way(config, way)
+def test_every_possible_request_gets_all_tokens(config, kind, wanted):
+    config = with_type(config, kind)
     taken = {number for number, wish in enumerate(wanted) if is_taken(wish.request(number), config)}
     result, requests, executor = run_all(config, wanted, {})
     assert {request.request_id for request in result.completed} == taken
     check_answers(config, wanted, result, requests)
     assert_nothing_is_held(result.manager)
     assert result.failures == []
-    assert executor.most_iterations_under_way <= (2 if config.enable_overlap else 1)
-    assert executor.under_way == 0
+    assert executor.max_iterations_in_flight <= (2 if config.enable_overlap else 1)
+    assert executor.in_flight == 0
 
 
-def check_trouble(config, way, wanted, stops, submits, collects) -> None:
-    config = in_way(config, way)
+def check_trouble(config, kind, wanted, stops, submits, collects) -> None:
+    config = with_type(config, kind)
     result, requests, _ = run_all(config, wanted, stops, submits, collects)
     check_answers(config, wanted, result, requests)
     assert_nothing_is_held(result.manager)
@@ -104,30 +103,30 @@ def check_trouble(config, way, wanted, stops, submits, collects) -> None:
         error = result.final(request).error
         if is_taken(wanted[request.request_id].request(0), config):
             assert error is None or "executor failed" in error
-    event(f"{way}, stopped: {bool(result.stopped)}, failed: {bool(result.failures)}")
+    event(f"{kind}, stopped: {bool(result.stopped)}, failed: {bool(result.failures)}")
 
 
 @settings(max_examples=300)
 @given(**anything, **trouble)
-def test_whatever_goes_wrong_everybody_gets_one_final_answer_and_nothing_is_kept(
-    config, way, wanted, stops, submits, collects
+def test_after_any_failure_every_request_has_one_final_answer_and_nothing_is_kept(
+    config, kind, wanted, stops, submits, collects
 ):
-    check_trouble(config, way, wanted, stops, submits, collects)
+    check_trouble(config, kind, wanted, stops, submits, collects)
 
 
 @pytest.mark.slow
 @settings(max_examples=10_000)
 @given(**anything, **trouble)
-def test_whatever_goes_wrong_everybody_gets_one_final_answer_at_length(config, way, wanted, stops, submits, collects):
-    check_trouble(config, way, wanted, stops, submits, collects)
+def test_after_any_failure_every_request_has_one_final_answer_at_length(config, kind, wanted, stops, submits, collects):
+    check_trouble(config, kind, wanted, stops, submits, collects)
 
 
 @settings(max_examples=200)
 @given(config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
-def test_every_way_gives_the_same_tokens(config, wanted):
+def test_every_batching_type_gives_the_same_tokens(config, wanted):
     outputs = []
-    for way in WAYS[1:]:
-        result, requests, _ = run_all(in_way(config, way), wanted, {})
+    for kind in BATCHING_TYPES[1:]:
+        result, requests, _ = run_all(with_type(config, kind), wanted, {})
         outputs.append([result.tokens(request) for request in requests])
     assert all(output == outputs[0] for output in outputs)
 
@@ -140,7 +139,7 @@ def served(result: Run) -> list[set[int]]:
 @settings(max_examples=200)
 @given(config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
 def test_members_of_a_static_batch_start_and_end_together(config, wanted):
-    result, _, _ = run_all(in_way(config, WAYS[0]), wanted, {})
+    result, _, _ = run_all(with_type(config, BATCHING_TYPES[0]), wanted, {})
     started = [{chunk.request.request_id for chunk in record.context} for record in result.records if record.context]
     assert started == served(result)
     for record in result.records:

@@ -1,8 +1,8 @@
-"""The engine's limits, as `ifbbench.api.resolve` or a researcher's script sets them."""
+"""The engine's limits, all resolved, as `ifbbench.api.resolve` or a script sets them."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from ifbbench.engine.batching_type import BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -12,22 +12,32 @@ from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 
 MICRO_BATCHES_WITH_OVERLAP = 2
-# Fetched beyond the free places, so that a request of higher priority that waits behind others is seen.
+# Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
 LOOK_AHEAD = 8
-# Static batches leave no choice.
 V1_POLICY = "guaranteed_no_evict"
-# In a cache without blocks only the number of requests counts.
 CONTIGUOUS_POLICY = "max_requests"
+
+
+class BatchingType(StrEnum):
+    """The three batching types (TensorRT-LLM's `TrtGptModelType`).
+
+    V1: static batches, which run until the last member is complete. INFLIGHT: requests join and leave in every
+    iteration; context and generation run in one pass each. INFLIGHT_FUSED: the same in one packed pass.
+    """
+
+    V1 = "v1"
+    INFLIGHT = "inflight"
+    INFLIGHT_FUSED = "inflight_fused"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
-    """The engine's limits, all resolved: tokens, requests and blocks. `chunk_unit` None means no chunked context.
+    """Limits of tokens, requests and blocks. ValueError for settings that contradict each other.
 
-    vocab_size: token ids are checked against it; None where there is no model. enable_overlap: an iteration is
-    scheduled and submitted before the tokens of the one before are there. windows: attention windows with their blocks,
-    where some layer does not see all tokens; else there is one window of num_blocks and num_host_blocks.
-    is_contiguous: a cache without blocks.
+    chunk_unit: None means no chunked context. vocab_size: token ids are checked against it; None without a model.
+    enable_overlap: an iteration is scheduled and submitted before the tokens of the previous one are collected.
+    windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
+    num_blocks and num_host_blocks. is_contiguous: a cache without blocks.
     """
 
     policy: str
@@ -57,14 +67,25 @@ class BatchingConfig:
             raise ValueError("static batches (V1) do not overlap")
 
     @property
+    def effective_policy(self) -> str:
+        """The capacity scheduler policy that is used: V1 and a cache without blocks allow one only."""
+        if self.is_contiguous:
+            return CONTIGUOUS_POLICY
+        return V1_POLICY if self.batching_type is BatchingType.V1 else self.policy
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Maximum number of iterations in flight."""
+        return MICRO_BATCHES_WITH_OVERLAP if self.enable_overlap else 1
+
+    @property
     def num_slots(self) -> int:
-        """Sequence slots that an executor needs: a full batch and, where slots cost nothing, what higher priority may
-        add to it."""
+        """Sequence slots: a full batch and, with a paged cache, what requests of higher priority may add to it."""
         return self.max_batch_size + (0 if self.is_contiguous else LOOK_AHEAD)
 
     @property
     def attention_window(self) -> AttentionWindow:
-        """Of the first attention window."""
+        """The first attention window, or the only one."""
         if self.windows:
             return self.windows[0].attention_window
         return AttentionWindow(
@@ -72,15 +93,8 @@ class BatchingConfig:
         )
 
     @property
-    def effective_policy(self) -> str:
-        """The capacity scheduler policy that schedules, whatever was asked for."""
-        if self.is_contiguous:
-            return CONTIGUOUS_POLICY
-        return V1_POLICY if self.batching_type is BatchingType.V1 else self.policy
-
-    @property
     def pools(self) -> tuple[tuple[AttentionWindow, int], ...]:
-        """Geometry and number of blocks of each window; none in a cache without blocks."""
+        """Each attention window and its number of blocks; empty for a cache without blocks."""
         if self.is_contiguous:
             return ()
         if self.windows:
@@ -88,7 +102,6 @@ class BatchingConfig:
         return ((self.attention_window, self.num_blocks),)
 
     def make_cache(self) -> KvCache:
-        """An empty KV cache of this kind and size."""
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:
@@ -97,8 +110,3 @@ class BatchingConfig:
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks
         return KvCacheManager(self.attention_window, num_blocks, self.num_slots, num_host_blocks, self.reuse)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Iterations that may be under way at once."""
-        return MICRO_BATCHES_WITH_OVERLAP if self.enable_overlap else 1

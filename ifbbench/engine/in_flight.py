@@ -1,0 +1,214 @@
+"""An iteration in flight: submission, collection, confirmation of its outputs, responses, and storing its blocks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
+from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.request import Request
+from ifbbench.engine.request_table import BoolArray, FloatArray, Int64Array, IntArray, Rows
+
+
+@dataclass(slots=True)
+class InFlightIteration:
+    """One iteration from its submission to its outputs.
+
+    batches: its passes. output_rows: [outputs], the table row of each output. dropped: rows with outputs to ignore,
+    because the request has left or only pads the batch. num_submitted: passes that were not collected yet.
+    """
+
+    record: IterationRecord
+    batches: tuple[Batch, ...]
+    output_rows: Rows
+    dropped: set[int] = field(default_factory=set)
+    num_submitted: int = 0
+    error: Exception | None = None
+
+    def submit(self, executor: Executor) -> None:
+        """Submit all passes. An exception is kept in `error`."""
+        try:
+            for batch in self.batches:
+                executor.submit(batch)
+                self.num_submitted += 1
+        except Exception as error:
+            self.error = error
+
+    def collect(self, executor: Executor, now: Callable[[], float]) -> list[StepOutputs]:
+        """The outputs of each pass. An exception is kept in `error`."""
+        outputs = []
+        while self.num_submitted:
+            self.num_submitted -= 1
+            try:
+                outputs.append(executor.collect())
+            except Exception as error:
+                self.error = self.error or error
+            if len(self.batches) > 1 and self.record.context_end_s is None:
+                self.record.context_end_s = now()
+        return outputs
+
+
+# Confirmation: store the tokens, and find the requests that end with them.
+
+
+def confirm(iteration: InFlightIteration, outputs: list[StepOutputs], active: ActiveRequests) -> list[Request]:
+    """Store the outputs of each pass of `iteration`; returns the requests that are complete, in batch order."""
+    rows = iteration.output_rows
+    if len(outputs) < 2:
+        return _confirm_pass(iteration, rows, outputs[0] if outputs else NO_OUTPUTS, active)
+    num_context = sum(chunk.is_last for chunk in iteration.batches[0].context)
+    done = _confirm_pass(iteration, rows[:num_context], outputs[0], active)
+    return done + _confirm_pass(iteration, rows[num_context:], outputs[1], active)
+
+
+def _confirm_pass(
+    iteration: InFlightIteration, rows: Rows, outputs: StepOutputs, active: ActiveRequests
+) -> list[Request]:
+    table, indices = active.table, None
+    if iteration.dropped:
+        indices = np.flatnonzero(~np.isin(rows, list(iteration.dropped)))
+        rows = rows[indices]
+    confirmed = table.confirmed[rows] + 1
+    table.confirmed[rows] = confirmed
+    done = confirmed == table.stop_after[rows]
+    if outputs.tokens is not None:
+        tokens = outputs.tokens if indices is None else outputs.tokens[indices]
+        table.write_outputs(rows, table.joined[rows] + confirmed - 1, tokens)
+        if table.any_end_tokens:
+            done |= (tokens[:, None] == table.end_tokens[rows]).any(axis=1)
+    if table.num_special:
+        for index, logits in outputs.context_logits.items():
+            chunk = iteration.record.context[index]
+            if chunk.request.numbers is not None and chunk.request.slot not in iteration.dropped:
+                chunk.request.numbers.add_context(chunk.start, logits)
+        _confirm_special(rows, np.arange(len(rows)) if indices is None else indices, done, outputs, active)
+    return [active.by_slot[row] for row in rows[done].tolist()]
+
+
+def _confirm_special(
+    rows: Rows, indices: Int64Array, done: BoolArray, outputs: StepOutputs, active: ActiveRequests
+) -> None:
+    """Confirm the special requests among `rows`; `done` becomes true for those that end.
+
+    indices: [rows], index of each row's output in `outputs`."""
+    for place in np.flatnonzero(active.table.is_special[rows]).tolist():
+        request, index = active.by_slot[int(rows[place])], int(indices[place])
+        _keep_numbers(request, outputs, index)
+        if request.beam_width > 1:
+            if (candidates := outputs.candidates) is not None:
+                search = request.search
+                if search is None:
+                    search = BeamSearch(request.beam_width, request.sampling, request.stop, request.max_new_tokens)
+                    request.search = search
+                done[place] = search.advance(
+                    candidates.tokens[index], candidates.beams[index], candidates.scores[index],
+                    is_last=bool(done[place]),
+                )  # fmt: skip
+        elif request.stop.stop_sequences and outputs.tokens is not None:
+            done[place] |= _ends_with_stop_sequence(request)
+
+
+def _keep_numbers(request: Request, outputs: StepOutputs, index: int) -> None:
+    if request.numbers is None:
+        return
+    position = request.num_outputs - 1
+    if outputs.log_probs is not None and request.beam_width == 1:
+        request.numbers.add_log_prob(position, float(outputs.log_probs[index]))
+    logits = outputs.generation_logits.get(index)
+    if logits is not None:
+        request.numbers.add_generation(position, logits)
+
+
+def _ends_with_stop_sequence(request: Request) -> bool:
+    """Whether the newest output tokens are a stop sequence of the request. The prompt is never part of a match."""
+    assert request.table is not None
+    num_outputs = request.num_outputs
+    longest = max(map(len, request.stop.stop_sequences))
+    tail = tuple(request.table.outputs(request.slot, max(0, num_outputs - longest), num_outputs).tolist())
+    return any(tail[-len(sequence) :] == sequence for sequence in request.stop.stop_sequences)
+
+
+# Responses.
+
+
+class Response(NamedTuple):
+    """Tokens of one request, or an error.
+
+    A streaming request gets a response with its new tokens in each iteration that yields some; others get one response
+    with all tokens at the end. Exactly one response of a request is final, and an error is always final.
+
+    tokens: the output of each beam, best first, without the prompt; empty from executors without a model.
+    log_probs, generation_logits: of the same tokens, if asked for; [output tokens] and [output tokens, vocabulary].
+    cumulative_log_probs: [beams], of all output tokens so far, if log-probabilities were asked for.
+    context_logits: [prompt length, vocabulary], in the final response, if asked for.
+    """
+
+    request: Request
+    is_final: bool
+    tokens: tuple[IntArray, ...] = ()
+    log_probs: tuple[FloatArray, ...] = ()
+    cumulative_log_probs: FloatArray | None = None
+    context_logits: FloatArray | None = None
+    generation_logits: tuple[FloatArray, ...] = ()
+    error: str | None = None
+
+    @property
+    def output_tokens(self) -> IntArray | None:
+        """The output of the best beam; None from executors without a model."""
+        return self.tokens[0] if self.tokens else None
+
+
+def response_of(request: Request, is_final: bool) -> Response:
+    """The response with the new tokens of `request`. To be made before its row is returned."""
+    if request.search is not None:
+        return _beam_response(request, request.search)
+    assert request.table is not None
+    sent = request.num_sent
+    tokens = request.table.outputs(request.slot, sent, max(sent, request.num_outputs))
+    numbers, options = request.numbers, request.options
+    if numbers is None:
+        return Response(request, is_final, (tokens,))
+    logits = numbers.generation_logits(sent)
+    return Response(
+        request, is_final, (tokens,),
+        log_probs=(numbers.log_probs(sent),) if options.return_log_probs else (),
+        cumulative_log_probs=np.array([numbers.cumulative_log_prob], np.float32) if options.return_log_probs else None,
+        context_logits=numbers.context_logits if is_final else None,
+        generation_logits=() if logits is None else (logits,),
+    )  # fmt: skip
+
+
+def _beam_response(request: Request, search: BeamSearch) -> Response:
+    beams, numbers = search.final(), request.numbers
+    asked = request.options.return_log_probs
+    logits = [None if numbers is None else numbers.generation_logits(path=beam.path) for beam in beams]
+    return Response(
+        request, True, tuple(beam.tokens for beam in beams),
+        log_probs=tuple(beam.log_probs for beam in beams) if asked else (),
+        cumulative_log_probs=np.array([beam.cumulative_log_prob for beam in beams], np.float32) if asked else None,
+        context_logits=None if numbers is None else numbers.context_logits,
+        generation_logits=tuple(item for item in logits if item is not None),
+    )  # fmt: skip
+
+
+# Reuse of generated blocks.
+
+
+def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows, steps: int = 1) -> None:
+    """Make the blocks that the generation requests in `rows` had filled before their latest `steps` steps findable.
+
+    The block that iteration i fills is stored when iteration i + 1 is submitted: after its scheduling and after its new
+    sequences have looked for blocks, and without the token of iteration i + 1 (engine.md 9.2). That step is counted in
+    `generated` already."""
+    table = active.table
+    computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - steps - 1
+    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block == 0)
+    for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
+        request = active.by_slot[row]
+        if request.beam_width == 1:
+            kv_cache.store_generated(row, min(num_tokens, request.reuse.num_known))
