@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.engine.kv_cache.sizing import WindowBlocks, blocks_of_memory
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowBlocks, WindowLayout, blocks_of_memory
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 

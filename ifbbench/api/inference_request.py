@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.config import DEFAULT_PRIORITY
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.reuse_tokens import ReuseIdentity

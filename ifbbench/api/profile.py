@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ifbbench.api.cache_layout import windows_of_layers
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.least_work import LeastWork, least_work

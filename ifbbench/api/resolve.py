@@ -6,8 +6,8 @@ from ifbbench.api.cache_layout import parse_windows
 from ifbbench.config import RunConfig
 from ifbbench.engine.batching_config import V1_POLICY, BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 

@@ -6,8 +6,7 @@ from ifbbench.api.cache_layout import cache_layout, kv_value_bytes
 from ifbbench.capacity.device import Device
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.engine.kv_cache.sizing import blocks_of_memory
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.simulation.hardware import load_hardware

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.kv_cache.copies import BlockCopy
+from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import IntArray
 

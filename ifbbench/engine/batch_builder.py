@@ -7,7 +7,7 @@ from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk
 from ifbbench.engine.batching_type import BatchingType
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.kv_cache.copies import BlockCopy
+from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
 

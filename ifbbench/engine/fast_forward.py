@@ -11,7 +11,7 @@ from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import PredictableExecutor
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.kv_cache.steps_ahead import StepsAhead
+from ifbbench.engine.kv_cache.manager import StepsAhead
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.engine.scheduler import Plan
@@ -117,7 +117,7 @@ class FastForward:
             return None
         confirmed = table.confirmed[rows]
         until_end = int(np.minimum.reduce(table.stop_after[rows] - confirmed))
-        steps = min(until_end, ahead.most, MOST_STEPS)
+        steps = min(until_end, ahead.max_steps, MOST_STEPS)
         if steps < 1:
             return None
         blocks = ahead.blocks(steps)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.output_numbers import OutputNumbers
 from ifbbench.engine.request_table import IntArray, RequestTable
 from ifbbench.engine.reuse_tokens import NO_IDENTITY, ReuseIdentity, ReuseTokens

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.kv_cache.sequence import KnownTokens
-from ifbbench.engine.kv_cache.token_keys import SymbolicTokens, TokenIds
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, SymbolicTokens, TokenIds
 
 if TYPE_CHECKING:
     from ifbbench.engine.request import Request

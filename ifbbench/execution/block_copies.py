@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.to_device import to_device
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ifbbench.config import RunConfig
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.data_types import KV_CACHE_DTYPES, check_data_types, compute_dtype, product_maker
 from ifbbench.execution.device_memory import (

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.engine.request_table import IntArray
 from ifbbench.errors import InputError
 from ifbbench.execution.beams import rows_to_copy

@@ -3,7 +3,7 @@
 import torch
 
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.execution.cache_windows import CacheWindows, cache_rows
 from ifbbench.execution.packing import PackedBatch, table_rows
 from ifbbench.model.attention import LayerInputs

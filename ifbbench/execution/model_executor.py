@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.execution.beams import beam_inputs, best_candidates
 from ifbbench.execution.cache_windows import CacheWindows, one_window_layout

@@ -6,7 +6,7 @@ import torch
 
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.prepared import PreparedBatch
 from ifbbench.execution.step_profile import StepProfile

@@ -7,7 +7,7 @@ from typing import Any
 
 from ifbbench.api.cache_layout import cache_layout, windows_of_layers
 from ifbbench.config import RunConfig
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig, load_model_config
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost

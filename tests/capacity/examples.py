@@ -3,7 +3,7 @@
 from ifbbench.capacity.pool import Pool, PoolWindow
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import WindowLayout
+from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.workload.trace import TraceRequest
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.batching_type import BatchingType
-from ifbbench.engine.kv_cache.copies import CopyKind
+from ifbbench.engine.kv_cache.blocks import CopyKind
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.request import Request
 from ifbbench.engine.reuse_tokens import ReuseIdentity, ReuseTokens

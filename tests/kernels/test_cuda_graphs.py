@@ -14,7 +14,7 @@ from ifbbench.api.engine import build_engine, warm_up
 from ifbbench.api.generate import generate
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
 from ifbbench.execution.model_executor import ModelExecutor
