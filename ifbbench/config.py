@@ -12,6 +12,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
@@ -34,6 +35,20 @@ RECORDING_FORMATS = ("jsonl", "jsonl.gz")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
+
+
+HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
+DEVICES = ("auto", "cpu", "cuda", "null")
+
+
+def _device(name: str) -> str:
+    """`name`, with `sim:` before the name or file of a hardware profile that is not the name of a device."""
+    folded = name.lower().replace("_", "-")
+    if folded in DEVICES or name.startswith(SIMULATED):
+        return name
+    profiles = [path.stem for path in HARDWARE_PROFILES.glob("*.toml")]
+    is_profile = name.endswith(".toml") or any(profile.startswith(folded) for profile in profiles)
+    return SIMULATED + name if name and is_profile else name
 
 
 def _setting(default: Any, help: str, group: str, **facts: Any) -> Any:
@@ -87,8 +102,10 @@ class RunConfig:
                                           "scheduling", minimum=1, unit="requests")
     max_num_tokens: int = _setting(DEFAULT_MAX_NUM_TOKENS, "Most tokens in one iteration's batch.", "scheduling",
                                    minimum=1, unit="tokens")
-    enable_chunked_context: bool = _setting(False, "Split prompts into context chunks that fill the token budget.",
-                                            "scheduling")
+    enable_chunked_context: bool | None = _setting(False, "Split prompts into context chunks that fill the token "
+                                                          "budget; not with --type v1, a contiguous cache, or "
+                                                          "--max_num_tokens below one chunk.", "scheduling",
+                                                   command_line_default=None)
     context_chunking_policy: str = _setting("first_come_first_served", "How the token budget is split among chunks.",
                                             "scheduling", choices=CHUNKING_POLICIES)
     context_chunk_unit: int | None = _setting(None, "Chunks are multiples of this. Default: tokens_per_block.",
@@ -136,9 +153,10 @@ class RunConfig:
                                   "kv cache", choices=("paged", "contiguous"))
 
     # Execution.
-    device: str = _setting("auto", "Where the model runs; null is an executor that answers at once, sim:PROFILE a "
-                                   "simulated device on a virtual clock.", "execution",
-                           choices=("auto", "cpu", "cuda", "null"), other_texts=f"{SIMULATED}.+",
+    device: str = _setting("auto", "Where the model runs. sim:PROFILE (or PROFILE) is a simulated device on a virtual "
+                                   "clock; null an executor that answers at once, on the wall clock: recorded arrivals "
+                                   "are waited for, unless --time_scale 0 offers all requests at once.", "execution",
+                           choices=DEVICES, other_texts=f"{SIMULATED}.+", convert=_device,
                            others="sim:PROFILE (a hardware profile's name or .toml file)")
     model: str = _setting("tiny", "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with "
                                   "config.json and safetensors, a GGUF file, or smollm2 (of the Python package "
@@ -213,11 +231,12 @@ class RunConfig:
 @cache
 def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
-    hints = typing.get_type_hints(RunConfig)
-    return tuple(
-        Setting(name=item.name, type=_plain_type(hints[item.name]), default=item.default, **item.metadata)
-        for item in dataclasses.fields(RunConfig)
-    )
+    hints, found = typing.get_type_hints(RunConfig), []
+    for item in dataclasses.fields(RunConfig):
+        hint, facts = hints[item.name], {"command_line_default": item.default, **item.metadata}
+        plain = _plain_type(hint)
+        found.append(Setting(item.name, plain, is_optional=hint != plain, default=item.default, **facts))
+    return tuple(found)
 
 
 def setting(name: str) -> Setting:
@@ -231,9 +250,11 @@ def setting(name: str) -> Setting:
     raise InputError(f"{name!r} is not a setting.{hint}")
 
 
-def from_mapping(values: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from names (own or alias) and values, texts included."""
-    return RunConfig(**{setting(name).name: value for name, value in values.items()})
+def from_mapping(values: Mapping[str, Any], command_line: bool = False) -> RunConfig:
+    """A RunConfig from names (own or alias) and values, texts included. What is missing has the default of the library,
+    or that of the command line."""
+    defaults = {item.name: item.command_line_default for item in settings()} if command_line else {}
+    return RunConfig(**defaults | {setting(name).name: value for name, value in values.items()})
 
 
 def _plain_type(hint: Any) -> Any:

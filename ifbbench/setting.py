@@ -1,26 +1,29 @@
 """One setting as every surface sees it: its names, its default, the values it takes and what is said of others."""
 
-import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ifbbench.errors import InputError
+from ifbbench import fields
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One field of `RunConfig`: its name, type, default, range, help text and aliases.
 
+    default: that of the library. command_line_default: that of commands and config files. None, of an optional setting,
+    is resolved by what the model, the device and the other settings allow.
+
     choices: the values of a text; case does not matter, and dashes are underscores. value_aliases: other words for
         them. other_texts: a pattern of texts that are taken too, and judged where they are used; `others` says in words
-        what they are.
+        what they are. convert: applied to a text before it is looked at.
     """
 
     name: str
     type: type
+    is_optional: bool
     default: Any
+    command_line_default: Any
     help: str
     group: str
     unit: str = ""
@@ -31,25 +34,33 @@ class Setting:
     value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
     other_texts: str = ""
     others: str = ""
+    convert: Callable[[str], str] | None = None
     aliases: tuple[str, ...] = ()
 
     def check(self, value: Any) -> Any:
-        """Return `value` as this setting's type, or raise InputError saying what was expected."""
-        if value is None:
-            if self.default is None:
-                return None
-            raise self._error(value)
-        try:
-            value = _convert(value, self.type)
-        except (TypeError, ValueError, KeyError) as error:
-            raise self._error(value) from error
+        """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""
+        name = f"--{self.name}"
+        if value is None and self.is_optional:
+            return None
+        if self.convert is not None and isinstance(value, str):
+            value = self.convert(value)
         if self.choices:
-            return self._check_choice(value)
-        if self.minimum is not None and (value < self.minimum or (self.exclusive_minimum and value == self.minimum)):
-            raise self._error(value)
-        if self.maximum is not None and value > self.maximum:
-            raise self._error(value)
-        return value
+            return fields.choice(value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts,
+                                 others=self.others)  # fmt: skip
+        if self.type is bool:
+            return fields.boolean(value, name, from_text=True)
+        if self.type is str:
+            # max_attention_window = 512, or (512, 1024)
+            is_convertible = isinstance(value, int | list | tuple) and not isinstance(value, bool)
+            return fields.text(str(value) if is_convertible else value, name)
+        if self.type is int:
+            return fields.integer(value, name, **self._range(fields.MAX_INTEGER), from_text=True)
+        above = self.minimum if self.exclusive_minimum else None
+        return fields.number(value, name, **self._range(fields.MAX_NUMBER), above=above, from_text=True)
+
+    def _range(self, limit: Any) -> dict[str, Any]:
+        minimum = -limit if self.minimum is None or self.exclusive_minimum else self.minimum
+        return {"minimum": minimum, "maximum": limit if self.maximum is None else self.maximum, "unit": self.unit}
 
     def expected(self) -> str:
         """What a value must be, in words: `an integer of at least 1 (requests)`."""
@@ -61,32 +72,3 @@ class Setting:
         if self.maximum is not None:
             words += f"{' and' if self.minimum is not None else ''} at most {self.maximum:g}"
         return words + (f" ({self.unit})" if self.unit else "")
-
-    def _check_choice(self, value: str) -> str:
-        known = {_folded(choice): choice for choice in self.choices}
-        known |= {_folded(alias): choice for alias, choice in self.value_aliases.items()}
-        if _folded(value) in known:
-            return known[_folded(value)]
-        if self.other_texts and re.fullmatch(self.other_texts, value):
-            return value
-        raise self._error(value)
-
-    def _error(self, value: Any) -> InputError:
-        return InputError(f"--{self.name}: {value!r} is not valid; expected {self.expected()}.")
-
-
-def _folded(text: str) -> str:
-    return text.lower().replace("-", "_")
-
-
-def _convert(value: Any, kind: type) -> Any:
-    if kind is bool:
-        if isinstance(value, str):
-            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return bool(value)
-    if kind is int and isinstance(value, float) and not value.is_integer():
-        raise ValueError(value)
-    converted = kind(value)
-    if kind is float and not math.isfinite(converted):
-        raise ValueError("not a finite number")
-    return converted

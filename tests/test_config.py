@@ -3,6 +3,7 @@
 import pytest
 
 from ifbbench.config import RunConfig, from_mapping, setting, settings
+from ifbbench.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,37 @@ def test_settings_of_the_cache(name, given, taken):
 @pytest.mark.parametrize(("name", "value"), [("enable_block_reuse", "False"), ("host_cache_size", "0")])
 def test_a_default_may_come_as_text(name, value):
     assert from_mapping({name: value}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_batch_size", True, "an integer"),
+        ("max_batch_size", 8.5, "an integer"),
+        ("temperature", True, "a finite number"),
+        ("quiet", 7, "true or false"),
+        ("quiet", 1, "true or false"),
+        ("enable_chunked_context", 0.5, "true or false"),
+        ("enable_chunked_context", "perhaps", "true or false"),
+        ("output", True, "a text"),
+        ("type", True, "one of v1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name, value, expected):
+    with pytest.raises(InputError, match=rf"--{name} is {value!r}; expected {expected}"):
+        RunConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("h100-sxm", "sim:h100-sxm"),
+        ("H100_SXM", "sim:H100_SXM"),
+        ("h100", "sim:h100"),  # refused with the names that there are, where the profile is read
+        ("my/own.toml", "sim:my/own.toml"),
+        ("sim:h100-sxm", "sim:h100-sxm"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_hardware_profile_is_a_simulated_device(given, taken):
+    assert RunConfig(device=given).device == taken

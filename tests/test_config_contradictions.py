@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.api.cache_layout import cache_layout
 from ifbbench.api.resolve import batching_config, resolve_limits
-from ifbbench.config import RunConfig
+from ifbbench.config import RunConfig, from_mapping
 from ifbbench.engine.batching_type import BatchingType
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
@@ -43,6 +43,7 @@ def limits_of(config, vocab_size=None):
         ),
         ({"kv_cache_type": "contiguous", "enable_kv_cache_reuse": True}, ["--enable_kv_cache_reuse", "a paged cache"]),
         ({"kv_cache_type": "contiguous", "kv_host_cache_bytes": 10**6}, ["--kv_host_cache_bytes", "a paged cache"]),
+        ({"kv_cache_type": "contiguous", "enable_chunked_context": True}, ["--enable_chunked_context", "paged cache"]),
         ({"max_attention_window": "9,99", "enable_kv_cache_reuse": True}, ["one attention window"]),
         ({"max_attention_window": "9,99", "kv_host_cache_bytes": 10**6}, ["one attention window"]),
         ({"max_attention_window": "9,x", "kv_host_cache_bytes": 10**6}, ["--max_attention_window: '9,x'"]),
@@ -97,6 +98,29 @@ def test_no_warning_where_nothing_is_forced(settings, caplog):
     config = resolved(**settings)
     assert all(getattr(config, name) == value for name, value in settings.items())
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_chunked"),
+    [
+        ({}, True),
+        ({"max_num_tokens": 32}, True),
+        ({"max_num_tokens": 31}, False),
+        ({"max_num_tokens": 31, "context_chunk_unit": 16}, True),
+        ({"type": "v1"}, False),
+        ({"kv_cache_type": "contiguous"}, False),
+    ],
+)
+def test_the_command_line_chunks_prompts_where_that_is_possible(settings, is_chunked, caplog):
+    config = resolve_limits(from_mapping(settings, command_line=True), 256, on_cpu=True)
+    assert config.enable_chunked_context is is_chunked
+    assert config.max_input_len == (255 if is_chunked else min(255, config.max_num_tokens))
+    assert caplog.messages == []
+
+
+def test_the_library_chunks_prompts_only_when_asked():
+    assert from_mapping({}).enable_chunked_context is False
+    assert resolved().enable_chunked_context is False
 
 
 def test_the_engine_gets_every_limit():

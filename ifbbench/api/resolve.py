@@ -23,7 +23,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the most beams that a request of the trace asks for.
     Raises InputError for settings that contradict each other or the model, and for a policy that there is not."""
-    config = _as_batching_type_needs(config)
+    config = _with_chunking(_as_batching_type_needs(config))
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(max_beam_width=config.max_beam_width or asked_beam_width)
@@ -108,6 +108,8 @@ def _check_cache(config: RunConfig) -> None:
             "--policy (it then counts requests only) or a paged cache."
         )
     windows = set(parse_windows(config.max_attention_window))
+    if config.enable_chunked_context and is_contiguous:
+        raise InputError("--enable_chunked_context: works with a paged cache; leave it out, or --kv_cache_type.")
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or len(windows) > 1):
             raise InputError(
@@ -157,6 +159,14 @@ def _as_batching_type_needs(config: RunConfig) -> RunConfig:
         if getattr(config, name):
             _log.warning("--type v1 turns --%s off.", name)
     return config.with_values(policy=V1_POLICY, **off)
+
+
+def _with_chunking(config: RunConfig) -> RunConfig:
+    """Chunked context that is neither on nor off (the default of the command line) is on where it can be."""
+    if config.enable_chunked_context is not None:
+        return config
+    can_be = config.kv_cache_type == "paged" and config.max_num_tokens >= _chunk_unit(config)
+    return config.with_values(enable_chunked_context=can_be)
 
 
 def _chunk_unit(config: RunConfig) -> int:

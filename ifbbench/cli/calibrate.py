@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import SettingOption
+from ifbbench.cli.options import Command, SettingOption
 from ifbbench.config import from_mapping, setting
 
 SETTINGS = ("device", "model", "dtype", "kv_cache_dtype", "max_batch_size", "max_num_tokens", "max_seq_len",
@@ -19,7 +19,7 @@ HELP = {
 }
 
 
-class CalibrateCommand(click.Command):
+class CalibrateCommand(Command):
     """Takes the settings that say what is measured."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ifbbench.cli.options import Command
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -20,11 +22,16 @@ SHARE = click.FloatRange(0, 1)
 DEVIATION = "Its standard deviation."
 ZIPF = "Popularity of the k-th prefix: k to the power of -Z; 0: all alike."
 THINK_TIME = "Mean time from a turn to the next (s, exponential)."
-Command = Callable[..., None]
+Callback = Callable[..., None]
 Document = dict[str, Any]
 
 
-@click.group()
+class _Group(click.Group):
+    command_class = Command
+    group_class = type
+
+
+@click.group(cls=_Group)
 def dataset() -> None:
     """Make, convert and describe traces."""
 
@@ -34,7 +41,7 @@ def synth() -> None:
     """Draw a trace of lengths and arrivals, and write it as ifbbench JSONL."""
 
 
-def _options_of_every_workload(command: Command) -> Command:
+def _options_of_every_workload(command: Callback) -> Callback:
     options = [
         click.option("--num-requests", type=LENGTH, required=True, metavar="N", help="Requests to draw."),
         click.option(
@@ -61,10 +68,10 @@ def _options_of_every_workload(command: Command) -> Command:
     return command
 
 
-def _normal_lengths(prompt: str) -> Callable[[Command], Command]:
+def _normal_lengths(prompt: str) -> Callable[[Callback], Callback]:
     """Options for normally distributed lengths; the command gets them as `lengths`. `prompt` is what input means."""
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Callback) -> Callback:
         @click.option("--input-mean", type=POSITIVE, required=True, metavar="M", help=f"Mean {prompt} length (tokens).")
         @click.option("--input-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help=DEVIATION)
         @click.option("--output-mean", type=POSITIVE, required=True, metavar="M", help="Mean output length (tokens).")

@@ -1,12 +1,18 @@
 """A click group that knows its commands by name and help line, and imports one only when it is called."""
 
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from os import O_WRONLY, devnull, dup2
+from os import open as os_open
 from typing import Any
 
 import click
 
+from ifbbench.cli.options import DEBUG, debug_option
 from ifbbench.errors import IfbbenchError
 
 INTERRUPTED = 130
@@ -31,6 +37,7 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, lazy_commands: Mapping[str, LazyCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lazy_commands = lazy_commands
+        self.params.append(debug_option())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.lazy_commands)
@@ -43,13 +50,32 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, lazy.short_help) for name, lazy in self.lazy_commands.items()])
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _closed_pipe_ends_quietly():  # of --help
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _closed_pipe_ends_quietly():
+                value = super().invoke(ctx)
+                sys.stdout.flush()
+                return value
         except IfbbenchError as error:
+            if ctx.meta.get(DEBUG):
+                click.echo(traceback.format_exc(), err=True, nl=False)
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_status)
         except KeyboardInterrupt as interrupt:
-            notes = getattr(interrupt, "__notes__", ["What was recorded until now is kept in the run directory."])
-            click.echo(" ".join(["Interrupted.", *notes]), err=True)
+            click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), err=True)
             ctx.exit(INTERRUPTED)
+
+
+@contextmanager
+def _closed_pipe_ends_quietly() -> Iterator[None]:
+    """A reader that has seen enough, as `| head`, ends the command with status 0."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Python flushes standard output once more when it exits.
+        dup2(os_open(devnull, O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(0) from None

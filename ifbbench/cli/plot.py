@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
+from ifbbench.cli.options import Command
 from ifbbench.errors import InputError
 
 Drawing = tuple[str, Callable[[], Sequence[Path]]]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(path_type=Path))
 def plot(paths: tuple[Path, ...]) -> None:
     """Draw the charts of each run at or below PATH, and of each sweep that PATH is.

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import click
 
+from ifbbench.cli.options import Command
 
-@click.command()
+
+@click.command(cls=Command)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--output-csv", type=click.Path(path_type=Path), help="Also write gptManagerBenchmark's CSV here.")
 def report(run: Path, output_csv: Path | None) -> None:

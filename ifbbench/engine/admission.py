@@ -4,6 +4,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batching_config import LOOK_AHEAD, BatchingConfig
@@ -13,6 +14,13 @@ from ifbbench.engine.request import Request
 NextChange = Callable[[float], float | None]
 """From the time now to when more requests will have arrived, both in seconds on the run's clock; None if only a
 response lets one come, or none does."""
+
+
+class Refusal(NamedTuple):
+    """limit: the setting that decides. text: what is wrong, with the numbers."""
+
+    limit: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,43 @@ class AdmissionLimits:
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
-        return self._contents(request) or self._lengths(request) or self._streaming(request)
+        prompt_len, max_new_tokens, streaming = request.prompt_len, request.max_new_tokens, request.options.streaming
+        if refusal := self.refusal_by_size(prompt_len, max_new_tokens, request.beam_width, streaming):
+            return refusal.text
+        if error := self._contents(request):
+            return error
+        request.clamp_new_tokens(self.max_seq_len - prompt_len)
+        return None
+
+    def refusal_by_size(
+        self, prompt_len: int, max_new_tokens: int, beam_width: int = 1, streaming: bool = False
+    ) -> Refusal | None:
+        """Why a request of this size can never run, or None. If it can, it can with fewer new tokens as well."""
+        if not 1 <= beam_width <= self.max_beam_width:
+            text = f"beam width {beam_width}: expected 1 to {self.max_beam_width} (max_beam_width)"
+            return Refusal("max_beam_width", text)
+        if prompt_len < 1 or max_new_tokens < 1:
+            text = f"a prompt of {prompt_len} tokens and {max_new_tokens} new tokens: both must be at least 1"
+            return Refusal("prompt_len", text)
+        if prompt_len >= self.max_seq_len:
+            text = f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {self.max_seq_len}"
+            return Refusal("max_seq_len", text)
+        if prompt_len > self.max_input_len:
+            return Refusal(
+                "max_input_len",
+                f"prompt of {prompt_len} tokens is longer than max_input_len {self.max_input_len}"
+                " (without chunked context at most max_num_tokens)",
+            )
+        max_new_tokens = min(max_new_tokens, self.max_seq_len - prompt_len)
+        for attention_window, num_blocks in self.pools:
+            needed = attention_window.blocks_to_completion(prompt_len, max_new_tokens, 0, beam_width)
+            needed += attention_window.more_for_beams(prompt_len, beam_width) if self.reuses_blocks else 0
+            if needed > num_blocks:
+                text = f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
+                return Refusal("kv_blocks", text)
+        return self._refusal_of_stream(prompt_len, max_new_tokens, beam_width) if streaming else None
 
     def _contents(self, request: Request) -> str | None:
-        if not 1 <= request.beam_width <= self.max_beam_width:
-            return f"beam width {request.beam_width}: expected 1 to {self.max_beam_width} (max_beam_width)"
         if not math.isfinite(request.priority):
             return f"priority {request.priority}: expected a finite number"
         tokens = request.prompt_tokens
@@ -53,36 +93,17 @@ class AdmissionLimits:
                 return f"token id {found} is not in the vocabulary; expected 0 to {self.vocab_size - 1}"
         return request.sampling.problem(request.beam_width)
 
-    def _streaming(self, request: Request) -> str | None:
-        if not request.options.streaming:
-            return None
-        if request.beam_width > 1:
-            return "streaming with beams: expected one or the other, for beams are ordered only at the end"
-        longest = request.prompt_len + request.max_new_tokens - 1
+    def _refusal_of_stream(self, prompt_len: int, max_new_tokens: int, beam_width: int) -> Refusal | None:
+        if beam_width > 1:
+            text = "streaming with beams: expected one or the other, for beams are ordered only at the end"
+            return Refusal("streaming", text)
+        longest = prompt_len + max_new_tokens - 1
         if self.pause_truncates and longest > self.max_input_len:
-            return (
+            return Refusal(
+                "streaming",
                 f"streaming up to {longest} tokens: a pause could cut tokens already sent, for without chunked context "
-                f"a resumed prompt has at most {self.max_input_len} (max_input_len)"
+                f"a resumed prompt has at most {self.max_input_len} (max_input_len)",
             )
-        return None
-
-    def _lengths(self, request: Request) -> str | None:
-        prompt_len = request.prompt_len
-        if prompt_len < 1 or request.max_new_tokens < 1:
-            return f"a prompt of {prompt_len} tokens and {request.max_new_tokens} new tokens: both must be at least 1"
-        if prompt_len >= self.max_seq_len:
-            return f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {self.max_seq_len}"
-        if prompt_len > self.max_input_len:
-            return (
-                f"prompt of {prompt_len} tokens is longer than max_input_len {self.max_input_len}"
-                " (without chunked context at most max_num_tokens)"
-            )
-        request.clamp_new_tokens(self.max_seq_len - prompt_len)
-        for attention_window, num_blocks in self.pools:
-            needed = attention_window.blocks_to_completion(prompt_len, request.max_new_tokens, 0, request.beam_width)
-            needed += attention_window.more_for_beams(prompt_len, request.beam_width) if self.reuses_blocks else 0
-            if needed > num_blocks:
-                return f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
         return None
 
 
@@ -90,6 +111,8 @@ class Admission:
     """The queue's front: fetches requests, refuses the impossible, lets the others in by priority.
 
     `get_requests(n)` returns at most n requests that have arrived; `refuse(request, error)` answers for a refused one.
+    `next_priority()`: the highest priority among those that have arrived and were not fetched, None if there are none.
+    With it, and a `get_requests` that returns the highest priorities first, no look-ahead hides a higher priority.
     `next_change(now_s)`: when it may return others, unless somebody leaves before; None for never. Without it that may
     be at any time.
     """
@@ -101,12 +124,14 @@ class Admission:
         get_requests: Callable[[int], list[Request]],
         refuse: Callable[[Request, str], None],
         next_change: NextChange | None = None,
+        next_priority: Callable[[], float | None] | None = None,
     ) -> None:
         self._limits = limits
         self._max_active = max_active
         self._get_requests = get_requests
         self._refuse = refuse
         self._next_change = next_change
+        self._next_priority = next_priority
         self._nothing_before_s = -math.inf
         self._waiting: list[Request] = []
         self._in_use: dict[int, Request] = {}
@@ -157,16 +182,28 @@ class Admission:
     def _fetch(self, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
         them are fetched in the same call, for `admit` may not be called again until something changes."""
-        num_refused = 1
-        while num_refused and (room := max_waiting - len(self._waiting)) > 0:
-            num_refused = 0
-            for request in self._get_requests(room):
-                if error := self._refusal(request):
-                    num_refused += 1
-                    self._refuse(request, error)
-                else:
-                    self._in_use[request.request_id] = request
-                    insort(self._waiting, request, key=lambda item: -item.priority)
+        while (room := max_waiting - len(self._waiting)) > 0:
+            if self._take(self._get_requests(room)) == 0:
+                break
+        if self._next_priority is None:
+            return
+        # Whoever goes before the last of the first `max_waiting` is fetched beyond them.
+        while (priority := self._next_priority()) is not None and (
+            len(self._waiting) < max_waiting or priority > self._waiting[max_waiting - 1].priority
+        ):
+            self._take(self._get_requests(1))
+
+    def _take(self, requests: list[Request]) -> int:
+        """Put `requests` among the waiting ones, or refuse them. Returns how many were refused."""
+        num_refused = 0
+        for request in requests:
+            if error := self._refusal(request):
+                num_refused += 1
+                self._refuse(request, error)
+            else:
+                self._in_use[request.request_id] = request
+                insort(self._waiting, request, key=lambda item: -item.priority)
+        return num_refused
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._in_use:

@@ -43,6 +43,7 @@ class BatchManager:
     poll_stop_signals(): ids of requests to stop; called at the end of each iteration. Unknown ones are ignored.
     next_change(now_s): when requests will arrive next, None for not at all. Given that, iterations between two events
         are advanced together, without a call to any of these, if the executor can tell beforehand how long they take.
+    next_priority(): see `Admission`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BatchManager:
         queued: Callable[[], int] = lambda: 0,
         poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
         next_change: NextChange | None = None,
+        next_priority: Callable[[], float | None] | None = None,
     ) -> None:
         self.config = config
         self.table = RequestTable(config.num_slots)
@@ -69,7 +71,9 @@ class BatchManager:
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
         limits = AdmissionLimits.of(config, policy_may_pause=getattr(policy, "may_pause", True))
-        self._admission = Admission(limits, config.max_batch_size, get_requests, self._refuse, next_change)
+        self._admission = Admission(
+            limits, config.max_batch_size, get_requests, self._refuse, next_change, next_priority
+        )  # fmt: skip
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
         self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)

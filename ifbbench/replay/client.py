@@ -1,7 +1,8 @@
 """The client of a replay: hands out requests that have arrived, and takes their responses."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -22,7 +23,7 @@ MakeRequest = Callable[[int, TraceRequest], Request]
 
 
 class ReplayClient:
-    """Owns the queue: requests of `trace`, in order of arrival.
+    """Owns the queue: requests of `trace` that have arrived are handed out by priority, then by arrival.
 
     concurrency: at most so many requests are outstanding, which is arrived and not answered; others arrive one by one
         as places become free, with `keeps_arrivals` not before their time in the trace.
@@ -54,7 +55,8 @@ class ReplayClient:
         self._clock = clock
         self._make_request = make_request
         self._keeps_arrivals = keeps_arrivals or concurrency is None
-        recorded_s = columns_of(trace.requests).arrival_s
+        columns = columns_of(trace.requests)
+        recorded_s = columns.arrival_s
         self._arrivals = array("d", recorded_s if self._keeps_arrivals else bytes(recorded_s.itemsize * len(trace)))
         # Requests before `_num_placed` have a place, and so a known time of arrival.
         self._num_placed = len(trace) if concurrency is None else min(concurrency, len(trace))
@@ -63,7 +65,8 @@ class ReplayClient:
         self._batch_end = 0
         self._wait_sleep_s = wait_sleep_s
         self._keeps_outputs = keeps_outputs
-        self._next = 0
+        self._handed_out = 0
+        self._queue = None if columns.priority is None else _PriorityQueue(columns.priority)
         self._streamed: dict[int, list[IntArray]] = {}
 
     @property
@@ -75,13 +78,13 @@ class ReplayClient:
     def next_event_s(self) -> float | None:
         """When it is worth asking for requests again, on the run's clock; it may have passed already. None while that
         takes a response, and when all requests have been handed out."""
-        if self._next == self._num_placed:
+        if self._handed_out == self._num_placed:
             return None
-        if self._emulation is None or self._next < self._batch_end:
-            return _on_tick(self._arrivals[self._next])
+        if self._emulation is None or self._handed_out < self._batch_end:
+            return _on_tick(self._arrivals[self._oldest])
         if self._outstanding:
             return None
-        return _on_tick(self._emulation.ready_s(self._arrivals, self._next))
+        return _on_tick(self._emulation.ready_s(self._arrivals, self._oldest, self._handed_out))
 
     def next_arrival_s(self, now_s: float) -> float | None:
         """When the first request arrives after `now_s`, on the run's clock; None where only a response lets one come,
@@ -95,7 +98,7 @@ class ReplayClient:
     @property
     def handed_out(self) -> int:
         """How many requests `get_requests` has returned so far."""
-        return self._next
+        return self._handed_out
 
     def wait(self) -> bool:
         """Let time pass until `get_requests` may return more requests; for when nothing is active. False, at once, if
@@ -108,16 +111,26 @@ class ReplayClient:
 
     def get_requests(self, max_requests: int) -> list[Request]:
         """Up to `max_requests` that are to be handed out by now; a negative number means no limit."""
-        stop = self._due()
+        first = self._handed_out
+        count = self._due() - first
         if max_requests >= 0:
-            stop = min(stop, self._next + max_requests)
-        handed_out = range(self._next, stop)
-        self._next = stop
-        return [self._make_request(index, self._trace.requests[index]) for index in handed_out]
+            count = min(count, max_requests)
+        self._handed_out += count
+        indices: Iterable[int] = range(first, first + count)
+        if self._queue is not None:
+            indices = [self._queue.pop() for _ in indices]
+        return [self._make_request(index, self._trace.requests[index]) for index in indices]
+
+    def next_priority(self) -> float | None:
+        """The highest priority among the requests to be handed out by now, None if there are none. Without priorities
+        in the trace None always: the order of arrival is the order in which requests are served."""
+        if self._queue is None or self._due() == self._handed_out:
+            return None
+        return self._queue.highest_priority
 
     def queued(self) -> int:
         """How many have arrived and were not handed out."""
-        return self._arrived(self._clock.now()) - self._next
+        return self._arrived(self._clock.now()) - self._handed_out
 
     def send_response(self, response: Response) -> None:
         """Take a response: new tokens of a streaming request, or the final response of any."""
@@ -133,7 +146,12 @@ class ReplayClient:
 
     @property
     def _outstanding(self) -> int:
-        return self._next - self.answered
+        return self._handed_out - self.answered
+
+    @property
+    def _oldest(self) -> int:
+        """The index of the request that has waited longest, or arrives next."""
+        return self._handed_out if self._queue is None else self._queue.oldest
 
     def _keep_output(self, response: Response) -> None:
         index, tokens = response.request.index, response.output_tokens
@@ -146,20 +164,22 @@ class ReplayClient:
             self.outputs[response.request.request_id] = np.concatenate([*streamed, tokens]) if streamed else tokens
 
     def _arrived(self, now: float) -> int:
-        """The index behind the last request that has arrived."""
+        """How many requests have arrived; these are the first ones of the trace."""
         while self._num_arrived < self._num_placed and self._arrivals[self._num_arrived] <= now:
+            if self._queue is not None:
+                self._queue.push(self._num_arrived)
             self._num_arrived += 1
         return self._num_arrived
 
     def _due(self) -> int:
-        """The index behind the last request to be handed out by now."""
+        """How many requests are to be handed out by now, those handed out already included."""
         now = self._clock.now()
         arrived = self._arrived(now)
-        if self._emulation is None or arrived == self._next:
+        if self._emulation is None or arrived == self._handed_out:
             return arrived
-        is_next_batch = self._next == self._batch_end and not self._outstanding
-        if is_next_batch and now >= self._emulation.ready_s(self._arrivals, self._next):
-            self._batch_end = min(arrived, self._next + self._emulation.batch_size)
+        is_next_batch = self._handed_out == self._batch_end and not self._outstanding
+        if is_next_batch and now >= self._emulation.ready_s(self._arrivals, self._oldest, self._handed_out):
+            self._batch_end = min(arrived, self._handed_out + self._emulation.batch_size)
         return self._batch_end
 
     def _free_place(self) -> None:
@@ -168,6 +188,42 @@ class ReplayClient:
             # Times of the trace that do not count are 0, and never the later ones.
             self._arrivals[self._num_placed] = max(self._arrivals[self._num_placed], self._clock.now())
             self._num_placed += 1
+
+
+class _PriorityQueue:
+    """Indices of requests that have arrived, by descending priority, then arrival.
+
+    The order of all requests is found once, so that the heap holds plain integers: places in that order.
+    """
+
+    def __init__(self, priority: "array[float]") -> None:
+        self._priority = priority
+        order = np.argsort(-np.asarray(priority), kind="stable")
+        self._index_at = array("q", order.tobytes())
+        self._place_of = array("q", np.argsort(order).tobytes())
+        self._heap: list[int] = []
+        self._popped = bytearray(len(priority) + 1)
+        self._oldest = 0
+
+    def push(self, index: int) -> None:
+        heappush(self._heap, self._place_of[index])
+
+    def pop(self) -> int:
+        index = self._index_at[heappop(self._heap)]
+        self._popped[index] = True
+        return index
+
+    @property
+    def highest_priority(self) -> float:
+        """Of the request that `pop` would return."""
+        return self._priority[self._index_at[self._heap[0]]]
+
+    @property
+    def oldest(self) -> int:
+        """The smallest index that `pop` has not returned."""
+        while self._popped[self._oldest]:
+            self._oldest += 1
+        return self._oldest
 
 
 def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest) -> ReplayClient:

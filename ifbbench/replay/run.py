@@ -1,17 +1,23 @@
 """One run: a trace through the engine into a run directory."""
 
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.api.profile import Profile
 from ifbbench.api.progress import Progress
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.admission import AdmissionLimits, Refusal
+from ifbbench.engine.batching_config import BatchingConfig
 from ifbbench.engine.manager import BatchManager
+from ifbbench.engine.policies import find_policy
 from ifbbench.engine.records import IterationRecord, Observer, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.engine.statistics import IterationStatistics
@@ -27,6 +33,7 @@ from ifbbench.workload.tokens import check_vocabulary
 from ifbbench.workload.trace import Trace
 
 PROGRESS_INTERVAL_S = 0.1
+_log = logging.getLogger("ifbbench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,10 @@ def run_trace(
     run_directory.check(directory, config.overwrite)
     engine = build_engine(config, columns_of(trace.requests).most_beams, owns_process=owns_process)
     try:
+        for refusal, count in expected_refusals(trace, engine.config, engine.limits):
+            advice = _advice(refusal.limit, engine.config)
+            share = f"{count:,} of {len(trace):,}"
+            _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice)
         if engine.makes_tokens:
             check_vocabulary(trace, engine.model.vocab_size)
         warm_up(engine, progress)
@@ -66,6 +77,49 @@ def run_trace(
     if config.responses_json:
         _write_responses(Path(config.responses_json), trace, client)
     return RunResult(directory, summary, summary["requests"]["failed"])
+
+
+def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -> list[tuple[Refusal, int]]:
+    """Which limits refuse how many requests by their size, as the engine will, each with an example."""
+    policy = find_policy(limits.effective_policy)(limits.max_batch_size)
+    admission = AdmissionLimits.of(limits, getattr(policy, "may_pause", True))
+    columns = columns_of(trace.requests)
+    beams = np.full(len(columns), config.beam_width or 1)
+    if columns.most_beams > 1 and config.beam_width is None:
+        beams = np.fromiter((request.beam_width for request in trace), np.int64, len(trace))
+    sizes = np.stack([beams, np.asarray(columns.prompt_len), np.asarray(columns.max_new_tokens)])
+    # Of the requests with equal prompt lengths, only the longest output is looked at, unless that is refused.
+    by_size = np.lexsort(sizes[::-1])
+    sizes = sizes[:, by_size]
+    is_longest = np.append((sizes[:2, 1:] != sizes[:2, :-1]).any(axis=0), True)
+    groups = np.diff(np.flatnonzero(is_longest), prepend=-1)
+    longest = sizes[:, is_longest]
+    refused = [admission.refusal_by_size(prompt, new, beam, config.streaming) is not None
+               for beam, prompt, new in zip(*longest.tolist(), strict=True)]  # fmt: skip
+    found: dict[str, tuple[Refusal, int]] = {}
+    distinct, counts = np.unique(sizes[:, np.repeat(refused, groups)], axis=1, return_counts=True)
+    for beam, prompt, new, count in zip(*distinct.tolist(), counts.tolist(), strict=True):
+        if refusal := admission.refusal_by_size(prompt, new, beam, config.streaming):
+            first, so_far = found.get(refusal.limit, (refusal, 0))
+            found[refusal.limit] = (first, so_far + count)
+    return list(found.values())
+
+
+def _advice(limit: str, config: RunConfig) -> str:
+    """Which setting lets requests in that `limit` refuses."""
+    if limit == "max_input_len" and not config.enable_chunked_context and config.max_input_len == config.max_num_tokens:
+        can_chunk = config.type != "v1" and config.kv_cache_type == "paged"
+        if can_chunk and config.max_num_tokens >= (config.context_chunk_unit or config.tokens_per_block):
+            return "--enable_chunked_context lets them in."
+        return "A larger --max_num_tokens lets them in."
+    return {
+        "max_input_len": "A larger --max_input_len lets them in.",
+        "max_seq_len": "A larger --max_seq_len lets them in, or --max_prompt_len shortens them.",
+        "max_beam_width": "A larger --max_beam_width lets them in.",
+        "kv_blocks": "A larger KV cache (--max_tokens_in_paged_kvcache, --kv_cache_free_gpu_mem_fraction) or a smaller "
+        "--reserve lets them in.",
+        "streaming": "--enable_chunked_context lets them in.",
+    }.get(limit, "")
 
 
 def _replay(
@@ -82,7 +136,7 @@ def _replay(
     observer: Observer = _StatisticsPrinter(recorder, statistics) if engine.config.log_iteration_data else recorder
     manager = BatchManager(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, observer, client.queued,
-        next_change=client.next_arrival_s,
+        next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
     clock.restart()
     try:

@@ -12,8 +12,8 @@ class StaticEmulation:
     batch_size: int
     timeout_s: float
 
-    def ready_s(self, arrivals_s: Sequence[float], first: int) -> float:
-        """When the batch that starts with request `first` is due, if nothing is outstanding; on the clock of
-        `arrivals_s`, which is in ascending order."""
-        last = min(first + self.batch_size, len(arrivals_s)) - 1
-        return min(arrivals_s[last], arrivals_s[first] + self.timeout_s)
+    def ready_s(self, arrivals_s: Sequence[float], oldest: int, handed_out: int) -> float:
+        """When the next batch is due, if nothing is outstanding; on the clock of `arrivals_s`, which is in ascending
+        order. oldest: index of the first request that was not handed out. handed_out: number of those that were."""
+        last = min(handed_out + self.batch_size, len(arrivals_s)) - 1
+        return min(arrivals_s[last], arrivals_s[oldest] + self.timeout_s)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ifbbench.config import HARDWARE_PROFILES
 from ifbbench.errors import InputError
 
-PROFILES = Path(__file__).parent / "profiles"
+PROFILES = HARDWARE_PROFILES
 ARCHITECTURES = Path(__file__).parent / "architectures"
 MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s", "context_s")
 SUFFIX = ".toml"

@@ -48,6 +48,7 @@ class RequestColumns(Sequence[TraceRequest]):
     origin: what `recall` finds the rest of a request by (its tokens, prefix, priority, …), NOTHING_MORE where the
     columns say all. What `recall` returns counts only for the rest: of a prompt that `prompt_len` has shortened, the
     first tokens. most_beams: no request asks for more. largest_token: no recorded prompt token is larger.
+    priority: None where every request has the default.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))
@@ -59,6 +60,7 @@ class RequestColumns(Sequence[TraceRequest]):
     recall: Recall = nothing_to_recall
     most_beams: int = 1
     largest_token: int = NO_TOKEN
+    priority: "Floats | None" = None
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -92,6 +94,7 @@ class RequestColumns(Sequence[TraceRequest]):
             max_new_tokens=_taken(self.max_new_tokens, order),
             output_len=_taken(self.output_len, order),
             origin=_taken(self.origin, order),
+            priority=None if self.priority is None else _taken(self.priority, order),
         )
 
     def by_arrival(self) -> "RequestColumns":
@@ -111,6 +114,7 @@ class ColumnsBuilder:
         self._columns = RequestColumns()
         self._most_beams = 1
         self._largest_token = NO_TOKEN
+        self._priority: Floats | None = None
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -123,6 +127,10 @@ class ColumnsBuilder:
         columns.prompt_len.append(request.prompt_len)
         columns.max_new_tokens.append(request.max_new_tokens)
         columns.output_len.append(request.output_len)
+        if self._priority is None and request.priority != DEFAULT_PRIORITY:
+            self._priority = array(SECONDS, [DEFAULT_PRIORITY]) * (len(columns) - 1)
+        if self._priority is not None:
+            self._priority.append(request.priority)
         if not has_more(request):
             columns.origin.append(NOTHING_MORE)
             return
@@ -133,7 +141,10 @@ class ColumnsBuilder:
 
     def columns(self, recall: Recall) -> RequestColumns:
         """What was gathered."""
-        return replace(self._columns, recall=recall, most_beams=self._most_beams, largest_token=self._largest_token)
+        return replace(
+            self._columns, recall=recall, most_beams=self._most_beams, largest_token=self._largest_token,
+            priority=self._priority,
+        )  # fmt: skip
 
 
 def has_more(request: TraceRequest) -> bool:

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from ifbbench import __version__
 from ifbbench.cli.main import COMMANDS, main
+from ifbbench.config import settings
 from ifbbench.errors import IfbbenchError, InputError
 
 HEAVY = ("torch", "pandas", "matplotlib", "numpy", "triton", "transformers", "rich", "yaml")
@@ -79,3 +80,71 @@ def test_bad_usage_is_status_2(arguments):
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
     assert "Error: " in done.stderr
+
+
+def test_debug_shows_the_traceback(replaced_run):
+    replaced_run(InputError("no such trace"))
+    for arguments in (["--debug", "run"], ["run", "--debug"]):
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 2
+        lines = done.stderr.splitlines()
+        assert lines[0] == "Traceback (most recent call last):"
+        assert lines[-1] == "Error: no such trace"
+
+
+def test_an_interrupt_before_a_run_speaks_of_no_directory(replaced_run):
+    replaced_run(KeyboardInterrupt())
+    done = CliRunner().invoke(main, ["run"])
+    assert (done.exit_code, done.stderr) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["dataset", "info", "documentation"], ["report", "RUN"]]
+)
+def test_a_reader_that_has_seen_enough_is_no_error(arguments, tmp_path):
+    command = [sys.executable, "-m", "ifbbench"]
+    if "RUN" in arguments:
+        run = ["run", "documentation", "--device", "null", "--time_scale", "0", "--quiet", "--output", "RUN"]
+        subprocess.run([*command, *run], cwd=tmp_path, check=True)
+    done = subprocess.Popen([*command, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.stdout is not None
+    assert done.stderr is not None
+    done.stdout.close()
+    assert (done.wait(timeout=60), done.stderr.read()) == (0, b"")
+    done.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("run --num_requests 3", "No such option: --num_requests. Did you mean --max_num_samples?"),
+        ("run --num-prompts=3", "No such option: --num-prompts. Did you mean --max-num-samples?"),
+        ("run --max_num_seqs 8", "Did you mean --max_batch_size?"),
+        ("run --max-num-batched-tokens 8", "Did you mean --max-num-tokens?"),
+        ("run --gpu-memory-utilization 0.9", "Did you mean --kv-cache-free-gpu-mem-fraction?"),
+        ("run --enable-prefix-caching", "Did you mean --enable-kv-cache-reuse?"),
+        ("run --disable_radix_cache", "Did you mean --no_enable_kv_cache_reuse?"),
+        ("capacity --tp 8", "Did you mean --tp_size?"),
+        ("run --dataset x", "No such option: --dataset. Give the trace as an argument: ifbbench run TRACE."),
+        ("run --goodput 3", "No such option: --goodput. There is no goodput yet"),
+        ("run --max-batchsize 3", "No such option: --max-batchsize. Did you mean --max-batch-size"),
+        ("report --output_cvs x", "Did you mean --output_csv?"),
+        ("dataset synth multi-turn --num-reqests 3", "No such option: --num-reqests. Did you mean --num-requests"),
+        ("run --output_csv --quiet", "--output_csv needs a value, but --quiet follows it."),
+        ("report run --output-csv --debug", "--output-csv needs a value, but --debug follows it."),
+    ],
+)
+def test_options_that_do_not_exist_are_explained_in_their_own_spelling(arguments, words):
+    done = CliRunner().invoke(main, arguments.split())
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_meanings_are_of_settings_and_hide_none():
+    from ifbbench.cli.options import MEANINGS, SENTENCES
+
+    names = {name for each in settings() for name in (each.name, *each.aliases)}
+    assert {ours.removeprefix("no_") for ours in MEANINGS} <= names
+    others = [word for words in (*MEANINGS.values(), *SENTENCES) for word in words.split()]
+    assert len(others) == len(set(others))
+    assert not names & set(others)

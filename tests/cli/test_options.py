@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.cli.options import SettingsCommand, given_config
-from ifbbench.config import RunConfig, settings
+from ifbbench.config import RunConfig, from_mapping, settings
 
 
 @pytest.fixture
@@ -52,11 +52,13 @@ def test_help_has_a_section_for_each_group():
 
 
 def test_nothing_given_is_all_defaults(config_of):
-    assert config_of() == RunConfig()
+    assert config_of() == from_mapping({}, command_line=True)
 
 
 def test_underscores_and_dashes_are_the_same(config_of):
-    assert config_of("--max-batch-size", "4", "--max_num_tokens=64") == RunConfig(max_batch_size=4, max_num_tokens=64)
+    assert config_of("--max-batch-size", "4", "--max_num_tokens=64") == from_mapping(
+        {"max_batch_size": 4, "max_num_tokens": 64}, command_line=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_aliases(config_of):
     ],
 )
 def test_gpt_manager_benchmarks_options(config_of, arguments, values):
-    assert config_of(*arguments) == RunConfig(**values)
+    assert config_of(*arguments) == from_mapping(values, command_line=True)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,9 @@ def test_gpt_manager_benchmarks_options(config_of, arguments, values):
         (["--max_attention_window", "512,many"], "max_attention_window: '512,many'"),
         (["--max_attention_window", "0"], "max_attention_window: '0'"),
         (["--max_attention_window", "64", "--sink_token_len", "64"], "sink_token_len: 64"),
-        (["--kv_cache_dtype", "int8"], "kv_cache_dtype: 'int8'"),
-        (["--kv_cache_type", "piecewise"], "kv_cache_type: 'piecewise'"),
-        (["--window_mode", "round"], "window_mode: 'round'"),
+        (["--kv_cache_dtype", "int8"], "kv_cache_dtype is 'int8'"),
+        (["--kv_cache_type", "piecewise"], "kv_cache_type is 'piecewise'"),
+        (["--window_mode", "round"], "window_mode is 'round'"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "null"])
@@ -170,7 +172,9 @@ def test_a_wrong_value_is_told_with_what_was_expected(arguments, words):
 def test_config_file(config_of, tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    wanted = RunConfig(policy="max_utilization", max_batch_size=8, device="null", quiet=True)
+    wanted = RunConfig(
+        policy="max_utilization", max_batch_size=8, device="null", quiet=True, enable_chunked_context=None
+    )
     assert config_of("--config", str(path)) == wanted
 
 
@@ -209,4 +213,4 @@ def test_a_missing_config_file(tmp_path):
 def test_an_empty_config_file_changes_nothing(config_of, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("# nothing yet\n")
-    assert config_of("--config", str(path)) == RunConfig()
+    assert config_of("--config", str(path)) == from_mapping({}, command_line=True)

@@ -52,3 +52,18 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
     requests = [json.loads(line) for line in Path("run/requests.jsonl").read_text().splitlines()]
     started = sorted(requests, key=lambda row: row["first_scheduled_s"])
     assert [row["output_len"] for row in started] == sorted(lengths)
+
+
+def test_the_first_example_draws_the_committed_picture_in_a_clone(tmp_path: Path, monkeypatch) -> None:
+    """Its output directory is not part of the repository, so the command works where the repository was cloned."""
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    commands = re.search(r"`(ifbbench run documentation [^`]*)`", text)
+    assert commands is not None
+    tracked = subprocess.run(["git", "ls-files", "results"], cwd=README.parent, capture_output=True, text=True)
+    assert tracked.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    for command in commands[1].split("&&"):
+        result = CliRunner().invoke(main, command.split()[1:])
+        assert result.exit_code == 0, result.output
+    assert (README.parent / "docs/images/timeline.png").is_file()
+    assert list(Path("results/documentation/charts").glob("timeline.*"))

@@ -59,7 +59,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Counter[CopyKind]:
         {"type": "v1"},
         {"enable_trt_overlap": True},
         {"policy": "static_batch"},
-        {"enable_chunked_context": True, "max_num_tokens": 16},
         {"kv_cache_dtype": "float32"},
         {"max_attention_window": "999"},
     ],
