@@ -83,11 +83,8 @@ class Blocks:
         block = self.eviction.front(PRIMARY)
         self.counters.allocated_total += 1
         if self.tree.key[block] is None:
-            # It has never been in the tree.
             self.counters.allocated_new += 1
-            self.references[block] = references
-            return self.eviction.take_front(PRIMARY, priority, duration_s)
-        if self.eviction.num_free[SECONDARY] and self.eviction.is_worth_offloading(block):
+        elif self.eviction.num_free[SECONDARY] and self.eviction.is_worth_offloading(block):
             block = self._offload(block)
         return self.take_over(block, references, priority, duration_s)
 
@@ -101,7 +98,8 @@ class Blocks:
         self, block: int, references: int = 1, priority: int | None = None, duration_s: float | None = None
     ) -> int:
         """Take a given free block; what it holds can no longer be found. A priority of None leaves it unchanged."""
-        self.tree.unlink_with_descendants(block)
+        if self.tree.is_linked(block):
+            self.tree.unlink_with_descendants(block)
         self.eviction.claim(block, priority, duration_s)
         self.references[block] = references
         return block

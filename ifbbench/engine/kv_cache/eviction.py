@@ -120,35 +120,14 @@ class EvictionPolicy:
         keeps its priority for `duration_s` after its release, without limit if that is None."""
         if self.is_free(block):
             self._remove(block)
-            self._expiries.pop(block, None)
+            if self._expiries:
+                self._expiries.pop(block, None)
         if priority is not None:
             self._priority[block] = priority
-        self._durations.pop(block, None)
-        if duration_s is not None:
-            self._durations[block] = duration_s
-
-    def take_front(self, level: int, priority: int, duration_s: float | None = None) -> int:
-        """`front` and `claim` in one call, for the most frequent operation."""
-        filled = self._filled[level]
-        if not filled:
-            raise IndexError(f"no block of level {level} is free")
-        lowest = filled & -filled
-        end = self._end(level, lowest.bit_length() - 1)
-        block = self._next[end]
-        after = self._next[block]
-        self._next[end], self._previous[after] = after, end
-        self._next[block] = _CLAIMED
-        if after == end:
-            self._filled[level] = filled & ~lowest
-        self.num_free[level] -= 1
-        self._priority[block] = priority
-        if self._expiries:
-            self._expiries.pop(block, None)
         if self._durations:
             self._durations.pop(block, None)
         if duration_s is not None:
             self._durations[block] = duration_s
-        return block
 
     def release(self, block: int, to_front: bool = False, now_s: float = 0.0) -> None:
         """Put a block without references at the back of its priority's queue, or at its front."""

@@ -1,7 +1,7 @@
 """The interface of a KV cache: what schedulers ask, and what the token generation loop changes."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,6 @@ Rows: TypeAlias = NDArray[np.int64]
 BlockCount: TypeAlias = Any
 
 NO_REUSE = ReuseRules()
-
-
-class ReleasePlanning(Protocol):
-    """The free blocks after planned removals of sequences."""
-
-    @property
-    def free_blocks(self) -> BlockCount: ...
-
-    def release(self, slot: int) -> None:
-        """Plan the removal of the sequence in `slot`."""
-        ...
 
 
 class KvCache(ABC):
@@ -82,7 +71,8 @@ class KvCache(ABC):
         """Blocks that the generation requests in `rows` together may still take."""
 
     @abstractmethod
-    def plan_release(self) -> ReleasePlanning: ...
+    def plan_release(self) -> Any:
+        """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after all of them."""
 
     def missing_block(self, request: "Request") -> Any:
         """The first full block of the prompt that is not stored, equal for two requests if and only if they lack the

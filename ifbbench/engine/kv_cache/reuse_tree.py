@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict
 
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens, KnownTokens, block_ranges
@@ -12,24 +12,6 @@ from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens, KnownToke
 UNLINKED = -1
 _NO_CHILD = -1
 _SEVERAL = -2
-
-
-class _Fork:
-    """The children of a node that has several: by key, and in the order of keys."""
-
-    __slots__ = ("blocks", "keys")
-
-    def __init__(self) -> None:
-        self.blocks: dict[BlockKey, int] = {}
-        self.keys: SortedList[BlockKey] = SortedList()
-
-    def add(self, key: BlockKey, block: int) -> None:
-        self.blocks[key] = block
-        self.keys.add(key)
-
-    def remove(self, key: BlockKey) -> None:
-        del self.blocks[key]
-        self.keys.remove(key)
 
 
 @dataclass(slots=True)
@@ -69,7 +51,8 @@ class ReuseTree:
         self.num_changes = 0
         self._size = tokens_per_block
         self._child = array("i", [_NO_CHILD]) * num_blocks
-        self._forks: dict[int, _Fork] = {}
+        # The children of roots and of nodes with several: blocks by key, in the order of keys.
+        self._forks: dict[int, SortedDict[BlockKey, int]] = {}
         self._roots: dict[Hashable, int] = {}
         self._identities: dict[int, Hashable] = {}
         self._next_root = -2
@@ -78,7 +61,7 @@ class ReuseTree:
         """The root of all prefixes with this identity, which is made if there is none."""
         if identity not in self._roots:
             self._roots[identity] = self._next_root
-            self._forks[self._next_root] = _Fork()
+            self._forks[self._next_root] = SortedDict()
             self._identities[self._next_root] = identity
             self._next_root -= 1
         return self._roots[identity]
@@ -99,14 +82,15 @@ class ReuseTree:
         if only == _NO_CHILD:
             return None
         if only == _SEVERAL:
-            return self._forks[node].blocks.get(key)
+            found: int | None = self._forks[node].get(key)
+            return found
         return only if self.key[only] == key else None
 
     def children(self, node: int) -> list[int]:
         """All children of `node`."""
         only = _SEVERAL if node < 0 else self._child[node]
         if only == _SEVERAL:
-            return list(self._forks[node].blocks.values())
+            return list(self._forks[node].values())
         return [] if only == _NO_CHILD else [only]
 
     def most_common(
@@ -136,12 +120,11 @@ class ReuseTree:
             self._child[node] = block
             return
         if only != _SEVERAL:
-            fork = self._forks[node] = _Fork()
             only_key = self.key[only]
             assert only_key is not None
-            fork.add(only_key, only)
+            self._forks[node] = SortedDict({only_key: only})
             self._child[node] = _SEVERAL
-        self._forks[node].add(key, block)
+        self._forks[node][key] = block
 
     def find_or_link(self, block: int, node: int, key: BlockKey) -> int:
         """The child of `node` that holds `key`: the one that exists, or else `block`, which is linked there."""
@@ -164,12 +147,12 @@ class ReuseTree:
             self._child[node] = _NO_CHILD
             return
         fork = self._forks[node]
-        fork.remove(key)
+        del fork[key]
         if node < 0:
-            if not fork.blocks:
+            if not fork:
                 del self._forks[node], self._roots[self._identities.pop(node)]
-        elif len(fork.blocks) == 1:
-            (self._child[node],) = fork.blocks.values()
+        elif len(fork) == 1:
+            (self._child[node],) = fork.values()
             del self._forks[node]
 
     def _mark_unlinked(self, block: int) -> None:
@@ -205,13 +188,9 @@ class ReuseTree:
 
     def matched_blocks(self, known: KnownTokens, num_tokens: int) -> list[int]:
         """Full blocks that hold a prefix of the first `num_tokens` tokens."""
-        matched: list[int] = []
-        if not self.has_root(known.identity):
-            return matched
-        node: int | None = self.root(known.identity)
+        node, matched = self._roots.get(known.identity), list[int]()
         for start, stop in block_ranges(num_tokens, self._size, with_partial=False):
-            assert node is not None
-            node = self.child(node, known.tokens.key(start, stop))
+            node = None if node is None else self.child(node, known.tokens.key(start, stop))
             if node is None:
                 break
             matched.append(node)
@@ -272,16 +251,17 @@ class ReuseTree:
             yield from self.children(node)
             return
         fork = self._forks[node]
-        right = fork.keys.bisect_left(key)
+        keys = fork.keys()
+        right = fork.bisect_left(key)
         left = right - 1
-        while left >= 0 or right < len(fork.keys):
-            common_left = tokens.num_common_tokens(key, fork.keys[left]) if left >= 0 else -1
-            common_right = tokens.num_common_tokens(key, fork.keys[right]) if right < len(fork.keys) else -1
+        while left >= 0 or right < len(keys):
+            common_left = tokens.num_common_tokens(key, keys[left]) if left >= 0 else -1
+            common_right = tokens.num_common_tokens(key, keys[right]) if right < len(keys) else -1
             if common_left > common_right:
-                yield fork.blocks[fork.keys[left]]
+                yield fork[keys[left]]
                 left -= 1
             else:
-                yield fork.blocks[fork.keys[right]]
+                yield fork[keys[right]]
                 right += 1
 
     def check_consistency(self) -> None:
@@ -295,6 +275,5 @@ class ReuseTree:
                 found.add(block)
         assert found == linked, "a block is not among the children of its parent"
         for node, fork in self._forks.items():
-            assert list(fork.keys) == sorted(fork.blocks)
-            assert node < 0 or len(fork.blocks) > 1
-            assert all(self.key[block] == key for key, block in fork.blocks.items())
+            assert node < 0 or len(fork) > 1
+            assert all(self.key[block] == key for key, block in fork.items())
