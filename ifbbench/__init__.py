@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
     from ifbbench.api.inference_request import InferenceRequest
-    from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
+    from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -25,8 +25,8 @@ _HOMES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
     "InferenceRequest": "ifbbench.api.inference_request",
-    "Retention": "ifbbench.engine.kv_cache.retention",
-    "RetentionRange": "ifbbench.engine.kv_cache.retention",
+    "Retention": "ifbbench.engine.kv_cache.eviction",
+    "RetentionRange": "ifbbench.engine.kv_cache.eviction",
     "SamplingParams": "ifbbench.engine.sampling_params",
 }
 

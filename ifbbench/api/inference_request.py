@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions

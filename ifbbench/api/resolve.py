@@ -6,9 +6,8 @@ import re
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.kv_cache.sizing import blocks_of_memory
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig

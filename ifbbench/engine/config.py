@@ -5,10 +5,10 @@ from enum import StrEnum
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
-from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.kv_cache.layout import WindowLayout
-from ifbbench.engine.kv_cache.manager import NO_REUSE, KvCacheManager
+from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache
+from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 
 MICRO_BATCHES_WITH_OVERLAP = 2

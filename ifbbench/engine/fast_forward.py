@@ -9,7 +9,7 @@ from ifbbench.engine.batch import PredictableExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.kv_cache.steps_ahead import StepsAhead
+from ifbbench.engine.kv_cache.manager import StepsAhead
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
 from ifbbench.engine.request_table import Int64Array
 from ifbbench.engine.scheduler import Plan
@@ -76,7 +76,7 @@ class FastForward:
             return None
         confirmed = table.confirmed[rows]
         until_end = int(np.minimum.reduce(table.stop_after[rows] - confirmed))
-        steps = min(until_end, ahead.most, MAX_STEPS)
+        steps = min(until_end, ahead.max_steps, MAX_STEPS)
         if steps < 1:
             return None
         blocks = ahead.blocks(steps)

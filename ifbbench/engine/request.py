@@ -8,9 +8,8 @@ import numpy as np
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention
-from ifbbench.engine.kv_cache.sequence import KnownTokens
-from ifbbench.engine.kv_cache.token_keys import SymbolicTokens, TokenIds
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, SymbolicTokens, TokenIds
 from ifbbench.engine.request_table import Int64Array, IntArray, RequestTable
 from ifbbench.engine.sampling_params import (
     GREEDY,

@@ -9,7 +9,7 @@ import torch
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch, ContextChunk
 from ifbbench.engine.kv_cache.attention_window import ceil_div
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 from ifbbench.errors import InputError

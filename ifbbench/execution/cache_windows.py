@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
 from ifbbench.model.attention import LayerInputs

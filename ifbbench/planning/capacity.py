@@ -9,8 +9,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
-from ifbbench.engine.kv_cache.sizing import max_attention_window
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, max_attention_window
 from ifbbench.engine.policies import find_policy
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions

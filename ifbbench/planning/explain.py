@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ifbbench.api.resolve import cache_layout, resolve_limits, windows_of_layers
 from ifbbench.config import RunConfig
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.report.units import bar, percent

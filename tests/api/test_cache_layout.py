@@ -8,8 +8,8 @@ from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, 
 from ifbbench.config import RunConfig
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
-from ifbbench.engine.kv_cache.layout import CacheLayout
 from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig

@@ -17,7 +17,7 @@ REPLAYS: dict[str, Callable[[Case], None]] = {
 
 
 def judge(replay: Callable[[Case], None], case: Case) -> tuple[str, str]:
-    """The verdict on one case, and the reason for it. An engine that raises has failed the case."""
+    """The verdict on one case and its reason. An engine that raises fails the case."""
     try:
         require_rule_set(case)
         replay(case)

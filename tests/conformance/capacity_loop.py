@@ -1,4 +1,4 @@
-"""The loop of the capacity goldens: a capacity policy alone decides, and what it schedules advances one step."""
+"""The loop of the capacity goldens: a capacity policy decides, and the scheduled requests advance one step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class CapacityLoop:
         self._max_input_len = max_input_len
 
     def __iter__(self) -> Iterator[Decided]:
-        self._let_in()
+        self._add_arrivals()
         while len(self.active):
             decided = self._decide()
             if not decided.scheduled and not decided.paused:
@@ -53,9 +53,9 @@ class CapacityLoop:
             yield decided
             self._apply(decided)
             self.iteration += 1
-            self._let_in()
+            self._add_arrivals()
 
-    def _let_in(self) -> None:
+    def _add_arrivals(self) -> None:
         for request in self._arrivals.get(self.iteration, ()):
             self.active.add(request)
 

@@ -40,7 +40,7 @@ def _replay_estimate(case: Case) -> None:
 
 
 def _estimated_cache(arguments: dict[str, Any]) -> tuple[KvCacheManager, Request]:
-    """A cache of the stated attention_window, and the request, active in it but not started."""
+    """A cache with the attention window of the case, and its request, active but not started."""
     length = arguments["prompt_len"] + arguments["max_new_tokens"]
     max_seq_len = arguments.get("max_seq_len") or max(arguments["attention_window"] or 0, length + 1)
     window = arguments["attention_window"] or max_seq_len

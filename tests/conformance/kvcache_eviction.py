@@ -1,4 +1,4 @@
-"""Replays steps on the eviction policy alone. Blocks have local names, of which two may mean the same block."""
+"""Replays steps on the eviction policy alone. Blocks have local names; two names may denote the same block."""
 
 from collections.abc import Mapping
 from typing import Any

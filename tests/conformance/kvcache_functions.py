@@ -1,10 +1,10 @@
-"""Replays single functions: arguments and what they must give."""
+"""Replays single functions with their arguments and expected results."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
-from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
+from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
 from ifbbench.engine.kv_cache.sizing import max_attention_window, max_blocks, window_shares
 from ifbbench.engine.kv_cache.token_keys import block_ranges
 from tests.conformance.outcome import Case, Skip, expect_equal
@@ -24,7 +24,7 @@ def replay(case: Case) -> None:
 def _blocks_per_beam(arguments: Mapping[str, Any], expected: Any) -> int:
     length, window = arguments["sequence_length"], arguments["window_size"]
     attention_window = AttentionWindow(arguments["tokens_per_block"], window, length, arguments["sink_token_length"])
-    return attention_window.total_blocks(length, max_new_tokens=0)
+    return attention_window.prompt_blocks(length)
 
 
 def _blocks(arguments: Mapping[str, Any], expected: Any) -> int:

@@ -9,10 +9,10 @@ import numpy as np
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCounters, OutOfBlocks
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention, RetentionRange
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
 SUPPORTED = {
@@ -25,7 +25,7 @@ RATE_TOLERANCE = 1e-9
 
 
 def replay(case: Case) -> None:
-    """Raise Skip or Mismatch, or return when the case passes. Of several windows each has a pool of its own."""
+    """Raise Skip or Mismatch, or return when the case passes. Each of several windows has a pool of its own."""
     require_features(case, SUPPORTED)
     for window in case["config"].get("attention_windows") or [case["config"]["attention_window"]]:
         _replay_in(case, {**case["config"], "attention_window": window})
@@ -47,7 +47,7 @@ def _replay_in(case: Case, config: Mapping[str, Any]) -> None:
 
 @dataclass(slots=True)
 class Known:
-    """A request as the operations know it: its slot, its tokens if it has any, and what adding it changed."""
+    """A request: its slot, its tokens if it has any, and the counters that adding it changed."""
 
     slot: int
     tokens: KnownTokens | None
@@ -55,11 +55,11 @@ class Known:
 
 
 class Operations:
-    """Runs the steps of one case on one cache. A sequence's slot is the place of its id among those seen first."""
+    """Runs the steps of one case on one cache. Slots of sequences are numbered in the order of their first use."""
 
     def __init__(self, config: Mapping[str, Any], slots: int, longest: int) -> None:
-        """longest: tokens of the longest sequence, where the case does not say what is allowed."""
-        # A sequence that fills its window reuses nothing, and without a window none does.
+        """longest: tokens of the longest sequence, for cases without `max_seq_len`."""
+        # A sequence that fills its window reuses nothing. Without a window the longest sequence must not fill it.
         max_seq_len = config.get("max_seq_len") or max(config["attention_window"] or 0, longest + 1)
         attention_window = AttentionWindow(
             config["tokens_per_block"],
@@ -81,14 +81,14 @@ class Operations:
         self._position = 0
 
     def run(self, step: Mapping[str, Any]) -> None:
-        """Do what the step says."""
+        """Run one step."""
         operation: Callable[[Mapping[str, Any]], None] | None = getattr(self, f"_{step['op']}", None)
         if operation is None:
             raise Skip(f"op {step['op']}")
         operation(step)
 
     def expect_error(self, step: Mapping[str, Any]) -> None:
-        """The step must be refused."""
+        """Run a step that must raise an error."""
         try:
             self.run(step)
         except (ValueError, OutOfBlocks):
@@ -96,7 +96,7 @@ class Operations:
         raise Mismatch(f"{step['op']} of id {step['id']} raised no error")
 
     def observe(self, what: str, step: Mapping[str, Any], expected: Any) -> Any:
-        """The actual value of an expectation; of those by id, for the expected ids."""
+        """The actual value of an expectation; for expectations by id, a dictionary with the expected ids."""
         simple: dict[str, Callable[[], Any]] = {
             "free_blocks": lambda: self.cache.free_blocks,
             "used_blocks": lambda: self.cache.num_blocks - self.cache.free_blocks,
@@ -144,7 +144,7 @@ class Operations:
         return self._slots.setdefault(sequence_id, len(self._slots))
 
     def _check(self, step: Mapping[str, Any]) -> None:
-        """Only the expectations count."""
+        """Nothing to run: only the expectations are checked."""
 
     def _add_sequence(self, step: Mapping[str, Any]) -> None:
         known = None if step["tokens"] is None else _known(step)

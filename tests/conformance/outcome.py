@@ -1,4 +1,4 @@
-"""What a replayed case can come to, and the checks that all kinds of cases share."""
+"""Outcomes of replayed cases, and checks that all kinds of cases share."""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -11,16 +11,16 @@ Case = Mapping[str, Any]
 
 
 class Skip(Exception):
-    """The case needs something that the engine does not do; the message says what."""
+    """The case needs a feature that the engine does not have; the message names it."""
 
 
 class Mismatch(Exception):
-    """The engine does something else than the case expects."""
+    """The result of the engine differs from the expected one."""
 
 
 def require_rule_set(case: Case) -> None:
-    """Skip a case that holds under other rules only. What is said of later versions holds too, unless it contradicts
-    the rules here: a name then ends in the version, or the feature is of that version alone."""
+    """Skip a case that is valid under other rules only. Cases of later versions are replayed too unless they contradict
+    the rules here: then their name ends in the version, or their feature exists only in that version."""
     later = LATER_RULE_SET in case["versions"] and not case["name"].endswith(f"[{LATER_RULE_SET}]")
     if RULE_SET not in case["versions"] and (not later or LATER_FEATURE in case["features"]):
         raise Skip(f"rule set {', '.join(case['versions'])}")

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
 from ifbbench.engine.request import Request
 
 VOCABULARY = 5

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.manager import KvCacheManager, Sequence
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import Sequence
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
 from ifbbench.engine.request import Request

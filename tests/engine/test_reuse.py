@@ -8,7 +8,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.kv_cache.copies import CopyKind
+from ifbbench.engine.kv_cache.blocks import CopyKind
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.request import Request, ReuseIdentity, ReuseTokens
 from ifbbench.engine.sampling_params import OutputOptions

@@ -14,7 +14,6 @@ from ifbbench.engine.kv_cache.sizing import (
     blocks_of_memory,
     max_attention_window,
     max_blocks,
-    max_blocks_per_beam,
     window_shares,
 )
 
@@ -32,8 +31,8 @@ def shares_of_case(arguments: dict[str, Any]) -> dict[str, float]:
 
 
 GOLDEN: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "max_block_requirements_per_beam": lambda case: max_blocks_per_beam(
-        case["sequence_length"], case["sink_token_length"], case["window_size"], case["tokens_per_block"]
+    "max_block_requirements_per_beam": lambda case: max_blocks(
+        case["sequence_length"], 0, case["sink_token_length"], case["window_size"], 1, case["tokens_per_block"]
     ),
     "max_block_requirements": lambda case: max_blocks(
         case["input_length"], case["output_length"], case["sink_token_length"], case["window_size"],
@@ -70,7 +69,7 @@ def test_golden_cases(shared_dir):
     ],
 )
 def test_blocks_of_a_beam(length, sink, window, blocks):
-    assert max_blocks_per_beam(length, sink, window, tokens_per_block=32) == blocks
+    assert max_blocks(length, 0, sink, window, 1, tokens_per_block=32) == blocks
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import (
     GREEDY,

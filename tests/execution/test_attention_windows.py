@@ -7,7 +7,7 @@ import torch
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import GREEDY, NO_STOP_CONDITIONS, OutputOptions
 from ifbbench.execution.model_executor import ModelExecutor

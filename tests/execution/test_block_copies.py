@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.execution.cache_windows import copy_blocks, independent_copies
 from ifbbench.model.kv_cache import PagedKvCache
 from ifbbench.model.llama import LlamaModel

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.model.kv_cache import ContiguousKvCache
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights

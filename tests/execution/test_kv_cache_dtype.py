@@ -5,8 +5,8 @@ import torch
 
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.execution import build
 from ifbbench.execution.build import KV_CACHE_DTYPES
 from ifbbench.execution.cache_windows import one_window_layout

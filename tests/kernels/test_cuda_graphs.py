@@ -13,7 +13,7 @@ from ifbbench.api import engine as engine_module
 from ifbbench.api.engine import build_engine, generate, warm_up
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.execution import build, cuda_graphs
 from ifbbench.execution.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
 from ifbbench.execution.model_executor import ModelExecutor

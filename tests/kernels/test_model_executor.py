@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.model.config import ModelConfig, YarnRopeScaling
 from ifbbench.model.kernel_llama import KernelLlama

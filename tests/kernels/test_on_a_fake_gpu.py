@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.layout import CacheLayout
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kernel_llama import KernelLlama

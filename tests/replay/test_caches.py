@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.kv_cache.copies import CopyKind
+from ifbbench.engine.kv_cache.blocks import CopyKind
 from ifbbench.engine.records import CACHE_FIELDS
 from ifbbench.execution.model_executor import ModelExecutor
 from tests.replay.caches import BLOCK, BYTES_PER_BLOCK, NAMES, OUTPUT_LENGTHS, Found, prompts, run, write

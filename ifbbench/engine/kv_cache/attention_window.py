@@ -200,10 +200,6 @@ class AttentionWindow:
         need[after > self.capacity] = 0
         return need
 
-    def total_blocks(self, prompt_len: int, max_new_tokens: int) -> int:
-        """Blocks of a request of one beam when it is complete."""
-        return self.prompt_blocks(prompt_len + max_new_tokens)
-
     def blocks_to_completion(self, prompt_len: int, max_new_tokens: int, held: int = 0, beam_width: int = 1) -> int:
         """Blocks that a request in its context phase, which holds `held` blocks a beam, may still take until all its
         tokens are generated.
@@ -214,4 +210,4 @@ class AttentionWindow:
             # The blocks held are those of the prompt.
             now = self.blocks_of_beams(prompt_len, 0, beam_width) if held else 0
             return self.blocks_of_beams(prompt_len, max_new_tokens, beam_width) - now
-        return self.total_blocks(prompt_len, max_new_tokens) - held
+        return self.prompt_blocks(prompt_len + max_new_tokens) - held

@@ -1,7 +1,13 @@
-"""Which free block is taken next: the lowest retention priority first, then the one that has been free for longest."""
+"""The free blocks of both memories in the order in which they are taken, and how long blocks are kept.
+
+The lowest retention priority is taken first, then the block that has been free for longest.
+"""
 
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 
 PRIMARY, SECONDARY = 0, 1
 NUM_LEVELS = 2
@@ -11,13 +17,59 @@ DEFAULT_MIN_OFFLOAD_PRIORITY = 30
 _CLAIMED = -1
 
 
-class EvictionPolicy:
-    """The free blocks of both levels, primary (device) and secondary (host): a first-in-first-out queue for each
-    retention priority from 0 to 100.
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """Prompt tokens `start` to `end` - 1 (None: to its end) have this priority, from 0 to 100, for `duration_s` seconds
+    after their release (None: without limit)."""
 
-    The queues are doubly linked lists in flat arrays, so any block can be taken out of the middle, and every operation
-    takes the same time however many blocks there are. (TensorRT-LLM's `LRUEvictionPolicy`. Like its later version this
-    one remembers in which level's queue a block lies.)
+    start: int
+    end: int | None
+    priority: int
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The retention priorities of a request's blocks (TensorRT-LLM's `KvCacheRetentionConfig`)."""
+
+    ranges: Sequence[RetentionRange] = ()
+    decode_priority: int = DEFAULT_PRIORITY
+    decode_duration_s: float | None = None
+
+    def problem(self) -> str | None:
+        """What is wrong with the ranges or priorities, or None."""
+        for item in self.ranges:
+            if item.start < 0 or (item.end is not None and item.end <= item.start):
+                return f"retention range {item.start} to {item.end}: expected a positive length"
+        if any(item.end is None for item in self.ranges[:-1]):
+            return "retention ranges: only the last one may have no end"
+        for first, second in pairwise(self.ranges):
+            if first.end is not None and second.start < first.end:
+                return f"retention ranges: {second.start} is before the end {first.end} of the previous range"
+        for priority in (self.decode_priority, *(item.priority for item in self.ranges)):
+            if not 0 <= priority < NUM_PRIORITIES:
+                return f"retention priority {priority}: expected 0 to {NUM_PRIORITIES - 1}"
+        return None
+
+    def of_block(self, index: int, tokens_per_block: int) -> tuple[int | None, float | None]:
+        """Priority and duration of the prompt's block `index`: those of the range with its first token, or None."""
+        first_token = index * tokens_per_block
+        for item in self.ranges:
+            if item.start <= first_token and (item.end is None or first_token < item.end):
+                return item.priority, item.duration_s
+        return None, None
+
+
+NO_RETENTION = Retention()
+
+
+class EvictionPolicy:
+    """A first-in-first-out queue of free blocks for each level, primary (device) and secondary (host), and each
+    retention priority from 0 to 100. (TensorRT-LLM's `LRUEvictionPolicy`; the level of a block is stored, as in its
+    later version.)
+
+    The queues are doubly linked lists in flat arrays, so a block can be removed from the middle, and the time of an
+    operation does not depend on the number of blocks.
     """
 
     def __init__(
@@ -28,21 +80,21 @@ class EvictionPolicy:
         self._min_offload_priority = min_offload_priority
         self._priority = array("b", [DEFAULT_PRIORITY]) * num_blocks
         self._level = array("b", [PRIMARY]) * num_primary + array("b", [SECONDARY]) * num_secondary
-        # Behind the blocks' links lie those of the queues' ends: a queue is a ring through its end.
+        # The links of the blocks are followed by those of the queues' ends: a queue is a ring through its end.
         self._ends = num_blocks
         links = range(num_blocks + NUM_LEVELS * NUM_PRIORITIES)
         self._next, self._previous = array("i", links), array("i", links)
-        # A bit for each priority whose queue is not empty.
+        # One bit for each priority with a queue that is not empty.
         self._filled = [0, 0]
-        self._string_up(PRIMARY, 0, num_primary)
-        self._string_up(SECONDARY, num_primary, num_blocks)
-        # How long a claimed block is to keep its priority once it is free, and when free ones lose it.
+        self._fill_queue(PRIMARY, 0, num_primary)
+        self._fill_queue(SECONDARY, num_primary, num_blocks)
+        # For claimed blocks, how long they keep their priority after release; for free ones, when it expires.
         self._durations: dict[int, float] = {}
         self._expiries: dict[int, float] = {}
         self._expiring: list[tuple[float, int]] = []
 
     def front(self, level: int) -> int:
-        """The block to be taken next; IndexError if none of the level is free."""
+        """The block that is taken next; IndexError if none of the level is free."""
         filled = self._filled[level]
         if not filled:
             raise IndexError(f"no block of level {level} is free")
@@ -50,7 +102,7 @@ class EvictionPolicy:
         return self._next[self._end(level, lowest)]
 
     def is_worth_offloading(self, block: int) -> bool:
-        """Whether the block's priority is high enough to keep it on the host."""
+        """Whether the block's priority is high enough for offloading to the host."""
         return self._priority[block] >= self._min_offload_priority
 
     def is_free(self, block: int) -> bool:
@@ -64,53 +116,32 @@ class EvictionPolicy:
         return self._level[block]
 
     def claim(self, block: int, priority: int | None = None, duration_s: float | None = None) -> None:
-        """Take the block, out of its queue if it is free. A priority of None leaves it its own; it keeps it for
-        `duration_s` after its release, None being for ever."""
+        """Take the block, and remove it from its queue if it is free. A priority of None leaves it unchanged. The block
+        keeps its priority for `duration_s` after its release, without limit if that is None."""
         if self.is_free(block):
-            self._take_out(block)
-            self._expiries.pop(block, None)
+            self._remove(block)
+            if self._expiries:
+                self._expiries.pop(block, None)
         if priority is not None:
             self._priority[block] = priority
-        self._durations.pop(block, None)
-        if duration_s is not None:
-            self._durations[block] = duration_s
-
-    def take_front(self, level: int, priority: int, duration_s: float | None = None) -> int:
-        """`front` and `claim` in one, for what is done most often."""
-        filled = self._filled[level]
-        if not filled:
-            raise IndexError(f"no block of level {level} is free")
-        lowest = filled & -filled
-        end = self._end(level, lowest.bit_length() - 1)
-        block = self._next[end]
-        after = self._next[block]
-        self._next[end], self._previous[after] = after, end
-        self._next[block] = _CLAIMED
-        if after == end:
-            self._filled[level] = filled & ~lowest
-        self.num_free[level] -= 1
-        self._priority[block] = priority
-        if self._expiries:
-            self._expiries.pop(block, None)
         if self._durations:
             self._durations.pop(block, None)
         if duration_s is not None:
             self._durations[block] = duration_s
-        return block
 
     def release(self, block: int, to_front: bool = False, now_s: float = 0.0) -> None:
-        """Put a block that nobody holds any more to the back of its priority's queue, or to its front."""
-        self._put_in(block, to_front)
+        """Put a block without references at the back of its priority's queue, or at its front."""
+        self._insert(block, to_front)
         duration_s = self._durations.pop(block, None)
         if duration_s is not None and self._priority[block] != DEFAULT_PRIORITY:
             self._expiries[block] = now_s + duration_s
             heappush(self._expiring, (now_s + duration_s, block))
 
     def refresh(self, now_s: float) -> None:
-        """Free blocks whose time is over go to the back of the default priority's queue."""
+        """Move free blocks with an expired priority to the back of the default priority's queue."""
         while self._expiring and self._expiring[0][0] <= now_s:
             expiry_s, block = heappop(self._expiring)
-            # It may have been claimed since, and released with another time.
+            # The block may have been claimed since, and released with another expiry.
             if self._expiries.get(block) != expiry_s:
                 continue
             del self._expiries[block]
@@ -120,17 +151,17 @@ class EvictionPolicy:
         """Change a block's priority; a free one goes to the back of that queue."""
         free = self.is_free(block)
         if free:
-            self._take_out(block)
+            self._remove(block)
         self._priority[block] = priority
         if free:
-            self._put_in(block, to_front=False)
+            self._insert(block, to_front=False)
 
     def swap_levels(self, block: int, other: int) -> None:
         """Two claimed blocks of different levels have exchanged their memory."""
         self._level[block], self._level[other] = self._level[other], self._level[block]
 
     def free_blocks(self, level: int) -> list[int]:
-        """All free blocks of a level, in the order in which they would be taken."""
+        """All free blocks of a level, in the order in which they will be taken."""
         blocks = []
         for priority in range(NUM_PRIORITIES):
             end = self._end(level, priority)
@@ -143,7 +174,7 @@ class EvictionPolicy:
     def _end(self, level: int, priority: int) -> int:
         return self._ends + level * NUM_PRIORITIES + priority
 
-    def _string_up(self, level: int, first: int, stop: int) -> None:
+    def _fill_queue(self, level: int, first: int, stop: int) -> None:
         """Put blocks `first` to `stop - 1` into the queue of the default priority."""
         if first == stop:
             return
@@ -154,7 +185,7 @@ class EvictionPolicy:
         self._next[end], self._previous[end] = first, stop - 1
         self._filled[level] |= 1 << DEFAULT_PRIORITY
 
-    def _put_in(self, block: int, to_front: bool) -> None:
+    def _insert(self, block: int, to_front: bool) -> None:
         level, priority = self._level[block], self._priority[block]
         end = self._end(level, priority)
         before = end if to_front else self._previous[end]
@@ -164,7 +195,7 @@ class EvictionPolicy:
         self._filled[level] |= 1 << priority
         self.num_free[level] += 1
 
-    def _take_out(self, block: int) -> None:
+    def _remove(self, block: int) -> None:
         level, priority = self._level[block], self._priority[block]
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before

@@ -1,18 +1,19 @@
-"""What schedulers and the loop ask of a KV cache, of whatever kind it is."""
+"""The interface of a KV cache: what schedulers ask, and what the token generation loop changes."""
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.blocks import BlockCounters
-from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.steps_ahead import StepsAhead
+from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens
 from ifbbench.engine.request_table import IntArray
 
 if TYPE_CHECKING:
+    from ifbbench.engine.kv_cache.manager import StepsAhead
     from ifbbench.engine.request import Request
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -20,114 +21,129 @@ Rows: TypeAlias = NDArray[np.int64]
 # more than another if it is in any window.
 BlockCount: TypeAlias = Any
 
+NO_REUSE = ReuseRules()
 
-class ReleasePlanning(Protocol):
-    """What would be free if some sequences were removed."""
+
+class KvCache(ABC):
+    """Base class of KV caches. Methods that are not abstract do what a cache without reuse does.
+
+    attention_window: where layers differ, that of the first; block size and sink tokens are equal in all.
+    registered: [slots], tokens in each sequence, the sink bubble included.
+    block_tables: [slots, beams, blocks per sequence], places in device memory, of the first attention window.
+    window_tables: the same for each further attention window.
+    num_blocks: device blocks. places: tokens that the device memory has room for.
+    """
+
+    attention_window: AttentionWindow
+    registered: Rows
+    block_tables: IntArray
+    window_tables: tuple[IntArray, ...] = ()
+    num_blocks: int
+    places: int
+    reuse: ReuseRules = NO_REUSE
+
+    # For schedulers.
 
     @property
-    def free_blocks(self) -> BlockCount: ...
-
-    def release(self, slot: int) -> None:
-        """Plan the removal of the sequence in `slot`."""
-        ...
-
-
-class KvCache(Protocol):
-    """A KV cache. The first part is for schedulers, which change nothing; the second for the loop."""
-
-    reuse: ReuseRules
-
-    @property
-    def attention_window(self) -> AttentionWindow: ...
-
-    @property
+    @abstractmethod
     def free_blocks(self) -> BlockCount:
-        """Blocks of the device that nobody holds, whether or not they hold what could be reused."""
-        ...
+        """Device blocks without references, whether or not their content can be reused."""
 
+    @abstractmethod
     def first_chunk_need(self, request: "Request") -> BlockCount:
-        """Blocks that `request` takes in its next context chunk: all of its prompt's, or none past the first chunk."""
-        ...
+        """Blocks that `request` takes in its next context chunk: those of its whole prompt, or none past the first
+        chunk."""
 
+    @abstractmethod
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         """Blocks that each of the generation requests in `rows` takes in its next step: [requests], or [requests,
-        windows]. `counted` makes a BlockCount of a row or of a sum over rows."""
-        ...
+        windows]. `counted` converts a row, or a sum of rows, to a BlockCount."""
 
-    def counted(self, blocks: Rows) -> BlockCount: ...
+    def counted(self, blocks: Rows) -> BlockCount:
+        return int(blocks)
 
+    @abstractmethod
     def blocks_to_completion(self, request: "Request") -> BlockCount:
-        """Blocks that a context request may still take until all its reserved tokens are made."""
-        ...
+        """Blocks that a context request may still take until all its reserved tokens are generated."""
 
+    @abstractmethod
     def reserved_blocks(self, rows: Rows) -> BlockCount:
         """Blocks that the generation requests in `rows` together may still take."""
-        ...
 
-    def plan_release(self) -> ReleasePlanning: ...
+    @abstractmethod
+    def plan_release(self) -> Any:
+        """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after all of them."""
 
     def missing_block(self, request: "Request") -> Any:
-        """The first full block of the prompt that no one has computed yet, equal for two requests if and only if they
-        lack the same one; None where there is none, or nothing is reused."""
-        ...
+        """The first full block of the prompt that is not stored, equal for two requests if and only if they lack the
+        same one; None where there is none, or nothing is reused."""
+        return None
 
-    @property
-    def registered(self) -> Rows: ...
+    # For the loop.
 
-    @property
-    def block_tables(self) -> IntArray: ...
-
-    @property
-    def window_tables(self) -> tuple[IntArray, ...]: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def num_used(self) -> int: ...
-
-    @property
-    def counters(self) -> BlockCounters:
-        """Sums since the start, up to now: they go on counting."""
-        ...
-
+    @abstractmethod
     def holds(self, slot: int) -> bool:
         """Whether `slot` has a sequence."""
-        ...
 
-    def add_request(self, request: "Request", now_s: float = 0.0) -> int: ...
+    @abstractmethod
+    def add_request(self, request: "Request", now_s: float = 0.0) -> int:
+        """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
 
-    def add_tokens(self, rows: Rows) -> None: ...
+    @abstractmethod
+    def add_tokens(self, rows: Rows) -> None:
+        """Register one more token in each of `rows`, and take the blocks that these tokens start."""
 
     def steps_ahead(self, rows: Rows) -> "StepsAhead | None":
-        """The next steps of the generation requests in `rows`; None where they are not known beforehand."""
-        ...
+        """The next steps of the generation requests in `rows`; None where they are not known in advance."""
+        return None
 
-    def store_context(self, slot: int) -> None: ...
+    def store_context(self, slot: int) -> None:
+        """Make the full blocks of a computed prompt findable. Its last token is left out, because a request with the
+        same prompt must compute at least one token."""
+        return None
 
-    def store_generated(self, slot: int, num_tokens: int) -> None: ...
+    def store_generated(self, slot: int, num_tokens: int) -> None:
+        """Make the full blocks of the sequence's first `num_tokens` tokens findable, output included."""
+        return None
 
-    def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None: ...
+    @abstractmethod
+    def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
+        """Release all blocks of the sequence. store: its first tokens that remain findable, also in a partial block."""
 
-    def forget_sequence(self, slot: int) -> None: ...
+    def forget_sequence(self, slot: int) -> None:
+        """Make the sequence's blocks unfindable: their content was never computed."""
+        return None
 
     def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
-        """Forget what is known of a conversation of `length` tokens beyond its first `keep`."""
-        ...
+        """Make the stored blocks of a conversation of `length` tokens unfindable beyond its first `keep`."""
+        return None
 
-    def take_copies(self) -> tuple[BlockCopy, ...]: ...
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """What the executor must copy before its next batch; each copy is returned once."""
+        return ()
+
+    # For records and tests.
 
     @property
-    def places(self) -> int:
-        """Tokens that the whole cache has room for on the device."""
-        ...
+    @abstractmethod
+    def num_used(self) -> int:
+        """Device blocks with references."""
 
     @property
+    @abstractmethod
+    def counters(self) -> BlockCounters:
+        """Sums since the start; they continue to change."""
+
+    @property
+    @abstractmethod
     def held_places(self) -> int:
-        """Those that requests hold, whether or not there is a token in them."""
-        ...
+        """Places in memory that requests hold, with or without a token."""
 
     @property
-    def filled_places(self) -> int: ...
+    @abstractmethod
+    def filled_places(self) -> int:
+        """Places with a token; a token that several sequences share counts for each."""
 
-    def check_consistency(self) -> None: ...
+    @abstractmethod
+    def check_consistency(self) -> None:
+        """Raise AssertionError if the parts of the cache disagree."""

@@ -1,65 +1,67 @@
-"""The tree of blocks that hold known tokens: a path from a root is a prefix, so a match means the same prefix."""
+"""The tree of blocks that hold known tokens. A path from a root is a prefix, so a match implies the same prefix."""
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict
 
-from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens
+from ifbbench.engine.kv_cache.attention_window import ceil_div
+from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens, KnownTokens, block_ranges
 
 UNLINKED = -1
 _NO_CHILD = -1
-_MANY = -2
+_SEVERAL = -2
 
 
-class _Fork:
-    """The children of a node that has several: by key, and in the order of keys."""
+@dataclass(slots=True)
+class MissingBlockSearch:
+    """How far the search for a request's first missing block has come: `depth` blocks were found, the last is `node`.
 
-    __slots__ = ("blocks", "keys")
+    request: the search is valid for this request only. A request that is stopped before it starts leaves its slot, and
+        this search, to another one.
+    """
 
-    def __init__(self) -> None:
-        self.blocks: dict[BlockKey, int] = {}
-        self.keys: SortedList[BlockKey] = SortedList()
-
-    def add(self, key: BlockKey, block: int) -> None:
-        self.blocks[key] = block
-        self.keys.add(key)
-
-    def remove(self, key: BlockKey) -> None:
-        del self.blocks[key]
-        self.keys.remove(key)
+    request: object
+    depth: int = 0
+    node: int = 0
+    stamp: int = 0
+    num_changes: int = -1
+    missing: tuple[Hashable, BlockKey] | None = None
 
 
 class ReuseTree:
-    """Blocks under the tokens that they hold.
+    """Blocks by the tokens that they hold (TensorRT-LLM's `KVCacheBlock` links).
 
-    Nodes are block ids, roots are numbers below -1: one for each identity (kind of tokens, LoRA task, cache salt), for
-    keys and values differ with it however equal the tokens are. Most nodes have one child, which takes no more than a
-    place in an array; only forks have objects of their own. (TensorRT-LLM's `KVCacheBlock` links; the order of a fork's
-    keys is added here, so that the best partial match is a neighbour and not a search through all children.)
+    Nodes are block ids. Roots are numbers below -1, one for each identity (kind of tokens, LoRA task, cache salt),
+    because keys and values differ with it. Most nodes have one child, which is an array element; only forks have
+    objects of their own. A fork also keeps its keys in order, so that the best partial match is a neighbour and needs
+    no search through all children.
 
-    key: [blocks], what each block holds, None where unknown. It stays when a block is unlinked.
+    key: [blocks], what each block holds, None where unknown. It remains when a block is unlinked.
     parent: [blocks], the node above, UNLINKED for blocks outside the tree.
-    stamp: [blocks], changes whenever a block leaves the tree, so that who remembers a node sees whether it is there.
-    num_changes: how often anything was linked or unlinked.
+    stamp: [blocks], changes whenever a block leaves the tree: a remembered node with another stamp is invalid.
+    num_changes: number of links and unlinks.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tokens_per_block: int = 1) -> None:
         self.key: list[BlockKey | None] = [None] * num_blocks
         self.parent = array("i", [UNLINKED]) * num_blocks
         self.stamp = array("I", [0]) * num_blocks
         self.num_changes = 0
+        self._size = tokens_per_block
         self._child = array("i", [_NO_CHILD]) * num_blocks
-        self._forks: dict[int, _Fork] = {}
+        # The children of roots and of nodes with several: blocks by key, in the order of keys.
+        self._forks: dict[int, SortedDict[BlockKey, int]] = {}
         self._roots: dict[Hashable, int] = {}
         self._identities: dict[int, Hashable] = {}
         self._next_root = -2
 
     def root(self, identity: Hashable) -> int:
-        """The root of all prefixes with this identity."""
+        """The root of all prefixes with this identity, which is made if there is none."""
         if identity not in self._roots:
             self._roots[identity] = self._next_root
-            self._forks[self._next_root] = _Fork()
+            self._forks[self._next_root] = SortedDict()
             self._identities[self._next_root] = identity
             self._next_root -= 1
         return self._roots[identity]
@@ -76,27 +78,27 @@ class ReuseTree:
 
     def child(self, node: int, key: BlockKey) -> int | None:
         """The child of `node` with exactly this key."""
-        only = _MANY if node < 0 else self._child[node]
+        only = _SEVERAL if node < 0 else self._child[node]
         if only == _NO_CHILD:
             return None
-        if only == _MANY:
-            return self._forks[node].blocks.get(key)
+        if only == _SEVERAL:
+            found: int | None = self._forks[node].get(key)
+            return found
         return only if self.key[only] == key else None
 
-    def children(self, node: int) -> Iterator[int]:
+    def children(self, node: int) -> list[int]:
         """All children of `node`."""
-        only = _MANY if node < 0 else self._child[node]
-        if only == _MANY:
-            yield from self._forks[node].blocks.values()
-        elif only != _NO_CHILD:
-            yield only
+        only = _SEVERAL if node < 0 else self._child[node]
+        if only == _SEVERAL:
+            return list(self._forks[node].values())
+        return [] if only == _NO_CHILD else [only]
 
     def most_common(
         self, node: int, key: BlockKey, tokens: BlockTokens, is_eligible: Callable[[int], bool]
     ) -> tuple[int, int] | None:
-        """The eligible child of `node` that begins with most of the tokens of `key`, and with how many; None if none
-        begins with even one."""
-        for block in self._by_likeness(node, key, tokens):
+        """The eligible child of `node` with the longest common prefix with `key`, and its number of tokens; None if no
+        child has even one token in common."""
+        for block in self._by_common_prefix(node, key, tokens):
             other = self.key[block]
             assert other is not None
             common = tokens.num_common_tokens(key, other)
@@ -106,62 +108,161 @@ class ReuseTree:
                 return block, common
         return None
 
+    # Changes.
+
     def link(self, block: int, node: int, key: BlockKey) -> None:
         """Make `block`, which is outside the tree, the child of `node` that holds `key`."""
         self.key[block] = key
         self.parent[block] = node
         self.num_changes += 1
-        only = _MANY if node < 0 else self._child[node]
+        only = _SEVERAL if node < 0 else self._child[node]
         if only == _NO_CHILD:
             self._child[node] = block
             return
-        if only != _MANY:
-            fork = self._forks[node] = _Fork()
+        if only != _SEVERAL:
             only_key = self.key[only]
             assert only_key is not None
-            fork.add(only_key, only)
-            self._child[node] = _MANY
-        self._forks[node].add(key, block)
+            self._forks[node] = SortedDict({only_key: only})
+            self._child[node] = _SEVERAL
+        self._forks[node][key] = block
+
+    def find_or_link(self, block: int, node: int, key: BlockKey) -> int:
+        """The child of `node` that holds `key`: the one that exists, or else `block`, which is linked there."""
+        existing = self.child(node, key)
+        if existing is not None:
+            return existing
+        if self.is_linked(block):
+            self.unlink_with_descendants(block)
+        self.link(block, node, key)
+        return block
 
     def unlink(self, block: int) -> None:
-        """Take a block out of the tree. Its children stay below it: they are to be unlinked too, or it linked again."""
+        """Take a block out of the tree. Its children stay below it, and the caller must unlink them too."""
         node, key = self.parent[block], self.key[block]
         if node == UNLINKED:
             return
         assert key is not None
-        self._mark_gone(block)
+        self._mark_unlinked(block)
         if node >= 0 and self._child[node] == block:
             self._child[node] = _NO_CHILD
             return
         fork = self._forks[node]
-        fork.remove(key)
+        del fork[key]
         if node < 0:
-            self._forget_empty_root(node)
-        elif len(fork.blocks) == 1:
-            (self._child[node],) = fork.blocks.values()
+            if not fork:
+                del self._forks[node], self._roots[self._identities.pop(node)]
+        elif len(fork) == 1:
+            (self._child[node],) = fork.values()
             del self._forks[node]
 
-    def _mark_gone(self, block: int) -> None:
+    def _mark_unlinked(self, block: int) -> None:
         self.parent[block] = UNLINKED
         self.stamp[block] = (self.stamp[block] + 1) & 0xFFFF_FFFF
         self.num_changes += 1
 
-    def _forget_empty_root(self, node: int) -> None:
-        if not self._forks[node].blocks:
-            del self._forks[node], self._roots[self._identities.pop(node)]
-
     def unlink_with_descendants(self, block: int) -> None:
-        """Take a block and all below it out of the tree: without the block, nothing leads to them."""
+        """Take a block and all below it out of the tree: without the block, no prefix leads to them."""
         self.unlink(block)
         nodes = [block]
         while nodes:
             node = nodes.pop()
-            children = list(self.children(node))
+            children = self.children(node)
             for child in children:
-                self._mark_gone(child)
+                self._mark_unlinked(child)
             self._forks.pop(node, None)
             self._child[node] = _NO_CHILD
             nodes += children
+
+    def truncate(self, known: KnownTokens, length: int, keep: int) -> list[int]:
+        """Unlink the blocks of a conversation of `length` tokens beyond its first `keep`, the last ones first, up to
+        one with other descendants; returns them."""
+        unlinked = []
+        for block in reversed(self._path(known, length)[ceil_div(keep, self._size) :]):
+            if not self.is_leaf(block):
+                break
+            self.unlink(block)
+            unlinked.append(block)
+        return unlinked
+
+    # Prefixes.
+
+    def matched_blocks(self, known: KnownTokens, num_tokens: int) -> list[int]:
+        """Full blocks that hold a prefix of the first `num_tokens` tokens."""
+        node, matched = self._roots.get(known.identity), list[int]()
+        for start, stop in block_ranges(num_tokens, self._size, with_partial=False):
+            node = None if node is None else self.child(node, known.tokens.key(start, stop))
+            if node is None:
+                break
+            matched.append(node)
+        return matched
+
+    def find_missing(
+        self, search: MissingBlockSearch, known: KnownTokens, length: int
+    ) -> tuple[Hashable, BlockKey] | None:
+        """The first full block of a prompt of `length` tokens that is not stored: its parent and its key; None if all
+        are. `search` remembers how far the last call came, so that a prompt is walked through once."""
+        size = self._size
+        if search.num_changes == self.num_changes:
+            return search.missing
+        if not self.has_root(known.identity):
+            # Until a first block is stored there is no root, and the identity represents it.
+            search.missing = (known.identity, known.tokens.key(0, size)) if length >= size else None
+            search.depth, search.num_changes = 0, self.num_changes
+            return search.missing
+        if not search.depth or self.stamp[search.node] != search.stamp:
+            search.depth, search.node = 0, self.root(known.identity)
+        node = search.node
+        search.missing = None
+        for index in range(search.depth, length // size):
+            key = known.tokens.key(index * size, (index + 1) * size)
+            child = self.child(node, key)
+            if child is None:
+                search.missing = node, key
+                break
+            node = child
+            search.depth, search.node, search.stamp = index + 1, node, self.stamp[node]
+        search.num_changes = self.num_changes
+        return search.missing
+
+    def _path(self, known: KnownTokens, length: int) -> list[int]:
+        """The known blocks of a conversation; the last one may be partial."""
+        tokens = known.tokens
+        path: list[int] = []
+        if not self.has_root(known.identity):
+            return path
+        node = self.root(known.identity)
+        for start, stop in block_ranges(length, self._size):
+            key = tokens.key(start, stop)
+            child = self.child(node, key)
+            if child is None:
+                found = self.most_common(node, key, tokens, lambda block: True)
+                held = found and self.key[found[0]]
+                if found and held is not None and tokens.num_tokens(held) == found[1]:
+                    path.append(found[0])
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def _by_common_prefix(self, node: int, key: BlockKey, tokens: BlockTokens) -> Iterator[int]:
+        """Children of `node`, those with the longest common prefix first."""
+        only = _SEVERAL if node < 0 else self._child[node]
+        if only != _SEVERAL:
+            yield from self.children(node)
+            return
+        fork = self._forks[node]
+        keys = fork.keys()
+        right = fork.bisect_left(key)
+        left = right - 1
+        while left >= 0 or right < len(keys):
+            common_left = tokens.num_common_tokens(key, keys[left]) if left >= 0 else -1
+            common_right = tokens.num_common_tokens(key, keys[right]) if right < len(keys) else -1
+            if common_left > common_right:
+                yield fork[keys[left]]
+                left -= 1
+            else:
+                yield fork[keys[right]]
+                right += 1
 
     def check_consistency(self) -> None:
         """Raise AssertionError unless links downward and upward agree."""
@@ -169,32 +270,10 @@ class ReuseTree:
         found: set[int] = set()
         for node in [*self._roots.values(), *range(len(self.parent))]:
             for block in self.children(node):
-                assert self.parent[block] == node, f"block {block} is below {node} and says {self.parent[block]}"
+                assert self.parent[block] == node, f"block {block} is below {node}, its parent is {self.parent[block]}"
                 assert block not in found, f"block {block} is below two nodes"
                 found.add(block)
-        assert found == linked, "a block has a parent that does not know it"
+        assert found == linked, "a block is not among the children of its parent"
         for node, fork in self._forks.items():
-            assert list(fork.keys) == sorted(fork.blocks)
-            assert node < 0 or len(fork.blocks) > 1
-            assert all(self.key[block] == key for key, block in fork.blocks.items())
-
-    def _by_likeness(self, node: int, key: BlockKey, tokens: BlockTokens) -> Iterator[int]:
-        """Children of `node`, those with the longest common beginning first."""
-        only = _MANY if node < 0 else self._child[node]
-        if only == _NO_CHILD:
-            return
-        if only != _MANY:
-            yield only
-            return
-        fork = self._forks[node]
-        right = fork.keys.bisect_left(key)
-        left = right - 1
-        while left >= 0 or right < len(fork.keys):
-            likeness_left = tokens.num_common_tokens(key, fork.keys[left]) if left >= 0 else -1
-            likeness_right = tokens.num_common_tokens(key, fork.keys[right]) if right < len(fork.keys) else -1
-            if likeness_left > likeness_right:
-                yield fork.blocks[fork.keys[left]]
-                left -= 1
-            else:
-                yield fork.blocks[fork.keys[right]]
-                right += 1
+            assert node < 0 or len(fork) > 1
+            assert all(self.key[block] == key for key, block in fork.items())

@@ -1,6 +1,6 @@
-"""How many KV cache blocks memory gives, and how many a sequence needs: arithmetic to plan with, before any allocation.
+"""The layout of a KV cache: its attention windows, how many blocks memory has for each, and how many a request needs.
 
-After TensorRT-LLM's `KVCacheManager` (kvCacheManager.cpp, v1.0), there called `calculateWindowSizeToShare`,
+The functions follow TensorRT-LLM's `KVCacheManager` (kvCacheManager.cpp, v1.0): `calculateWindowSizeToShare`,
 `calculateMaxNumBlocks`, `calculateMaxBlockRequirements`, `calculateMaxBlockRequirementsPerBeam` and
 `calculateMaxAttentionWindow`. What a request of a running engine may still take is in `attention_window`.
 """
@@ -9,7 +9,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ifbbench.engine.kv_cache.attention_window import ceil_div
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayout:
+    """The layers (indices in the model) that share an attention window, and their blocks in device and host memory."""
+
+    layers: tuple[int, ...]
+    attention_window: AttentionWindow
+    num_blocks: int
+    num_host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The whole cache: one window, or one for each group of layers.
+
+    is_contiguous: each slot has contiguous memory for its longest sequence instead of blocks, and block tables are
+        meaningless.
+    """
+
+    windows: tuple[WindowLayout, ...]
+    is_contiguous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +47,22 @@ def window_shares(bytes_per_token_of_window: Mapping[int, float]) -> dict[int, f
     window of them takes, so that all windows hold the same number of sequences.
 
     bytes_per_token_of_window: by window (tokens), the bytes of one token's keys and values in all layers that have it.
-    Raises ValueError if there is no window, or one that takes nothing."""
+    Raises ValueError if there is no window, or one without tokens or bytes."""
     _check_windows(bytes_per_token_of_window)
     total = _bytes_of_full_windows(bytes_per_token_of_window)
     return {window: window * size / total for window, size in bytes_per_token_of_window.items()}
 
 
 def blocks_of_memory(
-    memory_bytes: int,
-    bytes_per_token_of_window: Mapping[int, float],
-    tokens_per_block: int,
-    max_tokens: int | None = None,
-    host_bytes: int = 0,
+    memory_bytes: int, bytes_per_token_of_window: Mapping[int, float], tokens_per_block: int,
+    max_tokens: int | None = None, host_bytes: int = 0,
 ) -> dict[int, WindowBlocks]:
     """The blocks of each attention window, from the bytes that all windows share.
 
-    memory_bytes, host_bytes: for keys and values, in device and host memory. max_tokens: the most tokens that each
-    window shall hold in device memory; None for no such limit. The last primary block is counted even if memory ends
-    within it (upstream's `ceilDiv`), the last secondary one is not.
-    Raises ValueError as `window_shares`, and for less than no memory."""
+    memory_bytes, host_bytes: for keys and values, in device and host memory. max_tokens: maximum number of tokens of
+    each window in device memory; None for no limit. The last primary block is counted even if memory ends within it
+    (upstream's `ceilDiv`), the last secondary one is not.
+    Raises ValueError like `window_shares`, and for negative memory."""
     _check_windows(bytes_per_token_of_window)
     if memory_bytes < 0 or host_bytes < 0:
         raise ValueError(f"memory of {memory_bytes} and {host_bytes} bytes; expected at least 0")
@@ -57,35 +76,26 @@ def blocks_of_memory(
     return blocks
 
 
-def max_blocks_per_beam(sequence_length: int, sink: int, window: int, tokens_per_block: int) -> int:
-    """The most blocks of one beam. All lengths in tokens; sink tokens fill whole blocks."""
-    return ceil_div(min(sequence_length, window) + _bubble(sink, tokens_per_block), tokens_per_block)
-
-
 def max_blocks(
     input_length: int, output_length: int, sink: int, window: int, beam_width: int, tokens_per_block: int
 ) -> int:
-    """The most blocks of a request in the best case: its beams share every full block of the prompt, and none of the
-    output. All lengths in tokens; `output_length` is of one beam."""
+    """Maximum number of blocks of a request in the best case: its beams share every full block of the prompt, and none
+    of the output. All lengths are in tokens; `output_length` is that of one beam. Sink tokens fill whole blocks."""
+    bubble = -sink % tokens_per_block
     if beam_width == 1:
-        return max_blocks_per_beam(input_length + output_length, sink, window, tokens_per_block)
+        return ceil_div(min(input_length + output_length, window) + bubble, tokens_per_block)
     if window <= output_length:
-        return beam_width * max_blocks_per_beam(window, sink, window, tokens_per_block)
+        return beam_width * ceil_div(window + bubble, tokens_per_block)
     prompt = min(window, input_length + output_length) - output_length
-    shared = (prompt + _bubble(sink, tokens_per_block)) // tokens_per_block
+    shared = (prompt + bubble) // tokens_per_block
     return shared + beam_width * ceil_div(output_length + prompt - shared * tokens_per_block, tokens_per_block)
 
 
 def max_attention_window(
-    input_length: int,
-    output_length: int,
-    sink_token_length: int,
-    block_capacity: int,
-    beam_width: int,
-    tokens_per_block: int,
+    input_length: int, output_length: int, sink: int, block_capacity: int, beam_width: int, tokens_per_block: int
 ) -> int:
     """The longest attention window (tokens) with which one such request fits into `block_capacity` blocks."""
-    for_output = max_blocks(0, output_length, sink_token_length, output_length, beam_width, tokens_per_block)
+    for_output = max_blocks(0, output_length, sink, output_length, beam_width, tokens_per_block)
     if for_output > block_capacity:
         return block_capacity // beam_width * tokens_per_block
     left = block_capacity - for_output
@@ -93,8 +103,8 @@ def max_attention_window(
 
 
 def _tokens(memory_bytes: int, window: int, bytes_per_token_of_window: Mapping[int, float]) -> int:
-    """memory · share / bytes a token, with the bytes a token cancelled out: exact for whole numbers, where the
-    quotient of a rounded share could fall below one that comes out even."""
+    """memory · share / bytes of a token, where the bytes of a token cancel out. That is exact for whole numbers, while
+    a rounded share could lose a token."""
     return math.floor(memory_bytes * window // _bytes_of_full_windows(bytes_per_token_of_window))
 
 
@@ -108,7 +118,3 @@ def _check_windows(bytes_per_token_of_window: Mapping[int, float]) -> None:
     for window, size in bytes_per_token_of_window.items():
         if window < 1 or not size > 0:
             raise ValueError(f"an attention window of {window} tokens with {size} bytes a token; expected both above 0")
-
-
-def _bubble(sink: int, tokens_per_block: int) -> int:
-    return -sink % tokens_per_block

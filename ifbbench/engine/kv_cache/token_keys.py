@@ -1,9 +1,9 @@
-"""Tokens as keys of blocks: what a block holds, in a form that can be compared, ordered and kept."""
+"""Tokens as keys of blocks: what a block holds, in a form that can be compared, ordered and stored."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from itertools import accumulate
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,38 +12,17 @@ BlockKey: TypeAlias = "bytes | tuple[int, ...]"
 
 
 def block_ranges(num_tokens: int, tokens_per_block: int, with_partial: bool = True) -> list[tuple[int, int]]:
-    """(start, stop) of the blocks that hold the first `num_tokens` tokens; one that is not full only if asked for."""
+    """(start, stop) of the blocks that hold the first `num_tokens` tokens, with or without a last partial one."""
     stop = num_tokens if with_partial else num_tokens - num_tokens % tokens_per_block
     return [(start, min(start + tokens_per_block, stop)) for start in range(0, stop, tokens_per_block)]
 
 
-class BlockTokens(Protocol):
-    """The tokens of one request, cut into blocks.
-
-    Keys of one `kind` can be compared. They are ordered so that of all keys, the neighbours of a key have the longest
-    beginning in common with it.
-    """
-
-    @property
-    def kind(self) -> Hashable: ...
-
-    def key(self, start: int, stop: int) -> BlockKey:
-        """The key of the tokens at positions `start` to `stop - 1`."""
-        ...
-
-    def num_tokens(self, key: BlockKey) -> int:
-        """How many tokens a key stands for."""
-        ...
-
-    def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
-        """With how many equal tokens two keys begin."""
-        ...
-
-
 class TokenIds:
-    """Real token ids, each with an extra id (of a prompt-tuning table) where the request has such.
+    """Token ids of one request, each with an extra id (of a prompt-tuning table) if the request has them.
 
-    The key of a block is its ids' bytes: exact, hashed once, and compared at the speed of memory.
+    The key of a block is the big-endian bytes of its ids: exact, hashed once, and compared at the speed of memory.
+    Keys of one `kind` can be compared. They are ordered so that of all keys, the neighbours of a key have the longest
+    common prefix with it.
     """
 
     def __init__(self, tokens: NDArray[np.int32], extra_ids: NDArray[np.int64] | None = None) -> None:
@@ -61,7 +40,7 @@ class TokenIds:
         return len(self._bytes) // self._bytes_per_token
 
     def append(self, tokens: NDArray[np.int32], extra_ids: NDArray[np.int64] | None = None) -> None:
-        """More tokens of the same request. Their extra ids are 0 where it has such and none are given."""
+        """Add tokens of the same request. Extra ids that are not given are 0."""
         if self._has_extra_ids:
             pairs = np.zeros((len(tokens), 2), ">i8")
             pairs[:, 0] = tokens
@@ -72,12 +51,15 @@ class TokenIds:
             self._bytes += np.ascontiguousarray(tokens, ">i4").tobytes()
 
     def key(self, start: int, stop: int) -> BlockKey:
+        """The key of the tokens at positions `start` to `stop` - 1."""
         return bytes(self._bytes[start * self._bytes_per_token : stop * self._bytes_per_token])
 
     def num_tokens(self, key: BlockKey) -> int:
+        """Number of tokens of a key."""
         return len(key) // self._bytes_per_token
 
     def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
+        """Number of tokens of the longest common prefix of two keys."""
         low, high = 0, min(len(key), len(other)) // self._bytes_per_token
         while low < high:
             middle = (low + high + 1) // 2
@@ -90,29 +72,34 @@ class TokenIds:
 
 
 class SymbolicTokens:
-    """Tokens that nobody has spelt out: runs of consecutive numbers, (first number, length) each.
+    """Symbolic tokens (no ids recorded) of one request: runs of consecutive numbers, (first number, length) each.
 
     A trace that says "these 512 tokens are those of hash id 7" is a run of 512 numbers that belong to id 7 alone, so a
-    prompt of 190,000 tokens is some hundreds of runs. The key of a block is the runs in it, in a row.
+    prompt of 190,000 tokens is some hundreds of runs. The key of a block is the runs in it, one after the other. The
+    methods are those of `TokenIds`.
     """
 
     kind: Hashable = "symbolic"
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
-        self._runs = _joined(runs)
-        self._ends = list(accumulate(length for _, length in self._runs))
+        self._runs: list[tuple[int, int]] = []
+        self._ends: list[int] = []
+        for first, length in runs:
+            self.append(first, length)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def append(self, first: int, length: int) -> None:
-        """A run of `length` more tokens."""
+        """Add a run of `length` tokens. Adjacent runs are joined, because equal tokens must have equal keys."""
+        if length <= 0:
+            return
         if self._runs and sum(self._runs[-1]) == first:
             self._runs[-1] = (self._runs[-1][0], self._runs[-1][1] + length)
             self._ends[-1] += length
-        elif length:
-            self._runs.append((first, length))
+        else:
             self._ends.append(len(self) + length)
+            self._runs.append((first, length))
 
     def key(self, start: int, stop: int) -> BlockKey:
         parts: list[int] = []
@@ -139,14 +126,12 @@ class SymbolicTokens:
         return common
 
 
-def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same tokens in the fewest runs: equal tokens must have equal keys."""
-    joined: list[tuple[int, int]] = []
-    for first, length in runs:
-        if length <= 0:
-            continue
-        if joined and sum(joined[-1]) == first:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((first, length))
-    return joined
+BlockTokens: TypeAlias = TokenIds | SymbolicTokens
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """The tokens of a sequence, for lookup and storage. Blocks are shared only between equal identities."""
+
+    tokens: BlockTokens
+    identity: Hashable = None

@@ -1,22 +1,55 @@
-"""A KV cache whose layers differ in attention window: a paged cache for each window, asked and changed together."""
+"""A KV cache for layers that differ in attention window: a paged cache for each window, operated together."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.block_counts import BlockCounts
-from ifbbench.engine.kv_cache.blocks import BlockCounters, OutOfBlocks
-from ifbbench.engine.kv_cache.copies import BlockCopy
-from ifbbench.engine.kv_cache.layout import WindowLayout
-from ifbbench.engine.kv_cache.manager import NO_REUSE, KvCacheManager
-from ifbbench.engine.kv_cache.release_plan import ReleasePlan
-from ifbbench.engine.kv_cache.sequence import KnownTokens, Sequence
+from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, OutOfBlocks
+from ifbbench.engine.kv_cache.interface import KvCache, Rows
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.sequence import ReleasePlan
+from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import IntArray
 
-Rows = NDArray[np.int64]
+
+class BlockCounts:
+    """Numbers of blocks in a cache with several attention windows, one for each. A number is more than another if it is
+    in any window: then it does not fit.
+
+    Works where an integer does, so that a policy is the same for one window and for several.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts = counts
+
+    def __add__(self, other: "BlockCounts | int") -> "BlockCounts":
+        return BlockCounts(tuple(mine + its for mine, its in zip(self.counts, self._of(other), strict=True)))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: "BlockCounts | int") -> "BlockCounts":
+        return BlockCounts(tuple(mine - its for mine, its in zip(self.counts, self._of(other), strict=True)))
+
+    def __gt__(self, other: "BlockCounts | int") -> bool:
+        return any(mine > its for mine, its in zip(self.counts, self._of(other), strict=True))
+
+    def __le__(self, other: "BlockCounts | int") -> bool:
+        return not self > other
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockCounts | int) and self.counts == self._of(other)
+
+    def __hash__(self) -> int:
+        return hash(self.counts)
+
+    def __repr__(self) -> str:
+        return f"BlockCounts{self.counts}"
+
+    def _of(self, other: "BlockCounts | int") -> tuple[int, ...]:
+        """An integer is the same number in every window."""
+        return other.counts if isinstance(other, BlockCounts) else (other,) * len(self.counts)
 
 
 @dataclass(slots=True)
@@ -30,17 +63,16 @@ class ReleasePlans:
         return BlockCounts(tuple(plan.free_blocks for plan in self.plans))
 
     def release(self, slot: int) -> None:
-        """Plan the removal of the sequence in `slot`."""
         for plan in self.plans:
             plan.release(slot)
 
 
-class VariableWindowCache:
-    """Does for several windows what `KvCacheManager` does for one; numbers of blocks are `BlockCounts`.
+class VariableWindowCache(KvCache):
+    """Does for several windows what `KvCacheManager` does for one. Numbers of blocks are `BlockCounts`.
 
-    A sequence has blocks in every window, all its tokens in each, as far as the window keeps them. Nothing is reused:
-    what one window still holds another may have written over. (TensorRT-LLM's `BlockManager` with a
-    `WindowBlockManager` for each window size.)
+    A sequence has blocks in every window, for as many tokens as the window keeps. Nothing is reused, because what one
+    window still holds may be overwritten in another. (TensorRT-LLM's `BlockManager` with a `WindowBlockManager` for
+    each window size.)
     """
 
     def __init__(self, windows: tuple[WindowLayout, ...], slots: int) -> None:
@@ -48,38 +80,18 @@ class VariableWindowCache:
             KvCacheManager(window.attention_window, window.num_blocks, slots, window.num_host_blocks)
             for window in windows
         )
-        self.reuse = NO_REUSE
-        self._first = self.windows[0]
-
-    @property
-    def attention_window(self) -> AttentionWindow:
-        """Of the first window; block size and sink tokens are those of all."""
-        return self._first.attention_window
-
-    @property
-    def registered(self) -> Rows:
-        return self._first.registered
-
-    @property
-    def sequences(self) -> dict[int, Sequence]:
-        return self._first.sequences
-
-    @property
-    def block_tables(self) -> IntArray:
-        return self._first.block_tables
-
-    @property
-    def window_tables(self) -> tuple[IntArray, ...]:
-        """Block tables of the windows after the first."""
-        return tuple(window.block_tables for window in self.windows[1:])
+        first = self.windows[0]
+        self.attention_window, self.registered, self.sequences = (
+            first.attention_window, first.registered, first.sequences
+        )  # fmt: skip
+        self.block_tables = first.block_tables
+        self.window_tables = tuple(window.block_tables for window in self.windows[1:])
+        self.num_blocks = sum(window.num_blocks for window in self.windows)
+        self.places = sum(window.places for window in self.windows)
 
     @property
     def free_blocks(self) -> BlockCounts:
         return BlockCounts(tuple(window.free_blocks for window in self.windows))
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(window.num_blocks for window in self.windows)
 
     @property
     def num_used(self) -> int:
@@ -102,7 +114,6 @@ class VariableWindowCache:
         return np.stack([window.step_needs(rows, draft_tokens) for window in self.windows], axis=-1)
 
     def counted(self, blocks: Rows) -> BlockCounts:
-        """A row, or a sum of rows, of `step_needs`."""
         return BlockCounts(tuple(int(number) for number in np.atleast_1d(blocks)))
 
     def blocks_to_completion(self, request: Request) -> BlockCounts:
@@ -114,11 +125,7 @@ class VariableWindowCache:
     def plan_release(self) -> ReleasePlans:
         return ReleasePlans(tuple(window.plan_release() for window in self.windows))
 
-    def missing_block(self, request: Request) -> None:
-        """Nothing is reused."""
-
     def holds(self, slot: int) -> bool:
-        """Whether `slot` has a sequence."""
         return slot in self.sequences
 
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
@@ -133,34 +140,14 @@ class VariableWindowCache:
         for window in self.windows:
             window.add_tokens(rows)
 
-    def steps_ahead(self, rows: Rows) -> None:
-        """Not known: windows come round at different times."""
-
-    def store_context(self, slot: int) -> None:
-        """Nothing is reused."""
-
-    def store_generated(self, slot: int, num_tokens: int) -> None:
-        """Nothing is reused."""
-
-    def forget_sequence(self, slot: int) -> None:
-        """Nothing is reused."""
-
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         for window in self.windows:
             window.remove_sequence(slot, now_s=now_s)
-
-    def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
-        """Nothing is reused."""
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         return tuple(
             replace(copy, window=index) for index, window in enumerate(self.windows) for copy in window.take_copies()
         )
-
-    @property
-    def places(self) -> int:
-        """Of all windows: a token has a place in each."""
-        return sum(window.places for window in self.windows)
 
     @property
     def held_places(self) -> int:

@@ -1,4 +1,4 @@
-"""Places of positions, and what outlives later ones, told by following the rule token by token."""
+"""Attention windows: places of positions and their survival, checked token by token."""
 
 import numpy as np
 import pytest

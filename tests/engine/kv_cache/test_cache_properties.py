@@ -1,4 +1,4 @@
-"""Any use of the KV cache manager: what it says is reused holds just that, and no step leaves it in disorder."""
+"""Random operations on the KV cache manager: reused blocks hold what their keys say, and all counts agree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.blocks import OutOfBlocks
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
-from ifbbench.engine.kv_cache.eviction import PRIMARY, SECONDARY
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind, OutOfBlocks
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, PRIMARY, SECONDARY, Retention, RetentionRange
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 
 SLOTS = 4
 MAX_SEQ_LEN = 24
@@ -38,7 +36,7 @@ retentions = st.sampled_from([
 
 @dataclass
 class Living:
-    """A sequence as its user knows it."""
+    """A sequence and its expected content."""
 
     tokens: list[int]
     known: KnownTokens
@@ -51,7 +49,7 @@ class Living:
         self.prompt_len = len(self.tokens)
 
     def content(self, position: int, beam: int) -> object:
-        """What a model computes at a position: a function of all tokens so far. Beams go their own ways."""
+        """What a model computes at a position: a function of all tokens up to it, and of the beam."""
         own_way = (beam, id(self)) if self.beams > 1 and position >= self.prompt_len else None
         return self.known.identity, tuple(self.tokens[: position + 1]), own_way
 
@@ -65,7 +63,7 @@ def apply(copies: list[BlockCopy], device: Memory, host: Memory) -> None:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences come, are computed, grow and go; a shadow of both memories holds what was written and copied."""
+    """Sequences are added, computed, grown and removed; a model of both memories holds what was written and copied."""
 
     @initialize(
         size=st.sampled_from([4, 4, 2, 1]), num_blocks=st.integers(6, 24), host=st.sampled_from([0, 3, 8]),
@@ -83,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(tokens_of_prompts, min_size=1, max_size=4), retention=retentions)
     def serve_one_after_the_other(self, prompts: list[list[int]], retention: Retention) -> None:
-        """Requests that come and go and leave what they computed."""
+        """Requests that are added, computed, removed and stored."""
         self.compute_prompts(set())
         for tokens in prompts:
             slot = self.add(tokens, 1, IDENTITIES[0], retention, True)
@@ -100,7 +98,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.add(tokens, beams, identity, retention, may_look_up)
 
     def add(self, tokens: list[int], beams: int, identity: str, retention: Retention, may_look_up: bool) -> int | None:
-        """The slot of the new sequence; None where there was no room."""
+        """The slot of the new sequence; None if it did not fit."""
         slot = next((slot for slot in range(SLOTS) if slot not in self.living), None)
         if slot is None:
             return None
@@ -130,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
         return slot
 
     def check_reused(self, reused: int, longest: int) -> None:
-        """`longest`: the tokens that the prompt has in common with anything known."""
+        """longest: length of the longest known prefix of the prompt."""
         whole_blocks = longest // self.size * self.size
         if self.rules_of_reuse.partial and self.rules_of_reuse.copy_partial:
             assert reused == longest
@@ -139,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(fails=st.sampled_from([set(), set(), set(), {0}, {1, 2}]))
     def compute_prompts(self, fails: set[int]) -> None:
-        """An iteration with the prompts added so far: copies first, then what is computed."""
+        """An iteration with the prompts added so far: copies first, then computation."""
         self.move()
         for slot, sequence in list(self.living.items()):
             if sequence.is_computed:
@@ -250,7 +248,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.device.get(place) == sequence.content(position, beam), f"position {position} of slot {slot}"
 
     def tree_blocks(self) -> Iterator[tuple[int, str, int, tuple[int, ...]]]:
-        """Each block that can be found: its identity, its first position, and all tokens up to its last."""
+        """Each linked block: its identity, its first position, and all tokens up to its last."""
         tree = self.cache.blocks.tree
         nodes = [(tree.root(name), name, ()) for name in IDENTITIES if tree.has_root(name)]
         while nodes:
@@ -267,7 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
             yield identity, tokens
 
     def longest_known(self, prompt: list[int], identity: str) -> int:
-        """With how many of the prompt's tokens, but its last, anything that can be found begins."""
+        """Length of the longest prefix of the prompt, its last token left out, that linked blocks hold."""
         known = [tokens for owner, tokens in self.known_prefixes() if owner == identity]
         return max(
             (length for length in range(len(prompt)) for tokens in known if tokens[:length] == tuple(prompt[:length])),
@@ -289,7 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("num_runs", "num_steps"), [(200, 35), pytest.param(5000, 60, marks=pytest.mark.slow, id="at length")]
 )
-def test_whatever_is_reused_holds_the_prefix_that_it_stands_for(num_runs: int, num_steps: int) -> None:
+def test_reused_blocks_hold_the_prefix_of_their_keys(num_runs: int, num_steps: int) -> None:
     stateful.run_state_machine_as_test(
         CacheMachine, settings=settings(max_examples=num_runs, stateful_step_count=num_steps)
     )

@@ -1,4 +1,4 @@
-"""Sequences longer than their attention window write over their oldest blocks: nobody else's, and never the sink."""
+"""Sequences longer than their attention window overwrite their own oldest blocks, and never the sink."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 
@@ -36,12 +36,12 @@ def test_a_sequence_never_holds_more_blocks_than_its_window_needs():
     cache = cache_of(window=8)
     cache.add_sequence(0, 5)
     grow(cache, 0, 40)
-    assert cache.blocks.num_used == 2
+    assert cache.num_used == 2
     cache.remove_sequence(0)
-    assert cache.blocks.num_used == 0
+    assert cache.num_used == 0
 
 
-def test_a_known_block_can_be_found_until_it_is_written_over():
+def test_a_known_block_is_found_until_it_is_overwritten():
     cache = cache_of(window=8)
     add(cache, 0, PROMPT)
     grow(cache, 0, 3)
@@ -51,7 +51,7 @@ def test_a_known_block_can_be_found_until_it_is_written_over():
     assert add(cache, 1, PROMPT) == 0
 
 
-def test_who_writes_over_a_block_that_another_holds_gets_one_of_its_own():
+def test_a_sequence_that_overwrites_a_shared_block_takes_another_one():
     cache = cache_of(window=8)
     add(cache, 0, PROMPT)
     assert add(cache, 1, PROMPT) == 4
@@ -62,11 +62,11 @@ def test_who_writes_over_a_block_that_another_holds_gets_one_of_its_own():
     assert cache.sequences[0].beams[0][0] != shared
     assert cache.sequences[1].beams[0][0] == shared
     assert int(cache.block_tables[0, 0, 0]) != int(cache.block_tables[1, 0, 0])
-    # It still holds what is known of it.
+    # The block still has its content.
     assert add(cache, 2, PROMPT) == 4
 
 
-def test_the_last_holder_writes_over_the_block_itself_and_it_is_forgotten():
+def test_a_block_of_its_own_is_overwritten_and_no_longer_found():
     cache = cache_of(window=8)
     add(cache, 0, PROMPT)
     add(cache, 1, PROMPT)
@@ -77,7 +77,7 @@ def test_the_last_holder_writes_over_the_block_itself_and_it_is_forgotten():
     assert add(cache, 2, PROMPT) == 0
 
 
-def test_a_sequence_that_has_come_round_leaves_nothing_to_be_found():
+def test_a_sequence_that_has_wrapped_stores_nothing():
     cache = cache_of(window=8)
     add(cache, 0, PROMPT)
     grow(cache, 0, 4)
@@ -85,7 +85,7 @@ def test_a_sequence_that_has_come_round_leaves_nothing_to_be_found():
     assert add(cache, 1, PROMPT) == 0
 
 
-def test_a_prompt_that_fills_its_window_neither_finds_nor_leaves_anything():
+def test_a_prompt_that_fills_its_window_neither_finds_nor_stores_anything():
     cache = cache_of(window=8)
     short, long = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8]
     add(cache, 0, short)
@@ -95,19 +95,19 @@ def test_a_prompt_that_fills_its_window_neither_finds_nor_leaves_anything():
     assert add(cache, 2, short) == 4
 
 
-def test_beams_part_where_they_write_over_what_they_shared():
+def test_beams_take_private_blocks_when_they_overwrite_shared_ones():
     # Beams have a spare block: 12 places for a window of 8.
     cache = cache_of(window=8, beams=2)
     cache.add_sequence(0, 6, beam_width=2)
     grow(cache, 0, 6)
     first, second = cache.sequences[0].beams
     assert (first[0] == second[0], first[1] == second[1], first[2] == second[2]) == (True, False, False)
-    used = cache.blocks.num_used
+    used = cache.num_used
     grow(cache, 0, 1)
     assert first[0] != second[0]
-    assert cache.blocks.num_used == used + 1
+    assert cache.num_used == used + 1
     grow(cache, 0, 40)
-    assert cache.blocks.num_used == used + 1
+    assert cache.num_used == used + 1
 
 
 def test_beams_keep_sharing_the_sink():
@@ -119,7 +119,7 @@ def test_beams_keep_sharing_the_sink():
     assert set(first[1:]).isdisjoint(second[1:])
 
 
-def test_sink_tokens_that_do_not_fill_a_block_are_kept_with_the_empty_places_behind_them():
+def test_sink_tokens_that_do_not_fill_a_block_are_kept_with_the_bubble():
     cache = cache_of(window=12, beams=2, sink=2)
     cache.add_sequence(0, 9, beam_width=2)
     assert cache.registered[0] == 11
@@ -144,8 +144,8 @@ def test_the_last_block_of_a_prompt_that_fills_the_capacity_is_each_beams_own():
 
 @settings(max_examples=400)
 @given(
-    size=st.sampled_from([1, 2, 4]), window=st.integers(6, 20), sink=st.integers(0, 5), beams=st.sampled_from([1, 2, 3]),
-    prompt_len=st.integers(1, 50), new_tokens=st.integers(1, 60),
+    size=st.sampled_from([1, 2, 4]), window=st.integers(6, 20), sink=st.integers(0, 5),
+    beams=st.sampled_from([1, 2, 3]), prompt_len=st.integers(1, 50), new_tokens=st.integers(1, 60),
 )  # fmt: skip
 def test_beams_take_exactly_the_blocks_that_they_are_estimated_to_take(
     size, window, sink, beams, prompt_len, new_tokens
@@ -174,7 +174,7 @@ def test_beams_take_exactly_the_blocks_that_they_are_estimated_to_take(
     size=st.sampled_from([1, 2, 4]), window=st.integers(6, 20), sink=st.integers(0, 5), beams=st.sampled_from([1, 2]),
     data=st.data(),
 )  # fmt: skip
-def test_the_sink_and_the_tokens_of_the_window_are_there_in_every_beam(size, window, sink, beams, data):
+def test_sink_tokens_and_tokens_of_the_window_are_stored_in_every_beam(size, window, sink, beams, data):
     cache = cache_of(window, beams, sink, size)
     attention_window = cache.attention_window
     places_in_all, kept = attention_window.capacity, sink + attention_window.bubble
@@ -191,7 +191,7 @@ def test_the_sink_and_the_tokens_of_the_window_are_there_in_every_beam(size, win
     def content(beam: int, position: int) -> tuple[int, int]:
         return (position, beam) if position >= prompt_len else (position, 0)
 
-    # The prompt is computed once, and an executor gives the beams what of it they have in blocks of their own.
+    # The prompt is computed once; the executor copies its part in private blocks to all beams.
     for position in range(prompt_len):
         for beam in range(beams):
             memory[place_of(beam, position)] = content(beam, position)

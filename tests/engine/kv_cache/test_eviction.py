@@ -1,4 +1,4 @@
-"""Which free block is taken next: stories, and any use against a list of lists."""
+"""The order in which free blocks are taken: examples, and random operations against a list of lists."""
 
 import pytest
 from hypothesis import settings, stateful
@@ -9,7 +9,7 @@ from ifbbench.engine.kv_cache.eviction import DEFAULT_PRIORITY, PRIMARY, SECONDA
 
 
 def taken_in_order(policy: EvictionPolicy, level: int = PRIMARY) -> list[int]:
-    """Claim all that is free."""
+    """Claim all free blocks."""
     order = []
     while policy.num_free[level]:
         order.append(policy.front(level))
@@ -23,7 +23,7 @@ def all_claimed(count: int) -> EvictionPolicy:
     return policy
 
 
-def test_new_blocks_are_taken_in_the_order_of_their_ids_each_level_for_itself():
+def test_new_blocks_are_taken_in_the_order_of_their_ids_in_each_level():
     policy = EvictionPolicy(3, 2)
     assert taken_in_order(policy) == [0, 1, 2]
     assert policy.num_free == [0, 2]
@@ -56,7 +56,7 @@ def test_lower_priorities_are_taken_before_higher_ones():
     assert taken_in_order(policy) == [1, 3, 2, 0]
 
 
-def test_the_front_of_a_queue_is_not_before_lower_priorities():
+def test_release_to_the_front_does_not_pass_lower_priorities():
     policy = EvictionPolicy(2)
     policy.claim(0, 10)
     policy.claim(1, 20)
@@ -72,7 +72,7 @@ def test_a_block_can_be_claimed_from_the_middle():
     assert taken_in_order(policy) == [0, 1, 3]
 
 
-def test_a_claim_without_priority_keeps_the_one_it_has():
+def test_a_claim_without_priority_keeps_the_priority():
     policy = EvictionPolicy(1)
     policy.claim(0, 70)
     policy.release(0)
@@ -80,7 +80,7 @@ def test_a_claim_without_priority_keeps_the_one_it_has():
     assert policy.priority(0) == 70
 
 
-def test_a_priority_ends_with_its_time_and_the_block_goes_behind_those_without():
+def test_a_block_with_an_expired_priority_moves_to_the_back_of_the_default_queue():
     policy = EvictionPolicy(3)
     policy.claim(0, 90, duration_s=10)
     policy.claim(1, 5, duration_s=10)
@@ -96,7 +96,7 @@ def test_a_priority_ends_with_its_time_and_the_block_goes_behind_those_without()
     assert policy.free_blocks(PRIMARY) == [2, 0, 1]
 
 
-def test_time_counts_from_the_release_and_not_while_the_block_is_held():
+def test_a_duration_starts_at_the_release():
     policy = EvictionPolicy(1)
     policy.claim(0, 90, duration_s=10)
     policy.refresh(1000)
@@ -107,7 +107,7 @@ def test_time_counts_from_the_release_and_not_while_the_block_is_held():
     assert policy.priority(0) == DEFAULT_PRIORITY
 
 
-def test_a_block_claimed_in_between_forgets_when_it_was_to_expire():
+def test_a_claim_cancels_the_expiry():
     policy = EvictionPolicy(1)
     policy.claim(0, 90, duration_s=10)
     policy.release(0, now_s=0)
@@ -119,7 +119,7 @@ def test_a_block_claimed_in_between_forgets_when_it_was_to_expire():
     assert policy.priority(0) == DEFAULT_PRIORITY
 
 
-def test_a_claim_without_duration_keeps_the_priority_for_ever():
+def test_a_claim_without_duration_keeps_the_priority_without_limit():
     policy = EvictionPolicy(1)
     policy.claim(0, 90, duration_s=10)
     policy.release(0, now_s=0)
@@ -129,7 +129,7 @@ def test_a_claim_without_duration_keeps_the_priority_for_ever():
     assert policy.priority(0) == 90
 
 
-def test_changing_the_priority_of_a_free_block_moves_it_and_of_a_held_one_counts_at_its_release():
+def test_a_new_priority_moves_a_free_block_at_once_and_a_held_one_at_its_release():
     policy = EvictionPolicy(3)
     policy.claim(2)
     policy.set_priority(0, 40)
@@ -139,13 +139,13 @@ def test_changing_the_priority_of_a_free_block_moves_it_and_of_a_held_one_counts
     assert policy.free_blocks(PRIMARY) == [2, 1, 0]
 
 
-def test_setting_the_priority_that_it_has_sends_a_free_block_to_the_back():
+def test_setting_the_same_priority_moves_a_free_block_to_the_back():
     policy = EvictionPolicy(3)
     policy.set_priority(0, DEFAULT_PRIORITY)
     assert policy.free_blocks(PRIMARY) == [1, 2, 0]
 
 
-def test_blocks_that_exchange_their_memory_exchange_their_queues():
+def test_blocks_that_swap_levels_swap_queues():
     policy = EvictionPolicy(2, 2)
     policy.claim(0)
     policy.claim(3)
@@ -157,7 +157,7 @@ def test_blocks_that_exchange_their_memory_exchange_their_queues():
 
 
 @pytest.mark.parametrize(("priority", "is_worth_it"), [(29, False), (30, True), (35, True)])
-def test_blocks_below_the_least_priority_are_not_worth_offloading(priority, is_worth_it):
+def test_blocks_below_the_minimum_priority_are_not_offloaded(priority, is_worth_it):
     policy = EvictionPolicy(1)
     policy.claim(0, priority)
     assert policy.is_worth_offloading(0) == is_worth_it
@@ -256,5 +256,5 @@ class EvictionMachine(RuleBasedStateMachine):
             assert self.policy.is_free(block) == self.is_free(block)
 
 
-def test_any_use_takes_blocks_as_a_list_for_each_priority_would():
+def test_random_operations_agree_with_a_list_for_each_priority():
     stateful.run_state_machine_as_test(EvictionMachine, settings=settings(max_examples=100, stateful_step_count=40))

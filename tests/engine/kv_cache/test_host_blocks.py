@@ -1,15 +1,14 @@
-"""What is copied: known blocks that make room and come back, and beginnings of blocks that others need."""
+"""Copies: blocks that are offloaded and onboarded, and prefixes of blocks in use."""
 
 import numpy as np
 import pytest
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.blocks import OutOfBlocks
-from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
+from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind, OutOfBlocks
+from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention, RetentionRange
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.retention import NO_RETENTION, Retention, RetentionRange
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 
 A, B, C = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 OTHERS = list(range(100, 112))
@@ -31,11 +30,11 @@ def serve(cache: KvCacheManager, tokens: list[int], retention: Retention = NO_RE
     return reused
 
 
-def test_what_the_device_has_no_room_for_is_found_again_on_the_host():
+def test_evicted_blocks_are_found_on_the_host():
     cache = cache_of(num_blocks=3, host=3)
     serve(cache, [*A, *B, 0])
     serve(cache, OTHERS)
-    # Block 2 held the last token, which nobody stored; 1 is the tail of what is known, so it goes first.
+    # Block 2 held the last token, which was not stored; block 1 is the tail of the known prefix and is evicted first.
     assert cache.take_copies() == (
         BlockCopy(CopyKind.OFFLOAD, 1, 0, 4), BlockCopy(CopyKind.OFFLOAD, 0, 1, 4),
     )  # fmt: skip
@@ -45,7 +44,7 @@ def test_what_the_device_has_no_room_for_is_found_again_on_the_host():
     cache.check_consistency()
 
 
-def test_without_a_host_pool_it_is_gone():
+def test_without_host_blocks_evicted_blocks_are_lost():
     cache = cache_of(num_blocks=3, host=0)
     serve(cache, [*A, *B, 0])
     serve(cache, OTHERS)
@@ -53,7 +52,7 @@ def test_without_a_host_pool_it_is_gone():
     assert add(cache, 1, [*A, *B, 0]) == 0
 
 
-def test_what_is_not_worth_keeping_is_not_copied():
+def test_blocks_of_low_priority_are_not_offloaded():
     cache = cache_of(num_blocks=3, host=3)
     serve(cache, [*A, *B, 0], Retention([RetentionRange(0, None, 29)]))
     serve(cache, OTHERS)
@@ -61,7 +60,7 @@ def test_what_is_not_worth_keeping_is_not_copied():
     assert add(cache, 1, [*A, *B, 0]) == 0
 
 
-def test_a_full_host_pool_gives_up_what_has_been_there_for_longest():
+def test_a_full_host_pool_evicts_its_oldest_block():
     cache = cache_of(num_blocks=2, host=1)
     serve(cache, [*A, 0])
     serve(cache, [*B, 0])
@@ -70,7 +69,7 @@ def test_a_full_host_pool_gives_up_what_has_been_there_for_longest():
     cache.remove_sequence(0)
 
 
-def test_of_a_block_that_another_holds_the_equal_beginning_is_copied():
+def test_the_matching_prefix_of_a_block_in_use_is_copied():
     cache = cache_of(num_blocks=6, host=0)
     add(cache, 0, [*A, *B, 0])
     cache.store_context(0)
@@ -80,24 +79,24 @@ def test_of_a_block_that_another_holds_the_equal_beginning_is_copied():
     assert cache.take_copies() == ()
 
 
-def test_a_block_that_nobody_needs_is_taken_over_without_a_copy():
+def test_a_free_leaf_with_a_matching_prefix_is_taken_over_without_a_copy():
     cache = cache_of(num_blocks=6, host=0)
     serve(cache, [*A, *B, 0])
     assert add(cache, 1, [*A, *B[:3], 0, 0]) == 7
     assert cache.take_copies() == ()
     assert cache.sequences[1].beams[0][:2] == [0, 1]
-    # What it held beyond the beginning is lost.
+    # What it held beyond the prefix is lost.
     assert add(cache, 0, [*A, *B, 0]) == 4
 
 
-def test_a_beginning_is_copied_from_the_host_while_its_block_stays_there():
+def test_a_prefix_is_copied_from_the_host_while_its_block_stays_there():
     cache = cache_of(num_blocks=3, host=1)
     serve(cache, [*A, *B, 0])
     cache.blocks.eviction.set_priority(0, 30)
     cache.blocks.eviction.set_priority(1, 90)
     serve(cache, OTHERS[:8])
     assert cache.take_copies() == (BlockCopy(CopyKind.OFFLOAD, 0, 0, 4),)
-    # B is still below A, so only a beginning of A is copied. What makes room for it has none itself on the host.
+    # B is still below A, so a prefix of A is copied. The block evicted for it does not fit on the host.
     assert add(cache, 1, [*A[:2], 0]) == 2
     assert cache.take_copies() == (BlockCopy(CopyKind.ONBOARD, 0, cache.block_tables[1, 0, 0], 2),)
     cache.check_consistency()
@@ -105,7 +104,7 @@ def test_a_beginning_is_copied_from_the_host_while_its_block_stays_there():
     assert add(cache, 1, [*A, *B, 0]) == 8
 
 
-def test_a_block_that_is_next_in_line_is_not_copied_onto_itself():
+def test_a_source_that_is_evicted_for_its_own_copy_is_not_copied():
     cache = cache_of(num_blocks=4, host=0)
     serve(cache, [*A, *B, 0])
     serve(cache, [*A, *C, 0])
@@ -116,10 +115,10 @@ def test_a_block_that_is_next_in_line_is_not_copied_onto_itself():
     cache.check_consistency()
 
 
-def test_what_a_full_host_pool_gives_up_takes_what_lies_below_it_along():
+def test_eviction_from_the_host_unlinks_the_descendants():
     cache = cache_of(num_blocks=3, host=1)
     serve(cache, [*A, *B, 0])
-    # Only A is pushed off the device, onto the host; then something else takes its place there.
+    # Only A is offloaded to the host; then another block evicts it there.
     cache.blocks.eviction.set_priority(0, 30)
     add(cache, 1, [0])
     cache.remove_sequence(1)
@@ -130,26 +129,26 @@ def test_what_a_full_host_pool_gives_up_takes_what_lies_below_it_along():
     cache.check_consistency()
 
 
-def test_too_few_free_blocks_change_nothing_even_if_a_match_is_pushed_off_the_host():
+def test_too_few_free_blocks_change_nothing_even_if_onboarding_would_evict_a_match():
     cache = cache_of(num_blocks=7, host=2)
-    # Two compute the same; the second one's C is known below the first one's A and B.
+    # Two sequences compute the same; block C of the second is linked below A and B of the first.
     add(cache, 0, [*A, *B, 0])
     add(cache, 1, [*A, *B, *C, 0])
     cache.store_context(0)
     cache.store_context(1)
     cache.remove_sequence(0)
-    # A and B go to the host, which is full now.
+    # A and B are offloaded to the host, which is full now.
     serve(cache, OTHERS)
     assert cache.free_blocks == 3
     before = cache.free_blocks, list(cache.blocks.references)
-    # C is held already, but bringing A back pushes B off the host, and C with it: all four blocks would be taken.
+    # C is in use already, but onboarding A evicts B from the host and unlinks C: all four blocks would be taken.
     with pytest.raises(OutOfBlocks):
         add(cache, 2, [*A, *B, *C, 0])
     assert (cache.free_blocks, list(cache.blocks.references)) == before
     cache.check_consistency()
 
 
-def test_a_prompt_for_which_there_is_no_room_takes_nothing_and_forgets_nothing():
+def test_a_prompt_that_does_not_fit_changes_nothing():
     cache = cache_of(num_blocks=4, host=2)
     add(cache, 0, [*A, *B, 0])
     cache.store_context(0)

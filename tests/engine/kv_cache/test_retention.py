@@ -1,14 +1,13 @@
-"""What requests say of how long their blocks are worth keeping."""
+"""Retention priorities of requests."""
 
 import numpy as np
 import pytest
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.eviction import DEFAULT_PRIORITY
+from ifbbench.engine.kv_cache.eviction import DEFAULT_PRIORITY, Retention, RetentionRange
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.retention import Retention, RetentionRange
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 
 
 @pytest.mark.parametrize(
@@ -17,15 +16,15 @@ from ifbbench.engine.kv_cache.token_keys import TokenIds
         (Retention([RetentionRange(4, 4, 50)]), "expected a positive length"),
         (Retention([RetentionRange(8, 4, 50)]), "expected a positive length"),
         (Retention([RetentionRange(-1, 4, 50)]), "expected a positive length"),
-        (Retention([RetentionRange(0, None, 50), RetentionRange(8, 9, 50)]), "only the last one may be without end"),
-        (Retention([RetentionRange(0, 8, 50), RetentionRange(7, 9, 50)]), "7 comes before the end 8"),
-        (Retention([RetentionRange(8, 9, 50), RetentionRange(0, 8, 50)]), "0 comes before the end 9"),
+        (Retention([RetentionRange(0, None, 50), RetentionRange(8, 9, 50)]), "only the last one may have no end"),
+        (Retention([RetentionRange(0, 8, 50), RetentionRange(7, 9, 50)]), "7 is before the end 8"),
+        (Retention([RetentionRange(8, 9, 50), RetentionRange(0, 8, 50)]), "0 is before the end 9"),
         (Retention([RetentionRange(0, 8, 101)]), "retention priority 101: expected 0 to 100"),
         (Retention([RetentionRange(0, 8, -1)]), "retention priority -1: expected 0 to 100"),
         (Retention(decode_priority=101), "retention priority 101: expected 0 to 100"),
     ],
 )
-def test_what_is_wrong_is_said(retention, complaint):
+def test_invalid_retention_is_explained(retention, complaint):
     assert complaint in retention.problem()
 
 
@@ -37,11 +36,11 @@ def test_what_is_wrong_is_said(retention, complaint):
         Retention([RetentionRange(4, 5, 50), RetentionRange(90, 91, 50)]),
     ],
 )
-def test_nothing_is_wrong_with_ranges_in_order(retention):
+def test_ranges_in_order_are_valid(retention):
     assert retention.problem() is None
 
 
-def test_a_block_takes_the_range_of_its_first_token():
+def test_a_block_belongs_to_the_range_of_its_first_token():
     retention = Retention([RetentionRange(0, 5, 80, 9.0), RetentionRange(6, 12, 20), RetentionRange(16, None, 90)])
     found = [retention.of_block(index, 4) for index in range(6)]
     # Tokens 0, 4, 8, 12, 16, 20; a range that begins within a block does not count for it.
@@ -64,7 +63,7 @@ def blocks_of(manager: KvCacheManager, slot: int) -> list[int]:
     return manager.sequences[slot].beams[0]
 
 
-def test_blocks_of_a_prompt_have_the_priorities_of_its_ranges_and_those_of_output_their_own():
+def test_prompt_blocks_have_range_priorities_and_output_blocks_the_decode_priority():
     manager = cache()
     add(manager, 0, list(range(12)), Retention([RetentionRange(0, 4, 80), RetentionRange(4, 8, 0)], decode_priority=60))
     manager.add_tokens(np.array([0]))
@@ -72,7 +71,7 @@ def test_blocks_of_a_prompt_have_the_priorities_of_its_ranges_and_those_of_outpu
     assert priorities == [80, 0, DEFAULT_PRIORITY, 60]
 
 
-def test_what_is_found_keeps_its_priority_unless_the_finder_says_another():
+def test_a_matched_block_keeps_its_priority_unless_the_request_sets_one():
     manager = cache()
     prompt = list(range(9))
     add(manager, 0, prompt, Retention([RetentionRange(0, 8, 80)]))
@@ -84,7 +83,7 @@ def test_what_is_found_keeps_its_priority_unless_the_finder_says_another():
     assert [manager.blocks.eviction.priority(block) for block in (first, second)] == [10, 80]
 
 
-def test_a_prompt_of_high_priority_outlives_others_until_its_time_is_over():
+def test_a_prompt_of_high_priority_is_kept_until_its_priority_expires():
     manager = cache(num_blocks=6)
     kept, others, high = [1] * 9, [2] * 9, Retention([RetentionRange(0, None, 90, 10.0)])
     for slot, (prompt, retention) in enumerate([(kept, high), (others, None)]):
@@ -100,7 +99,7 @@ def test_a_prompt_of_high_priority_outlives_others_until_its_time_is_over():
     manager.remove_sequence(1, 9, now_s=6.0)
 
 
-def test_after_its_time_a_prompt_is_given_up_like_any_other():
+def test_a_prompt_with_an_expired_priority_is_evicted_like_any_other():
     manager = cache(num_blocks=6)
     kept = [1] * 9
     add(manager, 0, kept, Retention([RetentionRange(0, None, 90, 10.0)]))

@@ -1,4 +1,4 @@
-"""The tree of known blocks, beside a dictionary of paths."""
+"""The reuse tree: examples, and random operations against a dictionary of paths."""
 
 import numpy as np
 from hypothesis import settings, stateful
@@ -17,7 +17,7 @@ def key(*tokens: int) -> BlockKey:
     return TokenIds(np.array(tokens, np.int32)).key(0, len(tokens))
 
 
-def test_a_block_is_found_under_the_tokens_that_it_holds_and_nowhere_else():
+def test_a_block_is_found_by_its_tokens_and_parent_only():
     tree = ReuseTree(3)
     tree.link(0, tree.root("a"), key(1, 2))
     tree.link(1, 0, key(1, 2))
@@ -28,7 +28,7 @@ def test_a_block_is_found_under_the_tokens_that_it_holds_and_nowhere_else():
     assert tree.child(tree.root("b"), key(1, 2)) is None
 
 
-def test_a_fork_collapses_to_the_child_that_is_left():
+def test_a_fork_with_one_child_left_collapses():
     tree = ReuseTree(4)
     tree.link(0, tree.root("a"), key(9))
     for block, token in ((1, 1), (2, 2), (3, 3)):
@@ -42,7 +42,7 @@ def test_a_fork_collapses_to_the_child_that_is_left():
     tree.check_consistency()
 
 
-def test_a_root_vanishes_with_its_last_block_and_others_stay():
+def test_a_root_is_removed_with_its_last_block():
     tree = ReuseTree(3)
     for block, identity in enumerate(["a", "a", "b"]):
         tree.link(block, tree.root(identity), key(block))
@@ -63,7 +63,7 @@ def test_unlinking_a_block_that_is_not_linked_changes_nothing():
     assert not tree.is_linked(0)
 
 
-def test_a_stamp_tells_that_a_block_has_left_even_if_it_is_back():
+def test_a_stamp_changes_when_a_block_is_unlinked_and_linked_again():
     tree = ReuseTree(2)
     tree.link(0, tree.root("a"), key(1))
     tree.link(1, 0, key(2))
@@ -73,7 +73,7 @@ def test_a_stamp_tells_that_a_block_has_left_even_if_it_is_back():
     assert all(now != then for now, then in zip(tree.stamp, before, strict=True))
 
 
-def test_the_child_that_begins_most_like_a_key_is_found_among_those_that_may_be_used():
+def test_the_eligible_child_with_the_longest_common_prefix_is_found():
     tree = ReuseTree(4)
     for block, tokens in enumerate([(1, 2, 3, 4), (1, 2, 9, 9), (1, 9, 9, 9), (7, 7, 7, 7)]):
         tree.link(block, tree.root("a"), key(*tokens))
@@ -92,7 +92,7 @@ Path = tuple[str, tuple[BlockKey, ...]]
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """A dictionary says which block is at which path."""
+    """A dictionary has the block of each path."""
 
     @initialize()
     def start(self) -> None:
@@ -173,5 +173,5 @@ class TreeMachine(RuleBasedStateMachine):
                 assert self.tree.parent[node] == self.node((path[0], path[1][:-1]))
 
 
-def test_any_use_agrees_with_a_dictionary_of_paths():
+def test_random_operations_agree_with_a_dictionary_of_paths():
     stateful.run_state_machine_as_test(TreeMachine, settings=settings(max_examples=100, stateful_step_count=40))

@@ -1,4 +1,4 @@
-"""When others can find what a sequence has computed."""
+"""When the blocks of a sequence are found by other sequences."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 
@@ -29,14 +29,14 @@ def test_nothing_is_found_before_it_is_computed():
     assert add(cache, 1, [*TEXT, 9]) == 0
 
 
-def test_of_a_computed_prompt_all_whole_blocks_but_one_that_its_last_token_fills_are_found():
+def test_full_blocks_of_a_computed_prompt_are_found_but_one_that_its_last_token_fills():
     cache = cache_of()
     add(cache, 0, TEXT)
     cache.store_context(0)
     assert add(cache, 1, [*TEXT, 9]) == 4
 
 
-def test_a_block_that_output_has_filled_is_found():
+def test_a_block_filled_by_output_is_found():
     cache = cache_of()
     add(cache, 0, TEXT[:7])
     cache.store_context(0)
@@ -49,7 +49,7 @@ def test_a_block_that_output_has_filled_is_found():
     assert add(cache, 1, [*TEXT, 9]) == 8
 
 
-def test_a_last_block_that_is_not_full_is_found_once_its_owner_has_left():
+def test_a_partial_last_block_is_found_after_its_sequence_is_removed():
     cache = cache_of()
     add(cache, 0, TEXT[:6])
     cache.store_context(0)
@@ -59,7 +59,7 @@ def test_a_last_block_that_is_not_full_is_found_once_its_owner_has_left():
     assert add(cache, 1, TEXT) == 6
 
 
-def test_who_leaves_without_storing_leaves_nothing_new():
+def test_a_sequence_removed_without_storing_adds_nothing():
     cache = cache_of()
     add(cache, 0, TEXT)
     cache.store_context(0)
@@ -67,7 +67,7 @@ def test_who_leaves_without_storing_leaves_nothing_new():
     assert add(cache, 1, [*TEXT, 9]) == 4
 
 
-def test_beams_share_what_is_found_but_their_last_block():
+def test_beams_share_matched_blocks_but_not_the_last_one():
     cache = cache_of()
     add(cache, 0, [*TEXT, 9])
     cache.store_context(0)
@@ -78,7 +78,7 @@ def test_beams_share_what_is_found_but_their_last_block():
     cache.check_consistency()
 
 
-def test_who_may_not_look_up_finds_nothing_and_still_stores():
+def test_a_request_that_may_not_look_up_still_stores():
     cache = cache_of()
     assert add(cache, 0, TEXT, may_look_up=False) == 0
     cache.store_context(0)
@@ -91,13 +91,13 @@ def test_who_may_not_look_up_finds_nothing_and_still_stores():
     [
         (ReuseRules(False), 0),
         (ReuseRules(True, partial=False), 4),
-        # Another holds the second block: its beginning can only be copied.
+        # The second block is in use: its prefix can only be copied.
         (ReuseRules(True, copy_partial=False), 4),
         (ReuseRules(True), 6),
     ],
     ids=["no reuse", "whole blocks", "nothing copied", "all"],
 )
-def test_rules_say_what_is_reused(rules, reused):
+def test_reuse_rules(rules, reused):
     cache = cache_of(rules)
     add(cache, 0, [*TEXT, 9])
     cache.store_context(0)
@@ -105,7 +105,7 @@ def test_rules_say_what_is_reused(rules, reused):
     cache.check_consistency()
 
 
-def test_a_request_that_leaves_before_it_starts_leaves_no_search_to_the_next_one_in_its_slot():
+def test_a_prefix_search_is_not_inherited_by_the_next_request_of_a_slot():
     cache, active = cache_of(), ActiveRequests(RequestTable(rows=1))
     add(cache, 1, TEXT)
     cache.store_context(1)

@@ -1,4 +1,4 @@
-"""Keys stand for tokens: equal for equal ones, and in an order in which the most alike are neighbours."""
+"""Block keys: equal for equal tokens, and ordered so that neighbours have the longest common prefixes."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ids = st.sampled_from([-(2**31), -256, -1, 0, 1, 2, 255, 256, 65536, 2**31 - 1])
 extra_ids = st.sampled_from([-1, 0, 1, 2**40])
 plain_tokens = st.lists(st.tuples(ids, st.just(0)), max_size=7)
 extra_tokens = st.lists(st.tuples(ids, extra_ids), max_size=7)
-# Numbers of which many follow on each other, so that runs join, part and end at different places.
+# Many consecutive numbers, so that runs join, split and end at different places.
 symbols = st.lists(st.tuples(st.sampled_from([-5, -4, 0, 1, 2, 7]), st.integers(1, 4)), max_size=4).map(
     lambda runs: [(number, 0) for first, length in runs for number in range(first, first + length)]
 )
@@ -73,7 +73,7 @@ def test_a_prompt_is_cut_into_blocks(num_tokens, with_partial, ranges):
     assert block_ranges(num_tokens, 4, with_partial) == ranges
 
 
-def test_a_token_with_extra_ids_is_of_another_kind_than_one_without():
+def test_tokens_with_and_without_extra_ids_are_of_different_kinds():
     tokens = [(1, 0), (2, 0)]
     assert with_extra_ids(tokens).kind != plain(tokens).kind
     assert len({plain(tokens).kind, with_extra_ids(tokens).kind, symbolic(tokens).kind}) == 3
@@ -85,7 +85,7 @@ def test_output_has_no_extra_ids():
     assert tokens.key(0, 2) == with_extra_ids([(1, 9), (5, 0)]).key(0, 2)
 
 
-def test_runs_that_touch_are_one_however_a_trace_cuts_them():
+def test_adjacent_runs_are_joined():
     whole = SymbolicTokens([(512, 1024)])
     parts = SymbolicTokens([(512, 512), (1024, 1), (1025, 0), (1025, 511)])
     assert whole.key(100, 900) == parts.key(100, 900)
@@ -113,10 +113,10 @@ def test_keys_are_equal_if_and_only_if_their_tokens_are(kind, data):
 
 @every_kind
 @given(data=st.data())
-def test_a_key_tells_how_many_tokens_it_has_and_shares(kind, data):
+def test_numbers_of_tokens_and_of_common_tokens_of_keys(kind, data):
     make, texts = KINDS[kind]
     first, second = data.draw(texts), data.draw(texts)
-    # The second often begins as the first does.
+    # The second often has a common prefix with the first.
     second = first[: data.draw(st.integers(0, len(first)))] + second
     one, other = make(first), make(second)
     assert (len(one), one.num_tokens(whole_key(one))) == (len(first), len(first))
@@ -128,7 +128,7 @@ def test_a_key_tells_how_many_tokens_it_has_and_shares(kind, data):
 @every_kind
 @settings(max_examples=300)
 @given(data=st.data())
-def test_of_any_keys_a_neighbour_begins_most_like_a_key(kind, data):
+def test_a_neighbour_of_a_key_has_the_longest_common_prefix(kind, data):
     make, texts = KINDS[kind]
     stem = data.draw(texts)
     alike = st.builds(lambda cut, rest: stem[:cut] + rest, st.integers(0, len(stem)), texts)
@@ -139,13 +139,13 @@ def test_of_any_keys_a_neighbour_begins_most_like_a_key(kind, data):
     place = bisect_left(keys, key)
     common = [tokens.num_common_tokens(key, other) for other in keys]
     assert max(common) == max(common[max(place - 1, 0) : place + 1])
-    # Further away there is never more.
+    # A key further away never has more in common.
     assert common[:place] == sorted(common[:place])
     assert common[place:] == sorted(common[place:], reverse=True)
 
 
 @given(tokens=st.lists(st.tuples(ids, extra_ids), max_size=9), cut=st.integers(0, 9), has_extra=st.booleans())
-def test_tokens_that_are_appended_are_as_those_given_at_once(tokens, cut, has_extra):
+def test_appended_tokens_equal_tokens_given_at_once(tokens, cut, has_extra):
     make = with_extra_ids if has_extra else plain
     grown = make(tokens[:cut])
     more = make(tokens[cut:])
@@ -159,7 +159,7 @@ def test_tokens_that_are_appended_are_as_those_given_at_once(tokens, cut, has_ex
 
 
 @given(tokens=symbols, cuts=st.lists(st.integers(0, 16)), grows=st.booleans(), data=st.data())
-def test_runs_split_in_any_way_have_equal_keys(tokens, cuts, grows, data):
+def test_keys_do_not_depend_on_how_runs_are_split(tokens, cuts, grows, data):
     numbers = [number for number, _ in tokens]
     breaks = [place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1]
     ends = sorted({0, len(numbers), *breaks, *(min(cut, len(numbers)) for cut in cuts)})

@@ -1,11 +1,11 @@
-"""What is forgotten of a conversation that is taken up again further ahead."""
+"""Truncation of stored conversations."""
 
 import numpy as np
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import KnownTokens, ReuseRules
-from ifbbench.engine.kv_cache.token_keys import TokenIds
+from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 
 TRUNK = [1, 2, 3, 4, 5, 6, 7, 8]
 LEFT, RIGHT = [*TRUNK, 11, 12, 13, 14, 15], [*TRUNK, 21, 22, 23, 24, 25]
@@ -16,7 +16,7 @@ def known(tokens: list[int], identity: str = "") -> KnownTokens:
 
 
 def serve(cache: KvCacheManager, tokens: list[int]) -> int:
-    """How much of `tokens` was found; all of it is known afterwards."""
+    """Number of `tokens` found; all of them are stored afterwards."""
     reused = cache.add_sequence(0, len(tokens), known=known(tokens))
     cache.store_context(0)
     cache.remove_sequence(0, len(tokens))
@@ -25,7 +25,7 @@ def serve(cache: KvCacheManager, tokens: list[int]) -> int:
 
 
 def found(cache: KvCacheManager, tokens: list[int]) -> int:
-    """How much of `tokens` would be found, as far as whole blocks go."""
+    """Number of `tokens` in full blocks that would be found."""
     reused = cache.add_sequence(0, len(tokens), known=known(tokens))
     cache.remove_sequence(0)
     return reused // 4 * 4
@@ -38,20 +38,20 @@ def cache_with(*conversations: list[int], num_blocks: int = 16) -> KvCacheManage
     return cache
 
 
-def test_only_what_comes_behind_the_kept_tokens_is_forgotten():
+def test_only_blocks_beyond_the_kept_tokens_are_forgotten():
     cache = cache_with(LEFT)
     cache.truncate(known(LEFT), len(LEFT), keep=8)
     cache.check_consistency()
     assert found(cache, LEFT) == 8
 
 
-def test_the_block_that_the_kept_tokens_end_in_stays():
+def test_the_block_with_the_last_kept_token_stays():
     cache = cache_with(LEFT)
     cache.truncate(known(LEFT), len(LEFT), keep=5)
     assert found(cache, LEFT) == 8
 
 
-def test_other_branches_keep_theirs_and_what_leads_to_them():
+def test_other_branches_and_their_prefixes_stay():
     cache = cache_with(LEFT, RIGHT)
     cache.truncate(known(LEFT), len(LEFT), keep=0)
     cache.check_consistency()
@@ -65,30 +65,30 @@ def test_with_nothing_kept_and_no_branches_all_is_forgotten():
     assert found(cache, LEFT) == 0
 
 
-def test_a_conversation_that_nobody_knows_and_one_of_another_identity_change_nothing():
+def test_unknown_conversations_and_other_identities_change_nothing():
     cache = cache_with(LEFT)
     cache.truncate(known([9, 9, 9, 9, 9]), 5, keep=0)
     cache.truncate(known(LEFT, "other"), len(LEFT), keep=0)
     assert found(cache, LEFT) == 12
 
 
-def test_what_is_forgotten_is_given_up_before_what_others_left_earlier():
+def test_forgotten_blocks_are_evicted_before_older_ones():
     cache = cache_with(RIGHT, [31, 32, 33, 34, 35], num_blocks=6)
-    # Four blocks of the older conversation, two of the younger one: all are in use or known.
+    # Four blocks of the older conversation and two of the newer one: all are in use or stored.
     cache.truncate(known([31, 32, 33, 34, 35]), 5, keep=0)
     cache.add_sequence(0, 8)
-    assert cache.blocks.num_used == 2
+    assert cache.num_used == 2
     cache.remove_sequence(0)
     assert found(cache, RIGHT) == 12
 
 
-def test_what_a_running_sequence_holds_can_be_forgotten_and_is_known_again_when_it_ends():
+def test_blocks_of_a_running_sequence_can_be_forgotten_and_are_stored_again_at_its_end():
     cache = cache_with()
     cache.add_sequence(0, len(LEFT), known=known(LEFT))
     cache.store_context(0)
     cache.truncate(known(LEFT), len(LEFT), keep=0)
     cache.check_consistency()
-    assert cache.blocks.num_used == 4
+    assert cache.num_used == 4
     cache.remove_sequence(0, len(LEFT))
     cache.check_consistency()
     assert found(cache, LEFT) == 12
