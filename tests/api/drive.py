@@ -30,8 +30,8 @@ BAD: Mapping[str, tuple[dict[str, Any], str]] = {
     "no beam": ({"beam_width": 0}, "beam width 0"),
     "NaN temperature": ({"sampling": SamplingParams(temperature=math.nan)}, "temperature is nan"),
     "float tokens": ({"input_ids": [1.0, 2.5]}, "input_ids: expected integers"),
-    "negative id": ({"request_id": -1}, "request_id -1"),
-    "id beyond 64 bits": ({"request_id": 2**64}, f"request_id {2**64}"),
+    "negative id": ({"request_id": -1}, "request_id is -1; expected an integer from 0"),
+    "id beyond 64 bits": ({"request_id": 2**64}, f"request_id is {2**64}; expected an integer from 0"),
     "empty stop sequence": ({"stop_sequences": [[3], []]}, "stop_sequences: one is empty"),
     "no new tokens": ({"max_new_tokens": 0}, "0 new tokens"),
 }
