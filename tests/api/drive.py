@@ -17,7 +17,7 @@ from tests.api.managers import check_nothing_leaked, request_of, tiny_manager_of
 
 NUM_CLIENTS = 4
 REQUESTS_PER_CLIENT = 50
-MOST_PAUSES: dict[str, Any] = {
+MANY_PAUSES: dict[str, Any] = {
     "policy": "max_utilization", "enable_chunked_context": True, "max_batch_size": 8,
     "kv_cache_config": {"max_tokens": 64},
 }  # fmt: skip
@@ -140,7 +140,7 @@ def outputs_of_tiny() -> dict[int, list[int]]:
 def main() -> None:
     client = Client()
     server = Server(client, BAD_WITH_A_MODEL)
-    with tiny_manager_of(client, **MOST_PAUSES) as manager:
+    with tiny_manager_of(client, **MANY_PAUSES) as manager:
         server.run()
     server.check(outputs_of_tiny())
     check_nothing_leaked(manager)
