@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSignals, ReturnStats, SendResponse
@@ -49,7 +48,7 @@ class BatchManager:
     max_beam_width: of a request. All requests of an iteration have the same beam width.
     scheduler_policy: "guaranteed_no_evict", "max_utilization", "static_batch" or "package.module:ClassName".
     get_inference_requests(max_requests): returns a list of at most so many `InferenceRequest`; negative means no limit.
-        Called at the start of each iteration, and every millisecond when idle.
+        Called at the start of each iteration, again if requests were refused, and every millisecond when idle.
     send_response(request_id, tensors, is_final, error): see `response_tensors`. Each request object gets exactly one
         final response, after all resources of the request are released. A non-empty error is always final.
     poll_stop_signals(): returns ids of requests to stop, at the end of each iteration. Their final response has the
@@ -158,9 +157,7 @@ class BatchManager:
     def __enter__(self) -> "BatchManager":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -217,36 +214,35 @@ class BatchManager:
         self._loop.abort(f"the batch manager ended: {error}")
 
     def _step(self) -> bool:
+        """Truncate conversations, run an iteration, and stop requests with a broken stream. Raises after repeated
+        failures."""
         self._in_step = True
         try:
-            return self._guarded_step()
+            while not self._truncations.empty():
+                request, keep = self._truncations.get()
+                if (known := request.reuse.known()) is not None:
+                    self._loop.kv_cache.truncate(known, request.prompt_len, keep)
+            worked = self._iteration()
+            for request_id, error in self._callbacks.take_undelivered():
+                self._loop.stop(request_id, error)
+            if self._callbacks.failure is not None:
+                raise self._callbacks.failure
+            return worked
         finally:
             self._in_step = False
 
-    def _truncate(self) -> None:
-        while not self._truncations.empty():
-            request, keep = self._truncations.get()
-            known = request.reuse.known()
-            if known is not None:
-                self._loop.kv_cache.truncate(known, request.prompt_len, keep)
-
-    def _guarded_step(self) -> bool:
-        self._truncate()
+    def _iteration(self) -> bool:
         iterations = self._callbacks.num_iterations
         try:
             worked = self._loop.step()
-            if self._callbacks.num_iterations > iterations:
-                self._failures = 0
         except ExecutorFailed as error:
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 raise
             _log.exception("%s; its requests had an error response", error)
-            worked = True
-        for request_id, error_text in self._callbacks.take_undelivered():
-            self._loop.stop(request_id, error_text)
-        if self._callbacks.failure is not None:
-            raise self._callbacks.failure
+            return True
+        if self._callbacks.num_iterations > iterations:
+            self._failures = 0
         return worked
 
 

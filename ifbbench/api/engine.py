@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -160,14 +159,22 @@ def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
 
 
 def warm_up(engine: Engine, progress: Progress | None = None) -> None:
-    """Run two made-up requests, so that allocation, threads, kernels and CUDA graphs are not part of the measurement.
+    """Run two requests with the options of the run's, so that allocation, threads, kernels and CUDA graphs are not part
+    of the measurement.
 
     They run in a token generation loop of their own, which leaves no blocks behind. The second arrives an iteration
     after the first, so that there are batches of context, of generation and of both. On a GPU all graphs are recorded.
     InputError if memory does not suffice."""
     if not engine.makes_tokens:
         return
-    requests = list(map(_warm_up_request, range(2), _warm_up_lengths(engine), repeat(engine.config)))
+    config = engine.config
+    requests = [
+        Request(
+            number, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(prompt_len, np.int32),
+            sampling=_sampling(config, config.seed), options=OutputOptions(return_log_probs=config.return_log_probs),
+        )
+        for number, prompt_len in enumerate(_warm_up_lengths(engine))
+    ]  # fmt: skip
 
     def get_requests(count: int) -> list[Request]:
         return [requests.pop(0)] if requests and count else []
@@ -203,14 +210,6 @@ def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
     windows = [window.attention_window for window in limits.windows]
     longest = max([LONG_WARM_UP_PROMPT_LEN, *(window.size + 1 for window in windows if window.is_limited)])
     return short, max(short, min(longest, in_batch, in_cache))
-
-
-def _warm_up_request(number: int, prompt_len: int, config: RunConfig) -> Request:
-    """A request with the options of the run's requests."""
-    return Request(
-        number, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(prompt_len, np.int32),
-        sampling=_sampling(config, config.seed), options=OutputOptions(return_log_probs=config.return_log_probs),
-    )  # fmt: skip
 
 
 def _sampling(config: RunConfig, seed: int) -> SamplingParams:

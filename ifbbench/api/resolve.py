@@ -196,7 +196,8 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
     memory_bytes: for keys and values on the device; None for devices without memory. Where the user gives no size, the
     cache is at most as large as a full batch of the longest sequences; otherwise it has that size, reduced to what
     memory holds. InputError if not a single block fits."""
-    layers = _layers_of_window(config, model)
+    longest = _resolved(config.max_seq_len)
+    layers = _layers_of_window(config, model, longest)
     size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
     bytes_per_token = {window: float(len(members) * per_layer) for window, members in layers.items()}
@@ -205,7 +206,11 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)
     windows = []
     for window, members in layers.items():
-        attention = _attention_window(config, window)
+        is_limited = window < longest
+        attention = AttentionWindow(
+            size, window, longest, config.sink_token_len if is_limited else 0, config.max_beam_width or 1,
+            is_cyclic=config.window_mode == "cyclic" or not is_limited,
+        )  # fmt: skip
         wanted = full_batch * attention.max_blocks_per_sequence if max_tokens is None else ceil_div(max_tokens, size)
         blocks = wanted if available is None else min(wanted, available[window].primary)
         if max_tokens is not None and blocks < wanted:
@@ -248,10 +253,9 @@ def parse_windows(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _layers_of_window(config: RunConfig, model: ModelConfig) -> dict[int, list[int]]:
-    """The layers of each attention window (tokens), longest window first. Windows of at least the longest sequence
-    count as one."""
-    longest = config.max_seq_len or model.max_position_embeddings
+def _layers_of_window(config: RunConfig, model: ModelConfig, longest: int) -> dict[int, list[int]]:
+    """The layers of each attention window (tokens), longest window first. Windows of at least `longest`, the longest
+    sequence, count as one."""
     asked = parse_windows(config.max_attention_window) or (model.sliding_window or longest,)
     if model.sliding_window is not None and max(asked) > model.sliding_window:
         raise InputError(
@@ -268,12 +272,3 @@ def _layers_of_window(config: RunConfig, model: ModelConfig) -> dict[int, list[i
                 "expected fewer than its tokens. Lower it, or raise --max_attention_window."
             )
     return dict(sorted(layers.items(), reverse=True))
-
-
-def _attention_window(config: RunConfig, window: int) -> AttentionWindow:
-    longest, beams = config.max_seq_len or window, config.max_beam_width or 1
-    is_limited = window < longest
-    return AttentionWindow(
-        config.tokens_per_block, window, longest, config.sink_token_len if is_limited else 0, beams,
-        is_cyclic=config.window_mode == "cyclic" or not is_limited,
-    )  # fmt: skip

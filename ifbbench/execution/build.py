@@ -14,14 +14,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
-from ifbbench.execution.device import (
-    LOWER_FOR_CONTIGUOUS_CACHE,
-    LOWER_FOR_LARGEST_BATCH,
-    LOWER_FOR_PAGED_CACHE,
-    LOWER_FOR_WEIGHTS,
-    free_bytes,
-    needing_memory,
-)
+from ifbbench.execution.device import free_bytes, needing_memory
 from ifbbench.execution.host import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.step_profile import StepProfile
@@ -111,7 +104,7 @@ def load_model(config: RunConfig) -> LoadedModel:
     check_data_types(config, model_config, device)
     make_product = product_maker(config)
     doing = f"loading the weights of {config.model} in {config.weight_dtype}"
-    with torch.inference_mode(), needing_memory(doing, LOWER_FOR_WEIGHTS, device):
+    with torch.inference_mode(), needing_memory(doing, "choose a smaller model or --dtype", device):
         if path is None:
             weights = random_weights(model_config, config.seed, device, dtype, make_product)
         else:
@@ -128,7 +121,8 @@ def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
     if loaded.device.type == "cuda":
         longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
         doing = f"measuring the memory of the largest batch, {longest:,} tokens"
-        with needing_memory(doing, LOWER_FOR_LARGEST_BATCH, loaded.device):
+        advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
+        with needing_memory(doing, advice, loaded.device):
             activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
         return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(loaded.device) - activations))
     return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(loaded.device), MAX_CPU_KV_BYTES))
@@ -167,9 +161,9 @@ def make_executor(
     """
     make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
     size = f"{layout.windows[0].num_blocks:,} blocks"
-    advice = LOWER_FOR_PAGED_CACHE
+    advice = "lower --kv_cache_free_gpu_mem_fraction or --max_tokens_in_paged_kvcache"
     if layout.is_contiguous:
-        size, advice = f"{num_slots:,} sequences", LOWER_FOR_CONTIGUOUS_CACHE
+        size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
     with needing_memory(f"allocating the KV cache of {size}", advice, loaded.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
         return make(loaded.model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)

@@ -18,14 +18,6 @@ OUT_OF_MEMORY_TEXTS = (
 )  # fmt: skip
 REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.,]+ ?\w+)")
 
-LOWER_FOR_WEIGHTS = "choose a smaller model or --dtype"
-LOWER_FOR_LARGEST_BATCH = "lower --max_num_tokens, or choose a smaller model or --dtype"
-LOWER_FOR_PAGED_CACHE = "lower --kv_cache_free_gpu_mem_fraction or --max_tokens_in_paged_kvcache"
-LOWER_FOR_CONTIGUOUS_CACHE = "lower --max_batch_size or --max_seq_len"
-LOWER_FOR_BATCH = (
-    "lower --kv_cache_free_gpu_mem_fraction, --max_num_tokens or --max_batch_size, or choose a smaller model or --dtype"
-)
-
 # Measured speed: a matrix larger than caches, and small beside the memory that the KV cache leaves.
 MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
 COPIED_BYTES = 1 << 28

@@ -16,7 +16,7 @@ from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows
-from ifbbench.execution.device import LOWER_FOR_BATCH, needing_memory
+from ifbbench.execution.device import needing_memory
 from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack
 from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, RepetitionPenalty, Sampler, best_candidates
 from ifbbench.model.llama import ForwardInputs, LlamaModel
@@ -120,7 +120,10 @@ class ModelExecutor:
             return self._launch(prepared)()
 
     def _needing_memory(self, doing: str) -> AbstractContextManager[None]:
-        return needing_memory(doing, LOWER_FOR_BATCH, self._model.device)
+        return needing_memory(
+            doing, "lower --kv_cache_free_gpu_mem_fraction, --max_num_tokens or --max_batch_size, or choose a smaller "
+            "model or --dtype", self._model.device,
+        )  # fmt: skip
 
     # Preparation: reads requests and block tables, and depends on no earlier batch.
 

@@ -17,7 +17,7 @@ from tests.api.managers import check_nothing_leaked, request_of, tiny_manager_of
 
 NUM_CLIENTS = 4
 REQUESTS_PER_CLIENT = 50
-MOST_PAUSES: dict[str, Any] = {
+MANY_PAUSES: dict[str, Any] = {
     "policy": "max_utilization", "enable_chunked_context": True, "max_batch_size": 8,
     "kv_cache_config": {"max_tokens": 64},
 }  # fmt: skip
@@ -30,8 +30,8 @@ BAD: Mapping[str, tuple[dict[str, Any], str]] = {
     "no beam": ({"beam_width": 0}, "beam width 0"),
     "NaN temperature": ({"sampling": SamplingParams(temperature=math.nan)}, "temperature is nan"),
     "float tokens": ({"input_ids": [1.0, 2.5]}, "input_ids: expected integers"),
-    "negative id": ({"request_id": -1}, "request_id -1"),
-    "id beyond 64 bits": ({"request_id": 2**64}, f"request_id {2**64}"),
+    "negative id": ({"request_id": -1}, "request_id is -1; expected an integer from 0"),
+    "id beyond 64 bits": ({"request_id": 2**64}, f"request_id is {2**64}; expected an integer from 0"),
     "empty stop sequence": ({"stop_sequences": [[3], []]}, "stop_sequences: one is empty"),
     "no new tokens": ({"max_new_tokens": 0}, "0 new tokens"),
 }
@@ -140,7 +140,7 @@ def outputs_of_tiny() -> dict[int, list[int]]:
 def main() -> None:
     client = Client()
     server = Server(client, BAD_WITH_A_MODEL)
-    with tiny_manager_of(client, **MOST_PAUSES) as manager:
+    with tiny_manager_of(client, **MANY_PAUSES) as manager:
         server.run()
     server.check(outputs_of_tiny())
     check_nothing_leaked(manager)

@@ -1,4 +1,4 @@
-"""Batch managers for tests: small limits, and executors whose tokens are known or that fail."""
+"""Batch managers for tests: small limits, and executors with known tokens or failures."""
 
 import time
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def request_of(request_id: int, prompt_len: int = 5, max_new_tokens: int = 4, **
 
 
 class FailingExecutor:
-    """A CheckingExecutor whose steps of some numbers raise, when submitted or when collected."""
+    """A CheckingExecutor that raises in steps of some numbers, when submitted or when collected."""
 
     def __init__(self, fails: Callable[[int], bool], at: str) -> None:
         self._inner = CheckingExecutor(TOKENS_PER_BLOCK)

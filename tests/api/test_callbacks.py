@@ -48,7 +48,8 @@ def test_a_refused_request_is_answered_before_the_iteration_runs():
     client = Client([request_of(1, prompt_len=50), request_of(2, pad_id=0.5), request_of(3)])
     manager = manager_of(client, start=False)
     assert manager.step()
-    assert client.events == ["get", "send", "send", "stats", "poll"]
+    # The second call asks for requests in place of those refused.
+    assert client.events == ["get", "send", "send", "get", "stats", "poll"]
     assert [answer.finals for answer in client.answers] == [1, 1, 0]
 
 

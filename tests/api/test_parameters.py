@@ -118,7 +118,7 @@ def test_what_caches_can_do_may_be_switched_off():
 @pytest.mark.parametrize("missing", ["max_seq_len", "max_tokens"])
 def test_an_executor_without_sizes_is_refused(missing):
     sizes = {name: value for name, value in SIZES.items() if name != missing}
-    with pytest.raises(InputError, match=f"{missing}.*: an executor does not tell its size"):
+    with pytest.raises(InputError, match=f"{missing}.*: expected among the optional parameters"):
         manager_with(**sizes)
 
 

@@ -1,4 +1,4 @@
-"""Reuse of KV cache blocks as a client of the batch manager sees it: the same tokens, and who shares with whom."""
+"""Reuse of KV cache blocks as a client sees it: the same tokens, and which requests share blocks."""
 
 from typing import Any
 

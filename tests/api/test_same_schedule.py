@@ -24,19 +24,19 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Schedule:
-    """The digest of a run and its pauses, heard where the manager hears of its iterations."""
+    """The digest of a run and its pauses, taken from the callback of its iterations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.digest = ScheduleDigest()
         self.pauses = 0
-        heard = Callbacks.iteration
+        original = Callbacks.iteration
 
         def iteration(callbacks: Callbacks, record: IterationRecord) -> None:
             for request in record.activated:
                 request.index = request.request_id
             self.digest.add(record)
             self.pauses += len(record.paused)
-            heard(callbacks, record)
+            original(callbacks, record)
 
         monkeypatch.setattr(Callbacks, "iteration", iteration)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.api.client import PATIENCE_S, Client
 from tests.api.drive import (
     BAD_WITH_A_MODEL,
-    MOST_PAUSES,
+    MANY_PAUSES,
     NUM_CLIENTS,
     REQUESTS_PER_CLIENT,
     Server,
@@ -34,10 +34,10 @@ def known_outputs() -> dict[int, list[int]]:
     ("model_type", "options"),
     [
         ("V1", {}),
-        ("InflightBatching", MOST_PAUSES),
-        ("InflightFusedBatching", MOST_PAUSES),
+        ("InflightBatching", MANY_PAUSES),
+        ("InflightFusedBatching", MANY_PAUSES),
         ("InflightFusedBatching", {}),
-        ("InflightFusedBatching", {**MOST_PAUSES, "enable_trt_overlap": True}),
+        ("InflightFusedBatching", {**MANY_PAUSES, "enable_trt_overlap": True}),
         ("InflightBatching", {"enable_trt_overlap": True}),
     ],
 )
@@ -57,7 +57,7 @@ def test_every_request_of_a_drive_gets_its_one_final_response(model_type, option
 def test_a_drive_of_the_built_in_model_streams_the_tokens_that_it_gives_unstreamed(options):
     client = Client()
     server = Server(client, BAD_WITH_A_MODEL)
-    with tiny_manager_of(client, **MOST_PAUSES, **options) as manager:
+    with tiny_manager_of(client, **MANY_PAUSES, **options) as manager:
         server.run()
     server.check(outputs_of_tiny())
     check_nothing_leaked(manager)

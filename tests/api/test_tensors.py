@@ -42,7 +42,7 @@ def shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
 
 
 def with_dummies(length: int, beams: int = 1) -> dict[str, tuple[int, ...]]:
-    """The shapes of a response whose request asked for no numbers."""
+    """The shapes of a response to a request without log-probabilities or logits."""
     return {
         "output_ids": (1, beams, length), "sequence_length": (1, beams), "context_logits": (1, 1, 1),
         "generation_logits": (1, 1, 1, 1),
@@ -50,7 +50,7 @@ def with_dummies(length: int, beams: int = 1) -> dict[str, tuple[int, ...]]:
 
 
 def with_numbers(length: int, context: int, output: int, beams: int = 1) -> dict[str, tuple[int, ...]]:
-    """The shapes of a response whose request asked for all. context: 0 for a dummy."""
+    """The shapes of a response with log-probabilities and logits. context: 0 for a dummy."""
     return {
         **with_dummies(length, beams),
         "context_logits": (1, context, VOCABULARY) if context else (1, 1, 1),

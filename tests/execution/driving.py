@@ -1,4 +1,4 @@
-"""A stand-in for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
+"""A substitute for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class FakeRequest:
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values are cached in the generation phase: all but the newest."""
+        """Tokens with cached keys and values in the generation phase: all but the newest."""
         return self.original_prompt_len + self.num_scheduled - 1
 
     @property
@@ -112,7 +112,7 @@ class RecordingGpt2(RecordingModel, Gpt2Model):
 
 
 class Driver:
-    """Runs requests on `executor`; blocks lie in an order drawn from `seed`, and slots are reused.
+    """Runs requests on `executor`. The order of blocks is drawn from `seed`, and slots are reused.
 
     Beams share the full blocks of their prompt. padded: run prompts as static batching does. copies: those of the next
     batch. window_tables: of the windows after the first, where no beams share anything.
@@ -133,7 +133,7 @@ class Driver:
         self.window_tables: tuple[NDArray[np.int32], ...] = ()
         self.attention_window = AttentionWindow(executor.tokens_per_block, 2**40, 2**40)
         self.iteration = 0
-        self.under_way: deque[tuple[tuple[ContextChunk, ...], list[FakeRequest]]] = deque()
+        self.in_flight: deque[tuple[tuple[ContextChunk, ...], list[FakeRequest]]] = deque()
 
     def step(self, context: list[tuple[FakeRequest, int]], generation: list[FakeRequest]) -> StepOutputs:
         """One iteration: (request, tokens) chunks and generation requests. Returns what collect() returned."""
@@ -146,11 +146,11 @@ class Driver:
         for request, _ in context:
             self._share_prompt(request)
         for request in generation:
-            self._write_over(request)
+            self._unshare_overwritten(request)
         tables = self.tables.copy()
         batch = self._batch(chunks, context, generation, tables)
         self.executor.submit(batch._replace(copies=self.copies, window_tables=self.window_tables))
-        tables[:] = -9  # nobody may look at them any more
+        tables[:] = -9  # they must have been read
         self.copies = ()
         self.iteration += 1
         for request, length in context:
@@ -158,12 +158,12 @@ class Driver:
         yielding = [request for request, _ in context if not request.in_context] + generation
         for request in yielding:
             request.num_scheduled += 1
-        self.under_way.append((chunks, yielding))
+        self.in_flight.append((chunks, yielding))
 
     def collect(self) -> StepOutputs:
-        """The second half of `step`, for the oldest batch under way."""
+        """The second half of `step`, for the oldest batch in flight."""
         outputs = self.executor.collect()
-        chunks, yielding = self.under_way.popleft()
+        chunks, yielding = self.in_flight.popleft()
         answer = outputs.tokens if outputs.candidates is None else outputs.candidates.tokens
         assert answer is not None
         assert len(answer) == len(yielding)
@@ -227,8 +227,8 @@ class Driver:
         if place % size:
             self.tables[request.slot, :, place // size] = own[:, place // size]
 
-    def _write_over(self, request: FakeRequest) -> None:
-        """A shared block that the window has come round to is shared no longer."""
+    def _unshare_overwritten(self, request: FakeRequest) -> None:
+        """Un-share a shared block that the window overwrites."""
         block = self._place(request.num_cached) // self.executor.tokens_per_block
         if request.num_cached + self.attention_window.bubble >= self.attention_window.capacity:
             self.tables[request.slot, :, block] = self.own_blocks[request.slot, :, block]
@@ -256,7 +256,7 @@ def requests_of(
 def driver_of(
     model: LlamaModel, num_slots: int, tokens_per_block: int, longest: int, seed: int = 0, max_beams: int = 1
 ) -> Driver:
-    """A driver over a fresh executor whose slots hold sequences of up to `longest` tokens."""
+    """A driver over a fresh executor for sequences of up to `longest` tokens."""
     num_blocks = num_slots * max_beams * -(-longest // tokens_per_block) + 3
     executor = ModelExecutor(model, one_window_layout(model.config, num_blocks, tokens_per_block), num_slots)
     return Driver(executor, num_slots, num_blocks, seed, max_beams)

@@ -74,7 +74,7 @@ def test_this_machine_has_memory(loaded: build.LoadedModel) -> None:
 def test_what_the_largest_batch_takes_is_no_room_for_a_cache_on_a_gpu(
     loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model runs on the CPU here, and a CUDA that is not there tells of its memory."""
+    """The model runs on the CPU here, and a fake CUDA device reports its memory."""
     rows = []
     forward = LlamaModel.forward
 

@@ -120,13 +120,13 @@ def test_a_part_that_fails_leaves_the_others_alone() -> None:
         speed = {"engine": 100.0, "engine_without_graphs": 50.0, "engine_with_overlap": 120.0}[part]
         return {"output_tokens_per_s": speed, "generation": generation}
 
-    told: list[int] = []
+    reported: list[int] = []
     parts = ["transformers", "engine", "engine_without_graphs", "engine_with_overlap"]
-    found = gpu.measured(parts, run, lambda found: told.append(len(found)))
+    found = gpu.measured(parts, run, lambda found: reported.append(len(found)))
     assert found["transformers"] == {"error": "ImportError: no such thing"}
     assert found["speed_ratios"] == {"to_engine_without_graphs": 2.0, "of_engine_with_overlap": 1.2}
     assert found["host_time_hidden"]["hidden_ms"] == 0.5
-    assert told == [1, 2, 4, 6]
+    assert reported == [1, 2, 4, 6]
 
 
 def test_a_part_s_process_says_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_meaningless_table_entries_are_never_read(model: LlamaModel) -> None:
     assert [request.outputs for request in again] == [request.outputs for request in requests]
 
 
-def test_batches_under_way_are_answered_in_the_order_of_their_submission(model: LlamaModel) -> None:
+def test_batches_in_flight_are_answered_in_the_order_of_their_submission(model: LlamaModel) -> None:
     sampled = SamplingParams(temperature=1.0, repetition_penalty=1.3, seed=4)
     one_by_one = requests_of([(9, 4), (20, 3)], SMALL.vocab_size, sampling=sampled)
     ahead = requests_of([(9, 4), (20, 3)], SMALL.vocab_size, sampling=sampled)
@@ -85,9 +85,9 @@ def test_batches_under_way_are_answered_in_the_order_of_their_submission(model: 
     for context, generation in plan:
         waiting.step([(one_by_one[i], size) for i, size in context], [one_by_one[i] for i in generation])
         early.submit([(ahead[i], size) for i, size in context], [ahead[i] for i in generation])
-        if len(early.under_way) == 3:
+        if len(early.in_flight) == 3:
             early.collect()
-    while early.under_way:
+    while early.in_flight:
         early.collect()
     assert [request.outputs for request in ahead] == [request.outputs for request in one_by_one]
     assert [len(request.outputs) for request in ahead] == [4, 3]
@@ -132,7 +132,7 @@ def test_a_collect_that_raises_has_lost_its_batch_alone(model: LlamaModel, monke
         broken.setattr(LlamaModel, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.collect()
-    driver.under_way.popleft()
+    driver.in_flight.popleft()
     driver.collect()
     driver.step([], [second])
     (_, alone) = requests_of([(9, 3), (5, 2)], SMALL.vocab_size)
@@ -140,8 +140,8 @@ def test_a_collect_that_raises_has_lost_its_batch_alone(model: LlamaModel, monke
     assert second.outputs == alone.outputs
 
 
-def test_a_batch_under_way_is_what_its_requests_were_when_it_was_submitted(model: LlamaModel) -> None:
-    """A request may leave and its slot get another owner while a batch of it is still under way."""
+def test_a_batch_in_flight_is_what_its_requests_were_when_it_was_submitted(model: LlamaModel) -> None:
+    """A request may leave and its slot get another owner while a batch of it is still in flight."""
     penalised = SamplingParams(temperature=1.0, repetition_penalty=1.5, seed=4)
     expected = []
     for owner in range(2):
@@ -156,7 +156,7 @@ def test_a_batch_under_way_is_what_its_requests_were_when_it_was_submitted(model
     first.slot, first.prompt, first.sampling = -1, first.prompt[:0], SamplingParams()
     driver.submit([(second, 9)], [])
     driver.submit([], [second])
-    while driver.under_way:
+    while driver.in_flight:
         driver.collect()
     assert [first.outputs, second.outputs] == expected
 

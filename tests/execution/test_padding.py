@@ -1,4 +1,4 @@
-"""Static batching's padding: prompts really run as long as the longest, and nobody can tell from the results."""
+"""Static batching's padding: prompts run as long as the longest, which does not change the results."""
 
 from pathlib import Path
 
@@ -75,5 +75,5 @@ def test_only_whole_prompts_can_be_padded(tmp_path: Path) -> None:
     driver = driver_of(model, 1, 4, 16)
     driver.step([(request, 4)], [])
     driver.padded = True
-    with pytest.raises(ValueError, match="whole prompts only"):
+    with pytest.raises(ValueError, match="only whole prompts are padded"):
         driver.step([(request, 5)], [])
