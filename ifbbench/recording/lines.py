@@ -33,7 +33,7 @@ encode = Encoder().encode
 
 def number(value: float) -> Number:
     """`value` as `repr` writes it. msgspec does so too, but for floats below 1e-4 and from 1e16 on (0.00001, 1e16)."""
-    return value if 1e-4 <= abs(value) < 1e16 or value == 0 else Raw(repr(value).encode())
+    return value if 1e-4 <= value < 1e16 or not value else Raw(repr(value).encode())
 
 
 @cache
