@@ -13,7 +13,7 @@ from ifbbench.engine.manager import BatchManager
 from ifbbench.engine.statistics import IterationStatistics
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.make_request import request_maker
+from ifbbench.replay.requests import request_maker
 from ifbbench.simulation.step_work import StepWork
 
 

@@ -14,11 +14,11 @@ from ifbbench.cli.options import SettingsCommand, given_config
 def run(context: click.Context, /, trace: str | None, config_file: Path | None, **options: Any) -> None:
     """Replay TRACE and report what happened, iteration by iteration.
 
-    Without TRACE the small one that comes with ifbbench is replayed.
+    Without TRACE the small bundled one is replayed.
     """
     config = given_config(config_file, options)
 
-    from ifbbench.cli.progress import progress_line
+    from ifbbench.cli.console import progress_line
     from ifbbench.cli.report import print_run, write_csv
     from ifbbench.recording.run_directory import find_lines
     from ifbbench.replay.run import run_trace
@@ -31,5 +31,6 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
         print_run(result.directory)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
-        click.echo(f"{result.failed} requests failed; {find_lines(result.directory, 'requests')} says why.", err=True)
+        reasons = find_lines(result.directory, "requests")
+        click.echo(f"{result.failed} requests failed; {reasons} has the reason of each.", err=True)
         context.exit(1)

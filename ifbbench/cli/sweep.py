@@ -19,20 +19,15 @@ SETTING_HELP = {
 
 @click.command(cls=SettingsCommand, setting_help=SETTING_HELP)
 @click.argument("trace", required=False)
-@click.option(
-    "--over",
-    multiple=True,
-    required=True,
-    metavar="KEY=V1,V2,…",
-    help="A setting and its values; several --over make a grid.",
-)
+@click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
+              help="A setting and its values; several --over make a grid.")  # fmt: skip
 @click.pass_context
 def sweep(
     context: click.Context, /, trace: str | None, over: tuple[str, ...], config_file: Path | None, **options: Any
 ) -> None:
     """Replay TRACE once for each combination of settings and compare the runs.
 
-    Every value is checked before the first run starts. DIR/sweep.csv gets a row as each point ends.
+    Every value is checked before the first run starts. sweep.csv of the sweep directory gets a row as each point ends.
     """
     from ifbbench.sweep.grid import parse_axes
     from ifbbench.sweep.sweep import run_sweep
@@ -40,11 +35,11 @@ def sweep(
     axes = parse_axes(over)
     config = given_config(config_file, options)
 
-    def tell(ended: int, points: int, label: str, error: str) -> None:
+    def report_point(ended: int, points: int, label: str, error: str) -> None:
         if not config.quiet:
             click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
 
-    result = run_sweep(trace, config, axes, _run_point, tell)
+    result = run_sweep(trace, config, axes, _run_point, report_point)
     _report(result.directory, config.quiet)
     if result.failed:
         click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
@@ -52,7 +47,7 @@ def sweep(
 
 
 def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
-    from ifbbench.cli.progress import progress_line
+    from ifbbench.cli.console import progress_line
     from ifbbench.replay.run import run_trace
 
     with progress_line(Path(str(config.output)).name, config.quiet) as progress:
@@ -70,4 +65,4 @@ def _report(directory: Path, quiet: bool) -> None:
         plot_sweep(table.finished, axis, directory)
     if not quiet:
         print_sweep(table.rows, axis, report_console())
-        click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} holds all figures.")
+        click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} has all figures.")

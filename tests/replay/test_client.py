@@ -8,9 +8,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.request import Request
 from ifbbench.engine.response import Response
 from ifbbench.engine.sampling_params import OutputOptions
-from ifbbench.errors import InputError
-from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.static_emulation import StaticEmulation
+from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
 from ifbbench.workload.trace import Trace, TraceRequest
 
 ALL = -1
@@ -268,12 +266,6 @@ def test_emulation_never_spins(timeout_s):
 
 
 # From settings.
-
-
-def test_emulation_and_concurrency_contradict_each_other():
-    config = RunConfig(static_emulated_batch_size=2, concurrency=2)
-    with pytest.raises(InputError, match="leave out one"):
-        make_client(config, trace_at(0.0), VirtualClock(), make_request)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from ifbbench.engine.batching_config import LOOK_AHEAD
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
 from ifbbench.engine.response import Response
-from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.static_emulation import StaticEmulation
+from ifbbench.replay.client import ReplayClient, StaticEmulation
 from ifbbench.workload.columns import columns_of
 from ifbbench.workload.trace import Trace, TraceRequest
 
