@@ -111,5 +111,5 @@ def test_names_of_other_systems_are_suggested_and_mean_one_setting():
     assert same_elsewhere("max_num_seqs") == "max_batch_size"
     assert same_elsewhere("disable_radix_cache") == "no_enable_kv_cache_reuse"
     assert same_elsewhere("max_batch_size") is None
-    with pytest.raises(InputError, match="'max-num-seqs' is not a setting. Did you mean max_batch_size?"):
+    with pytest.raises(InputError, match=r"'max-num-seqs' is not a setting\. Did you mean max_batch_size\?"):
         setting("max-num-seqs")

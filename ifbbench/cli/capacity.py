@@ -12,6 +12,8 @@ from ifbbench.config import RunConfig, settings
 if TYPE_CHECKING:
     from ifbbench.workload.trace import TraceRequest
 
+    Requests = list[TraceRequest]
+
 BYTES_PER_GIB = 1024**3
 LENGTH = click.IntRange(min=1)
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
@@ -76,10 +78,8 @@ def capacity(
     print_study(found, report_console())
 
 
-def _requests(
-    config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None
-) -> "list[TraceRequest]":
-    """The requests of the trace, or one that represents all of its lengths; none where neither is given."""
+def _requests(config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None) -> "Requests":
+    """Those of the trace, or one that represents all of these lengths; none where neither is given."""
     if trace is not None:
         from ifbbench.workload.load import load_trace
 

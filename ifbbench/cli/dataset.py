@@ -183,13 +183,10 @@ def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int
 
 
 def _print(title: str, statistics: "TraceStatistics") -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from ifbbench.cli.console import report_console
     from ifbbench.workload.statistics import histogram_lines, sparkline
-
-    def unless_at_once(figure: float | None, template: str) -> str:
-        return "- (all at once)" if figure is None else template.format(figure)
 
     console = report_console(highlight=False)
     console.print(title, style="bold", markup=False)
@@ -197,19 +194,17 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
     facts = Table(show_header=False, box=None)
     facts.add_row("requests", f"{statistics.requests:,}{skipped}")
     facts.add_row("span", f"{statistics.span_s:,.1f} s")
-    facts.add_row("rate", unless_at_once(statistics.request_rate_per_s, "{:,.2f} requests/s"))
-    facts.add_row("gap cv", unless_at_once(statistics.gap_cv, "{:.2f}"))
+    rate, variation = statistics.request_rate_per_s, statistics.gap_cv
+    facts.add_row("rate", "- (all at once)" if rate is None else f"{rate:,.2f} requests/s")
+    facts.add_row("gap cv", "- (all at once)" if variation is None else f"{variation:.2f}")
     if statistics.rates_per_s:
         peak = f"up to {max(statistics.rates_per_s):,.1f}/s"
         facts.add_row("rate over time", f"{sparkline(statistics.rates_per_s)} {peak}")
     console.print(facts)
-    lengths = {
-        "prompt": statistics.prompt_tokens, "output": statistics.output_tokens, "reserved": statistics.max_new_tokens
-    }  # fmt: skip
+    lengths = {"prompt": statistics.prompt_tokens, "output": statistics.output_tokens,
+               "reserved": statistics.max_new_tokens}  # fmt: skip
     columns = ("mean", "p50", "p90", "p99", "max", "total")
-    table = Table("tokens", box=None)
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = Table("tokens", *(Column(column, justify="right") for column in columns), box=None)
     for name, length in lengths.items():
         table.add_row(name, *(f"{getattr(length, column):,.0f}" for column in columns))
     console.print(table)

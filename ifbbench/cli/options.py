@@ -45,9 +45,9 @@ class Command(click.Command):
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            spelt = next((name for name in given if name.replace("_", "-") == error.option_name), error.option_name)
-            known = [name for option in self.params for name in (*option.opts, *option.secondary_opts)]
-            raise click.NoSuchOption(spelt, f"No such option: {spelt}.{_suggestion(spelt, known)}", ctx=ctx) from None
+            name = next((one for one in given if one.replace("_", "-") == error.option_name), error.option_name)
+            known = [one for option in self.params for one in (*option.opts, *option.secondary_opts)]
+            raise click.NoSuchOption(name, f"No such option: {name}.{_suggestion(name, known)}", ctx=ctx) from None
         for option in self.params:
             values = ctx.params.get(option.name or "")
             for value in values if isinstance(values, tuple) else (values,):
@@ -60,19 +60,15 @@ class Command(click.Command):
 def _suggestion(name: str, known: Collection[str]) -> str:
     """What to write instead of `name`, in its spelling; `known` are the names of the command's options."""
     word = name.lstrip("-").replace("-", "_").lower()
-    advice = next((sentence for words, sentence in _ADVICE.items() if word in words.split()), None)
-    if advice is not None:
-        return f" {advice}"
+    for words, advice in _ADVICE.items():
+        if word in words.split():
+            return f" {advice}"
     names = {option.lstrip("-").replace("-", "_"): option for option in known if option.startswith("--")}
     same = same_elsewhere(word)
     near = [same] if same in names else difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    if "_" in name:
-        spelt = [f"--{one}" for one in near]
-    elif "-" in name[2:]:
-        spelt = [f"--{one.replace('_', '-')}" for one in near]
-    else:
-        spelt = [names[one] for one in near]
-    return f" Did you mean {', '.join(spelt)}?" if spelt else ""
+    separator = "_" if "_" in name else "-" if "-" in name[2:] else None
+    options = [f"--{one.replace('_', separator)}" if separator else names[one] for one in near]
+    return f" Did you mean {', '.join(options)}?" if options else ""
 
 
 class SettingOption(click.Option):
@@ -114,8 +110,7 @@ class SettingsCommand(Command):
         """List options under the groups of their settings."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if isinstance(parameter, click.Option) and record is not None:
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
                 sections.setdefault(getattr(parameter, "group", "command"), []).append(record)
         for group, records in sections.items():
             with formatter.section(f"{group.upper()} OPTIONS"):
@@ -133,8 +128,8 @@ def _help_text(setting: Setting) -> str:
         facts.append(f"default: {'off' if setting.command_line_default is False else 'on'}")
     elif setting.default is not None:
         facts.append(f"default: {setting.default}")
-    facts = [fact for fact in facts if fact]
-    return setting.help + (f" [{'; '.join(facts)}]" if facts else "")
+    in_brackets = "; ".join(filter(None, facts))
+    return setting.help + (f" [{in_brackets}]" if in_brackets else "")
 
 
 def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunConfig:

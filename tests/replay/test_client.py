@@ -1,4 +1,4 @@
-"""The client of a replay: who is handed out when, with concurrency and emulated static batches, and what comes back."""
+"""The client of a replay: which requests it hands out when, with concurrency and emulated static batches."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def tokens(*ids):
 
 
 class Engine:
-    """Takes what it is handed and answers when told to; counts how often it looked in vain."""
+    """Takes what it is handed and answers when `answer` is called; counts how often there was nothing to take."""
 
     def __init__(self, *arrivals_s, streaming=False, **options):
         self.clock = VirtualClock()
