@@ -19,30 +19,23 @@ Drawing = tuple[str, Callable[[], Sequence[Path]]]
 @click.option("--output-csv", type=DIRECTORY, help="Also write gptManagerBenchmark's CSV here.")
 def report(run: Path, output_csv: Path | None) -> None:
     """Print the report of RUN, a run directory. That of a killed run covers what was done."""
-    print_run(run)
-    if output_csv:
-        write_csv(run, output_csv)
+    report_run(run, output_csv)
 
 
-def print_run(directory: Path) -> None:
-    """Print the tables and the [BENCHMARK] lines of a run directory."""
+def report_run(directory: Path, output_csv: Path | None, quiet: bool = False) -> None:
+    """Print the tables and the [BENCHMARK] lines of a run directory, and write gptManagerBenchmark's CSV."""
     from ifbbench.cli.console import report_console
-    from ifbbench.report.benchmark_csv import benchmark_lines
+    from ifbbench.report.benchmark_csv import benchmark_lines, write_benchmark_csv
     from ifbbench.report.load import load_run
     from ifbbench.report.tables import print_report
 
     run = load_run(directory)
-    print_report(run, report_console())
-    for line in benchmark_lines(run):
-        click.echo(line)
-
-
-def write_csv(directory: Path, path: Path) -> None:
-    """Write a run directory's figures as gptManagerBenchmark's CSV."""
-    from ifbbench.report.benchmark_csv import write_benchmark_csv
-    from ifbbench.report.load import load_run
-
-    write_benchmark_csv(load_run(directory), path)
+    if output_csv:
+        write_benchmark_csv(run, output_csv)
+    if not quiet:
+        print_report(run, report_console())
+        for line in benchmark_lines(run):
+            click.echo(line)
 
 
 @click.command(cls=Command)

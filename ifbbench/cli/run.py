@@ -27,14 +27,13 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
     """
     config = given_config(config_file, options)
 
-    from ifbbench.cli.report import print_run, write_csv
+    from ifbbench.cli.report import report_run
     from ifbbench.recording.run_directory import find_lines
 
     result = _replay(trace, config, "run")
-    if config.output_csv:
-        write_csv(result.directory, Path(config.output_csv))
+    if config.output_csv or not config.quiet:
+        report_run(result.directory, Path(config.output_csv) if config.output_csv else None, config.quiet)
     if not config.quiet:
-        print_run(result.directory)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")
