@@ -17,7 +17,7 @@ from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.make_request import request_maker
+from ifbbench.replay.requests import request_maker
 from ifbbench.simulation.step_work import StepWork
 from ifbbench.workload.trace import Trace, TraceRequest
 

@@ -50,7 +50,7 @@ def parse_axis(text: str) -> Axis:
     values: list[Any] = []
     for value_text in (part.strip() for part in listed.split(",")):
         if not value_text:
-            raise InputError(f"--over {text}: a value is empty; expected {swept.expected()} between commas.")
+            raise InputError(f"--over {text}: a value is empty; give one between all commas.")
         value = swept.check(value_text)
         if swept.name == "policy":
             find_policy(value)

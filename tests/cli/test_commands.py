@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.cli.console import progress_line
 from ifbbench.cli.main import main
-from ifbbench.cli.progress import progress_line
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
 

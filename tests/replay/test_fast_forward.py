@@ -29,7 +29,7 @@ FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
 
 
 class CountingRecorder(Recorder):
-    """Knows how many iterations came together with others."""
+    """Counts the iterations that were advanced together with others."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -213,7 +213,7 @@ def test_an_attention_window_costs_what_it_costs_one_by_one(tmp_path: Path) -> N
 
 
 def test_the_records_of_a_stretch_are_those_of_its_iterations(tmp_path: Path) -> None:
-    """What is printed or told to callbacks, where each iteration is asked for on its own."""
+    """What is printed or passed to callbacks, one iteration at a time."""
     apart: list[IterationRecord] = []
     together: list[IterationRecord] = []
 

@@ -12,8 +12,7 @@ from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.engine.request_table import RequestTable
-from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.static_emulation import StaticEmulation
+from ifbbench.replay.client import ReplayClient, StaticEmulation
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 
