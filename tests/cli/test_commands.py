@@ -37,7 +37,7 @@ def runs(monkeypatch):
         pretended.calls.append((source, config, progress))
         return Result(Path(config.output), FIGURES, pretended.failed)
 
-    pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace)
+    pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
     monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("the report"))
     monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
