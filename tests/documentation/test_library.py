@@ -1,4 +1,4 @@
-"""The code of the README runs, and does what the text around it says."""
+"""The code of docs/library.md runs, and does what the text around it says."""
 
 import json
 import re
@@ -10,12 +10,13 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "library.md"
 
 
 def code_with(text: str) -> str:
-    """The one Python example of the README that has `text` in it."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    """The one Python example of the page that has `text` in it."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     (found,) = (block for block in blocks if text in block)
     return str(found)
 
@@ -24,7 +25,7 @@ def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None
     (tmp_path / "example.py").write_text(code_with("get_inference_requests"))
     answer = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
-        env={"PYTHONPATH": str(README.parent), "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )  # fmt: skip
     lines = answer.stdout.splitlines()
     for request_id, tokens in ((1, 8), (4, 3 + 5)):
@@ -56,7 +57,7 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
 
 def test_the_example_of_the_picture_works_in_a_clone(tmp_path: Path, monkeypatch) -> None:
     """The directory that it writes is not part of the repository."""
-    text = " ".join(README.read_text(encoding="utf-8").replace("\\\n", " ").split())
+    text = " ".join(PAGE.read_text(encoding="utf-8").replace("\\\n", " ").split())
     example = "run documentation --max_batch_size 4 --max_num_tokens 12 --output results/documentation"
     assert example in text
     assert "ifbbench plot results/documentation" in text
