@@ -111,7 +111,7 @@ class Request:
 
     @property
     def has_left(self) -> bool:
-        """Whether the request is complete, failed or stopped: the engine holds nothing of it."""
+        """Whether the request is complete, failed or stopped: the engine keeps no state of it."""
         return self.state is RequestState.GENERATION_COMPLETE
 
     @property

@@ -154,7 +154,7 @@ class CacheWindows:
                 layer = LayerInputs(window.cache, paged.cache_rows, (), paged=paged)
             else:
                 in_place = self._attends_in_place and window.cache.is_readable_in_place
-                # Padding has no keys in the cache, so nothing of it can be read in place.
+                # Padding has no keys in the cache, so it cannot be read in place.
                 plan = plan_window(
                     packed.real_spans if in_place else packed.spans, tables, window.attention, self._device,
                     num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,

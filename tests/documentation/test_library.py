@@ -53,19 +53,3 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
     requests = [json.loads(line) for line in Path("run/requests.jsonl").read_text().splitlines()]
     started = sorted(requests, key=lambda row: row["first_scheduled_s"])
     assert [row["output_len"] for row in started] == sorted(lengths)
-
-
-def test_the_example_of_the_picture_works_in_a_clone(tmp_path: Path, monkeypatch) -> None:
-    """The directory that it writes is not part of the repository."""
-    text = " ".join(PAGE.read_text(encoding="utf-8").replace("\\\n", " ").split())
-    example = "run documentation --max_batch_size 4 --max_num_tokens 12 --output results/documentation"
-    assert example in text
-    assert "ifbbench plot results/documentation" in text
-    tracked = subprocess.run(["git", "ls-files", "results"], cwd=README.parent, capture_output=True, text=True)
-    assert tracked.stdout == ""
-    monkeypatch.chdir(tmp_path)
-    for command in (example, "plot results/documentation"):
-        result = CliRunner().invoke(main, command.split())
-        assert result.exit_code == 0, result.output
-    assert list(Path("results/documentation/charts").glob("timeline.*"))
-    assert (README.parent / "docs/images/timeline.png").is_file()
