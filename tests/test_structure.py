@@ -25,10 +25,10 @@ OUTPUT_LEN = 70
 
 # Words that are not the field's: see the names that TensorRT-LLM's documentation uses.
 PRIVATE_WORDS = re.compile(
-    r"\b(nobody|somebody|whoever|whosesoever|com(e|es|ing) round|hears? (of|from)|(is|are|was) told|let go"
-    r"|brought back|bring(s|ing)? back|push(ed|es) off|spelt out|under way|made anew|goes? alike|of its own accord|whose turn"
-    r"|no more than that|how far it is|nothing of it|who (has|is|are|lacks|needs|runs|waits|left|goes)|most_(?!common|likely)\w+"
-    r"|(?<!in )(?<!in-)flights?)\b",
+    r"\b(nobody|somebody|whoever|whosesoever|com(e|es|ing) round|hears? (of|from)|(is|are|was) told|let go|brought back"
+    r"|bring(s|ing)? back|push(ed|es) off|spelt out|under way|made anew|goes? alike|of its own accord|whose turn"
+    r"|no more than that|how far it is|nothing of it|who (has|is|are|lacks|needs|runs|waits|left|goes)"
+    r"|most_(?!common|likely)\w+|(?<!in )(?<!in-)flights?)\b",
     re.IGNORECASE,
 )
 
