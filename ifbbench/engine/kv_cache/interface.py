@@ -72,7 +72,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def plan_release(self) -> Any:
-        """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after all of them."""
+        """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after them."""
 
     def missing_block(self, request: "Request") -> Any:
         """The first full block of the prompt that is not stored, equal for two requests if and only if they lack the
