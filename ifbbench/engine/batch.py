@@ -6,13 +6,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import NO_ROWS, FloatArray, Int64Array, IntArray, Rows
 
 
 class ContextChunk(NamedTuple):

@@ -166,7 +166,9 @@ class _Selection:
                 self.all_fit = False
             if not self.all_fit:
                 size_chunks(result.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
-                self._note_cut_chunk()
+                cut = next((request for request in result.context if not request.is_last_chunk), None)
+                if cut and (result.left_out is None or cut.order < result.left_out.request.order):
+                    result.left_out = LeftOut(cut, Limit.NUM_TOKENS)
                 result.context = [request for request in result.context if request.chunk > 0]
         if len(result.context) > 1:
             # Prompts that stay incomplete before those on their last chunk, each by LoRA id (none first).
@@ -177,14 +179,6 @@ class _Selection:
                 )
             )
         return result
-
-    def _note_cut_chunk(self) -> None:
-        for request in self.result.context:
-            if not request.is_last_chunk:
-                found = self.result.left_out
-                if found is None or request.order < found.request.order:
-                    self.result.left_out = LeftOut(request, Limit.NUM_TOKENS)
-                return
 
 
 # Chunk sizes (TensorRT-LLM's `MicroBatchScheduler::setCtxRequestsChunkSize`).

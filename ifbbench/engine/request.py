@@ -7,10 +7,10 @@ from enum import IntEnum
 import numpy as np
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.engine.active import Int64Array, IntArray, RequestTable
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.kv_cache.token_keys import KnownTokens, SymbolicTokens, TokenIds
-from ifbbench.engine.request_table import Int64Array, IntArray, RequestTable
 from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
@@ -108,6 +108,10 @@ class Request:
     @property
     def in_context(self) -> bool:
         return self.state is RequestState.CONTEXT_INIT
+
+    @property
+    def in_generation(self) -> bool:
+        return self.state is RequestState.GENERATION_IN_PROGRESS
 
     @property
     def has_left(self) -> bool:
@@ -211,6 +215,10 @@ class Request:
         assert self.table is not None
         self.state = RequestState.GENERATION_IN_PROGRESS
         self.table.generated[self.slot] = 1
+
+    def finish_scheduling(self) -> None:
+        """The last step is in flight."""
+        self.state = RequestState.GENERATION_TO_COMPLETE
 
     def pause(self, max_input_len: int) -> None:
         """Return to the context phase.

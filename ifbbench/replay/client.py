@@ -8,9 +8,9 @@ import numpy as np
 
 from ifbbench.clock import NANOSECONDS, Clock
 from ifbbench.config import RunConfig
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import IntArray
 from ifbbench.errors import InputError
 from ifbbench.replay.static_emulation import StaticEmulation
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of

@@ -61,7 +61,6 @@ class _Walk:
         self.active = active
         self.kv_cache = kv_cache
         self.pages = LoraPages(policy.lora)
-        self.counts_pages = bool(policy.lora.pages_per_task)
         self.plan = kv_cache.plan_release()
         self.decision = CapacityDecision(generation_first=False)
         self.context = active.context
@@ -101,7 +100,7 @@ class _Walk:
             return Limit.BATCH_SIZE
         if self.claimed + need > self.plan.free_blocks:
             return Limit.KV_BLOCKS
-        if self.counts_pages and not self.pages.fits(request):
+        if not self.pages.fits(request):
             return Limit.LORA_PAGES
         return None
 

@@ -7,6 +7,7 @@ Its decision holds differences only: a generation request that it does not name 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Protocol
 
 from ifbbench.engine.active import ActiveRequests
@@ -135,3 +136,23 @@ class ReuseDelay:
             return True
         self._expected.add(missing)
         return False
+
+
+class MaxRequests:
+    """MAX_REQUESTS: runs the first `max_num_requests` of the list. For a cache without blocks to count."""
+
+    may_pause = False
+
+    def __init__(self, max_num_requests: int) -> None:
+        self.max_num_requests = max_num_requests
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache | None = None) -> CapacityDecision:
+        if len(active) <= self.max_num_requests:
+            return CapacityDecision(admitted=list(active.context), generation_first=False)
+        first, others = list(islice(active, self.max_num_requests)), list(islice(active, self.max_num_requests, None))
+        return CapacityDecision(
+            admitted=[request for request in first if request.in_context],
+            held=[request for request in others if not request.in_context],
+            left_out=LeftOut(others[0], Limit.BATCH_SIZE),
+            generation_first=False,
+        )
