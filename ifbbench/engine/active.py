@@ -67,15 +67,11 @@ class RequestTable:
         self.num_special = 0
         self.makes_tokens = False
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
-        self._free_rows = list(range(rows - 1, -1, -1))
-
-    @property
-    def free_rows(self) -> int:
-        return len(self._free_rows)
+        self.free_rows = list(range(rows - 1, -1, -1))
 
     def take_row(self, is_special: bool = False) -> int:
         """A free row. IndexError if there is none, which admission prevents."""
-        row = self._free_rows.pop()
+        row = self.free_rows.pop()
         self.generated[row] = self.confirmed[row] = 0
         self.is_special[row] = is_special
         self.num_special += is_special
@@ -83,7 +79,7 @@ class RequestTable:
 
     def return_row(self, row: int) -> None:
         self.num_special -= int(self.is_special[row])
-        self._free_rows.append(row)
+        self.free_rows.append(row)
 
     def write_outputs(self, rows: Rows, columns: Int64Array, tokens: IntArray) -> None:
         """Store one output token for each of `rows`, at the output position in `columns`."""

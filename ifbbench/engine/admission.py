@@ -182,4 +182,4 @@ class Admission:
         if len(active) < self._max_active:
             return True
         # Beyond the limit only before the last active request, while there are sequence slots.
-        return last is not None and request.priority > last.priority and active.table.free_rows > 0
+        return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0

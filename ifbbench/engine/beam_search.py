@@ -171,12 +171,8 @@ class BeamSearch:
 
     def _endings(self, beams: _Beams) -> list[_Ending]:
         length = self.num_tokens
-        return [
-            _Ending(length, token, parent, log_prob, self._score(log_prob, length))
-            for token, parent, log_prob in zip(
-                beams.tokens.tolist(), beams.parents.tolist(), beams.scores.tolist(), strict=True
-            )
-        ]
+        columns = zip(beams.tokens.tolist(), beams.parents.tolist(), beams.scores.tolist(), strict=True)
+        return [_Ending(length, *column, self._score(column[-1], length)) for column in columns]
 
     def _score(self, log_prob: float, length: int) -> float:
         with np.errstate(over="ignore", under="ignore"):

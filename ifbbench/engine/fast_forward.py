@@ -40,22 +40,22 @@ class FastForward:
 
     def next_plan(self, now_s: float) -> Plan | None:
         """The plan of the next iterations; None if it is not certain. To be called before `advance`."""
+        standing = self._scheduler.standing_plan()
         # With reuse, a block that generation fills may let a waiting request start.
-        standing = None if self._kv_cache.reuse.enabled else self._scheduler.standing_plan()
-        if standing is not None and not standing.is_steady:
+        if standing and (standing.context or standing.held or standing.paused or self._kv_cache.reuse.enabled):
             standing = None
-        if self._active.table.num_special or (standing is None and not self._runs_all()):
+        active, config = self._active, self._config
+        if active.table.num_special:
+            return None
+        # Otherwise it is certain only that generation requests alone run, if all fit into a batch.
+        if standing is None and (
+            active.context or active.mixed_beam_widths or len(active.generation) > config.max_batch_size
+            or active.generation_tokens > config.max_num_tokens
+        ):  # fmt: skip
             return None
         self._change_s = self._next_change(now_s)
         self._stands_until_block = standing is not None and standing.stands_until_block
-        return standing or Plan([], self._active.batch_rows)
-
-    def _runs_all(self) -> bool:
-        """Whether there are generation requests only, and all fit into a batch."""
-        active, config = self._active, self._config
-        if active.context or active.mixed_beam_widths:
-            return False
-        return len(active.generation) <= config.max_batch_size and active.generation_tokens <= config.max_num_tokens
+        return standing or Plan([], active.batch_rows)
 
     def advance(self, plan: Plan, first: IterationRecord) -> Stretch | None:
         """Advance as many iterations of `plan` as are certain; None, with nothing changed, if that is not even one.

@@ -112,8 +112,9 @@ class TokenGenerationLoop:
             if submitted.error is None:
                 stays_in_flight = self._max_in_flight - 1
         elif not self._in_flight and len(self.active) and self._failure is None:
+            blocked = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
             raise SchedulerStalled(
-                f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {plan.reasons})"
+                f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {blocked})"
             )
 
         # Collect outputs, confirm them, record the iteration and respond.

@@ -36,16 +36,6 @@ class Plan:
     def does_nothing(self) -> bool:
         return not (self.context or len(self.rows) or len(self.idle) or self.paused)
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether all generation requests run, and nothing else does."""
-        return not (self.context or self.held or self.paused or len(self.idle))
-
-    @property
-    def reasons(self) -> str:
-        """The first request that each scheduler left out, and why, in words."""
-        return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
-
     def output_rows(self, completing: list[Request]) -> Rows:
         """[outputs], the table row of each, in batch order. completing: requests on their last chunk."""
         if not completing and not len(self.idle):

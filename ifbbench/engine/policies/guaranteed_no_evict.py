@@ -59,30 +59,25 @@ class GuaranteedNoEvict:
             if only_started and not request.has_started:
                 continue
             if delay is not None and delay.should_wait(request):
-                _leave_out(decision, LeftOut(request, Limit.REUSE_DELAY))
+                decision.leave_out(request, Limit.REUSE_DELAY)
                 continue
             if len(admitted) >= room:
-                _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))
+                decision.leave_out(request, Limit.BATCH_SIZE)
                 return
             needed = kv_cache.blocks_to_completion(request)
             if needed > available:
-                _leave_out(decision, LeftOut(request, Limit.KV_BLOCKS))
+                decision.leave_out(request, Limit.KV_BLOCKS)
                 if len(running) or admitted:
                     return
                 only_started = True
                 continue
             if pages is not None:
                 if not pages.fits(request):
-                    _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
+                    decision.leave_out(request, Limit.LORA_PAGES)
                     continue
                 pages.claim(request)
             available -= needed
             admitted.append(request)
-
-
-def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:
-    if decision.left_out is None:
-        decision.left_out = left_out
 
 
 class StaticBatch(GuaranteedNoEvict):

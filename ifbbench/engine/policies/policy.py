@@ -7,7 +7,6 @@ Its decision holds differences only: a generation request that it does not name 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 from typing import Protocol
 
 from ifbbench.engine.active import ActiveRequests
@@ -65,6 +64,11 @@ class CapacityDecision:
     left_out: LeftOut | None = None
     generation_first: bool = True
     stands_until_block: bool = False
+
+    def leave_out(self, request: Request, limit: Limit) -> None:
+        """Record the first request left out. One that is paused is recorded by its pause."""
+        if self.left_out is None and all(pause.victim is not request for pause in self.paused):
+            self.left_out = LeftOut(request, limit)
 
 
 class CapacityPolicy(Protocol):
@@ -149,7 +153,7 @@ class MaxRequests:
     def schedule(self, active: ActiveRequests, kv_cache: KvCache | None = None) -> CapacityDecision:
         if len(active) <= self.max_num_requests:
             return CapacityDecision(admitted=list(active.context), generation_first=False)
-        first, others = list(islice(active, self.max_num_requests)), list(islice(active, self.max_num_requests, None))
+        first, others = (requests := list(active))[: self.max_num_requests], requests[self.max_num_requests :]
         return CapacityDecision(
             admitted=[request for request in first if request.in_context],
             held=[request for request in others if not request.in_context],
