@@ -9,13 +9,13 @@ import numpy as np
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, Executor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.execution.null import NullExecutor

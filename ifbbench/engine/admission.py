@@ -32,10 +32,8 @@ class AdmissionLimits:
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
-        refusal = self.refusal_by_size(
-            request.prompt_len, request.max_new_tokens, request.beam_width, request.options.streaming
-        )
-        if refusal is not None:
+        streaming = request.options.streaming
+        if refusal := self.refusal_by_size(request.prompt_len, request.max_new_tokens, request.beam_width, streaming):
             return refusal.text
         if error := self._invalid_field(request):
             return error
@@ -168,18 +166,14 @@ class Admission:
         """Add `requests` to the waiting ones, or refuse them. Returns how many were refused."""
         num_refused = 0
         for request in requests:
-            if error := self._refusal(request):
+            is_in_use = request.request_id in self._in_use
+            if error := f"request id {request.request_id} is in use" if is_in_use else self._limits.refusal(request):
                 num_refused += 1
                 self._refuse(request, error)
             else:
                 self._in_use[request.request_id] = request
                 insort(self.waiting, request, key=lambda item: -item.priority)
         return num_refused
-
-    def _refusal(self, request: Request) -> str | None:
-        if request.request_id in self._in_use:
-            return f"request id {request.request_id} is in use"
-        return self._limits.refusal(request)
 
     def _may_enter(self, request: Request, active: ActiveRequests) -> bool:
         last = active.last
@@ -188,4 +182,4 @@ class Admission:
         if len(active) < self._max_active:
             return True
         # Beyond the limit only before the last active request, while there are sequence slots.
-        return last is not None and request.priority > last.priority and active.table.free_rows > 0
+        return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
-from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.attention_plan import plan_window

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import ceil_div
-from ifbbench.engine.request_table import Int64Array
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.step_work import StepWork
 

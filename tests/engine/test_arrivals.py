@@ -38,7 +38,6 @@ class Served:
     ) -> None:
         trace = Trace("t", [TraceRequest(i, at, prompt, new, new) for i, (at, prompt, new) in enumerate(rows)], "", "")
         clock = clock or VirtualClock()
-        is_virtual = isinstance(clock, VirtualClock)
         self.decisions: list[tuple[Any, ...]] = []
         self.errors: dict[int, str | None] = {}
         self.responses: list[int] = []
@@ -48,9 +47,10 @@ class Served:
             self.responses.append(response.request.request_id)
             client.send_response(response)
 
+        executor = SimulatedExecutor(COST_MODEL, clock) if isinstance(clock, VirtualClock) else NullExecutor()
         manager = TokenGenerationLoop(
-            config, SimulatedExecutor(COST_MODEL, clock) if is_virtual else NullExecutor(), clock, client.get_requests,
-            send_response, self, client.queued, next_change=client.next_arrival_s if knows_arrivals else None,
+            config, executor, clock, client.get_requests, send_response, self, client.queued,
+            next_change=client.next_arrival_s if knows_arrivals else None,
         )  # fmt: skip
         for _ in range(MAX_STEPS):
             if client.done:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens
-from ifbbench.engine.request_table import IntArray
 
 if TYPE_CHECKING:
     from ifbbench.engine.kv_cache.manager import StepsAhead
