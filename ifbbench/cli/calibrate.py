@@ -52,7 +52,7 @@ def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any)
                                 owns_process=True)  # fmt: skip
     if not config.quiet:
         from ifbbench.cli.console import report_console
-        from ifbbench.planning.calibration_tables import print_calibration
+        from ifbbench.planning.calibrate import print_calibration
 
         print_calibration(found, report_console())
     click.echo(f"The profile is {found.path}, its chart {found.path.with_suffix('.png')}; simulate it by "

@@ -56,10 +56,10 @@ class TokenGenerationLoop:
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
-        limits = AdmissionLimits(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(
-            limits, config.max_batch_size, get_requests, self._refuse, next_change, next_priority
-        )
+            AdmissionLimits(config, policy), config.max_batch_size, get_requests, self._refuse, next_change,
+            next_priority,
+        )  # fmt: skip
         self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
         self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)

@@ -15,7 +15,6 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits, Refusal
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.policies import find_policy
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
@@ -77,8 +76,7 @@ def run_trace(
 
 def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -> list[tuple[Refusal, int]]:
     """Which limits refuse how many requests by their size, as the engine will, each with an example."""
-    policy = find_policy(limits.effective_policy)(limits.max_batch_size)
-    admission = AdmissionLimits(limits, getattr(policy, "may_pause", True))
+    admission = AdmissionLimits(limits)
     columns = columns_of(trace.requests)
     beams = np.full(len(columns), config.beam_width or 1)
     if columns.max_beam_width > 1 and config.beam_width is None:

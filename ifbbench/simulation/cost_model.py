@@ -1,12 +1,18 @@
-"""The cost model: the time of each operation of the transformer in an iteration."""
+"""The simulated device: a cost model of the transformer's operations, and the executor that takes the predicted times.
+"""
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.model.config import ModelConfig
+from ifbbench.clock import VirtualClock
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.kv_cache.attention_window import ceil_div
+from ifbbench.engine.request_table import Int64Array
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork
@@ -54,24 +60,21 @@ class CostModel:
       takes at least as long as the host needs to launch the kernels one by one.
 
     The host's time to schedule an iteration is added, or hidden with overlap: see `host_ns`.
-    InputError for a data type that the hardware does not compute in, and for a model that cannot be divided.
+    InputError for a data type of weights that the hardware does not compute in.
     """
 
-    def __init__(
-        self, model: ModelConfig, hardware: HardwareProfile, *, dtype: str, kv_cache_dtype: str | None = None,
-        tp_size: int = 1, pp_size: int = 1, cuda_graphs: bool = True,
-    ) -> None:  # fmt: skip
-        hardware.check_dtype(dtype)
-        self.shard = shard = Shard(model, dtype, kv_cache_dtype or hardware.kv_dtype(dtype), tp_size, pp_size)
+    def __init__(self, shard: Shard, hardware: HardwareProfile, cuda_graphs: bool = True) -> None:
+        hardware.check_dtype(shard.dtype)
+        self.shard = shard
         self.hardware = hardware
         self._cuda_graphs = cuda_graphs
-        share = hardware.constants
-        self._flops_per_s = hardware.matmul_flops_per_s("fp8" if dtype == "fp8" else shard.compute_dtype)
+        model, share = shard.model, hardware.constants
+        self._flops_per_s = hardware.matmul_flops_per_s("fp8" if shard.dtype == "fp8" else shard.compute_dtype)
         self._output_flops_per_s = hardware.matmul_flops_per_s(shard.compute_dtype)
         self._bytes_per_s = share.memory * hardware.memory_bandwidth
         self._network_bytes_per_s = share.network * hardware.link_bandwidth
-        per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if tp_size > 1 else 0)
-        self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * pp_size
+        per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if shard.tp_size > 1 else 0)
+        self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
         self._launch_ns = share.launch_s * self._kernels * NANOSECONDS
 
@@ -221,3 +224,59 @@ class CostModel:
         seconds = keys * self._ns_per_kv_token / NANOSECONDS
         moved = keys * self._kv_bytes_per_token
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
+
+
+class SimulatedExecutor:
+    """A device that executes batches in order, each in the time that `cost_model` predicts.
+
+    Host and device run in parallel: `submit` takes the host's time, and the device starts when both the host and the
+    batch before are done. With overlap the host's time is therefore hidden behind the device's.
+
+    With pipeline parallelism a batch passes through the stages in as many micro batches as there are stages, or
+    requests if there are fewer. Once the pipeline is full every stage is busy, so an iteration takes as long as one
+    micro batch takes through all stages. Filling the pipeline after a pause is not counted.
+    """
+
+    def __init__(
+        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
+    ) -> None:
+        """windows: see `StepWork.of_windows`."""
+        self._cost_model = cost_model
+        self._stages = cost_model.shard.pp_size
+        self._windows = tuple(windows)
+        self._clock = clock
+        self._device_free_ns = 0
+        self._finish_ns: deque[int] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        """Start one batch."""
+        requests = len(batch.context) + len(batch.slots)
+        work = StepWork.of_windows(batch, self._windows)
+        if self._stages > 1:
+            work = work.part(min(self._stages, requests))
+        self._clock.advance(self._cost_model.host_ns(requests))
+        start_ns = max(self._clock.now_ns, self._device_free_ns)
+        self._device_free_ns = start_ns + self._cost_model.device_ns(work)
+        self._finish_ns.append(self._device_free_ns)
+
+    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
+        """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
+        alone generate. Only with one attention window for all layers."""
+        ((window, _),) = self._windows
+        count = len(positions)
+        parts = min(self._stages, count)
+        if window is None:
+            kv_tokens = int(np.add.reduce(positions)) + count * np.arange(1, steps + 1)
+        else:
+            lengths = positions + np.arange(1, steps + 1)[:, None]
+            kv_tokens = np.minimum(lengths, window).sum(axis=1)
+        device_ns = self._cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
+        return self._cost_model.host_ns(count), device_ns
+
+    def collect(self) -> StepOutputs:
+        """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
+        self._clock.wait_until_ns(self._finish_ns.popleft())
+        return NO_OUTPUTS
+
+    def close(self) -> None:
+        """There is nothing to release."""

@@ -106,10 +106,6 @@ class HardwareProfile:
         self.check_dtype(dtype)
         return self.peak_flops[dtype] * (self.constants.matmul_fp8 if dtype == "fp8" else self.constants.matmul)
 
-    def kv_dtype(self, dtype: str) -> str:
-        """Default data type of the KV cache beside weights in `dtype`."""
-        return "bf16" if dtype == "int4" else dtype
-
 
 def hardware_names() -> list[str]:
     """Names of the built-in profiles."""

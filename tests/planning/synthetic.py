@@ -7,9 +7,9 @@ import numpy as np
 from ifbbench.api.engine import Engine, build_engine
 from ifbbench.clock import VirtualClock
 from ifbbench.config import RunConfig
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import HardwareProfile, load_hardware
+from ifbbench.simulation.shard import Shard
 
 DTYPE = "float32"
 
@@ -53,4 +53,4 @@ def synthetic_engine(noise: float = 0.0, disturbances: float = 0.0) -> Engine:
 
 
 def cost_model_of(engine: Engine, hardware: HardwareProfile) -> CostModel:
-    return CostModel(engine.model, hardware, dtype=DTYPE, kv_cache_dtype=DTYPE)
+    return CostModel(Shard(engine.model, DTYPE, DTYPE), hardware)
