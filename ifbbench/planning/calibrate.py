@@ -38,6 +38,21 @@ CONTEXT_PASSES = {"cpu": 2, "cuda": 16}
 PROFILE_OF_CAPABILITY = {
     (8, 0): "a100-80gb-sxm", (8, 6): "a10g", (8, 9): "l40s", (9, 0): "h100-sxm", (10, 0): "b200",
 }  # fmt: skip
+GIGA = 1e9
+MICROSECONDS = 1e6
+MILLISECONDS = 1000
+# A median error above this is reported as large.
+LARGE_ERROR = 0.15
+COLOURS = {"context": SERIES[0], "generation": SERIES[1], "mixed": SERIES[2]}
+SHARE_NAMES = {
+    "matmul": "Matrix products", "context_attention": "Attention of prompts", "memory": "Weights and activations",
+    "generation_attention": "Attention of generation",
+}  # fmt: skip
+# The band around the line of equal times, as a share of the time.
+BAND = 0.1
+MARGIN = 1.5
+# Labelled ticks of each decade, for an axis of fewer decades than the key.
+LABELS: tuple[tuple[float, tuple[int, ...]], ...] = ((2, (1, 2, 5)), (4, (1, 3)), (np.inf, (1,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +171,6 @@ def _memory_bytes(engine: Engine, device: torch.device) -> int:
     return shard.parameter_bytes + activations + math.ceil(kv_memory)
 
 
-GIGA = 1e9
-MICROSECONDS = 1e6
-MILLISECONDS = 1000
-# A median error above this is reported as large.
-LARGE_ERROR = 0.15
-COLOURS = {"context": SERIES[0], "generation": SERIES[1], "mixed": SERIES[2]}
-SHARE_NAMES = {
-    "matmul": "Matrix products", "context_attention": "Attention of prompts", "memory": "Weights and activations",
-    "generation_attention": "Attention of generation",
-}  # fmt: skip
-# The band around the line of equal times, as a share of the time.
-BAND = 0.1
-MARGIN = 1.5
-# Labelled ticks of each decade, for an axis of fewer decades than the key.
-LABELS: tuple[tuple[float, tuple[int, ...]], ...] = ((2, (1, 2, 5)), (4, (1, 3)), (np.inf, (1,)))
-
-
 def print_calibration(found: Calibration, console: Console) -> None:
     """Print the constants of the profile and the errors of its predictions."""
     profile = found.profile
@@ -227,31 +225,27 @@ def _error_table(found: Calibration) -> Table:
 def write_chart(found: Calibration, path: Path) -> None:
     """Draw predicted over measured time of each point, as a PNG file without a date: equal figures are equal files."""
     with styled():
-        _draw(found).savefig(path, metadata={"Software": None})
-
-
-def _draw(found: Calibration) -> Figure:
-    figure = Figure(figsize=(6.4, 6.2))
-    axes = figure.subplots()
-    measured = np.array([point.seconds for point in found.points]) * MILLISECONDS
-    predicted = found.predicted_s * MILLISECONDS
-    for kind, colour in COLOURS.items():
-        chosen = np.array([point.kind == kind for point in found.points])
-        axes.scatter(
-            measured[chosen], predicted[chosen], s=16, color=colour, alpha=0.75, linewidths=0, zorder=3,
-            label=f"{kind} ({int(chosen.sum())})",
-        )  # fmt: skip
-    both = np.concatenate([measured, predicted])
-    _scale(axes, both.min() / MARGIN, both.max() * MARGIN)
-    axes.legend(loc="upper left", handletextpad=0.3)
-    error = FitError.of(found.points, found.predicted_s)
-    about = found.profile.calibration
-    subtitle = (
-        f"model {about['model']} in {about['dtype']} · error median {percent(error.median)}, "
-        f"p90 {percent(error.p90)}, worst {percent(error.worst)}"
-    )
-    title(axes, f"Predicted and measured iterations: {found.profile.name}", subtitle)
-    return figure
+        figure = Figure(figsize=(6.4, 6.2))
+        axes = figure.subplots()
+        measured = np.array([point.seconds for point in found.points]) * MILLISECONDS
+        predicted = found.predicted_s * MILLISECONDS
+        for kind, colour in COLOURS.items():
+            chosen = np.array([point.kind == kind for point in found.points])
+            axes.scatter(
+                measured[chosen], predicted[chosen], s=16, color=colour, alpha=0.75, linewidths=0, zorder=3,
+                label=f"{kind} ({int(chosen.sum())})",
+            )  # fmt: skip
+        both = np.concatenate([measured, predicted])
+        _scale(axes, both.min() / MARGIN, both.max() * MARGIN)
+        axes.legend(loc="upper left", handletextpad=0.3)
+        error = FitError.of(found.points, found.predicted_s)
+        about = found.profile.calibration
+        subtitle = (
+            f"model {about['model']} in {about['dtype']} · error median {percent(error.median)}, "
+            f"p90 {percent(error.p90)}, worst {percent(error.worst)}"
+        )
+        title(axes, f"Predicted and measured iterations: {found.profile.name}", subtitle)
+        figure.savefig(path, metadata={"Software": None})
 
 
 def _scale(axes: Axes, low: float, high: float) -> None:

@@ -171,10 +171,9 @@ def least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Float
             tried = residuals(unknowns + step)
             gain = float(values @ values - tried @ tried)
             damping = max(damping / 10, MIN_DAMPING) if gain > 0 else damping * 10
-        if gain <= 0:
-            break
-        has_converged = gain < CONVERGED * float(values @ values)
-        unknowns, values = unknowns + step, tried
-        if has_converged:
+        least_gain = CONVERGED * float(values @ values)
+        if gain > 0:
+            unknowns, values = unknowns + step, tried
+        if gain <= least_gain:
             break
     return unknowns

@@ -53,13 +53,9 @@ class Scenario:
         at_once = self.concurrency or len(self.lengths)
         longest = max(prompt_len + output_len for prompt_len, output_len in self.lengths)
         longest_pass = self.chunk_budget or max(prompt_len for prompt_len, _ in self.lengths)
-        blocks = at_once * ceil_div(longest, limits.tokens_per_block)
-        return (
-            at_once <= limits.max_batch_size
-            and longest_pass <= limits.max_num_tokens
-            and longest <= limits.max_seq_len
-            and blocks <= limits.num_blocks
-        )
+        has_room = at_once * ceil_div(longest, limits.tokens_per_block) <= limits.num_blocks
+        is_short = longest_pass <= limits.max_num_tokens and longest <= limits.max_seq_len
+        return at_once <= limits.max_batch_size and is_short and has_room
 
 
 def scenarios(limits: BatchingConfig, seed: int, *, passes: int = 2, quick: bool = False) -> list[Scenario]:

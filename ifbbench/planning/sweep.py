@@ -57,9 +57,7 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
 
 
 def parse_axes(texts: Sequence[str]) -> Axes:
-    """The axes in order. InputError as in `parse_axis`, and for no axis or two of one setting."""
-    if not texts:
-        raise InputError("A sweep needs at least one --over KEY=V1,V2,… such as max_batch_size=8,16,32.")
+    """The axes in order. InputError as in `parse_axis`, and for two axes of one setting."""
     axes = [parse_axis(text) for text in texts]
     names = [name for name, _ in axes]
     for name in names:

@@ -1,10 +1,10 @@
-"""The simulated device: a cost model of the transformer's operations, and the executor that takes the predicted times.
-"""
+"""The simulated device: a cost model of the transformer's operations, and an executor that takes the predicted time."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ class OperationCost:
 
 
 class CostModel:
-    """The time of one iteration of `model` on `hardware`: the sum of the times of its operations.
+    """The time of one iteration of a model, divided as in `shard`, on `hardware`: the sum over its operations.
 
     - A matrix product computes and moves bytes: its weights once per iteration, whatever the batch. The two overlap in
       part, so it takes the root of the sum of their squares: close to the longer one, and 1.4 times either if they are
@@ -86,14 +86,15 @@ class CostModel:
         further_heads = max(0, shard.query_size // shard.kv_size - HIDDEN_QUERY_HEADS)
         reading_s = self._kv_bytes_per_token / (share.generation_attention * hardware.memory_bandwidth)
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
-        self._ns_of_tokens: dict[int, float] = {}
-        self._ns_of_outputs: dict[int, float] = {}
+        # Cached because the same numbers recur.
+        self._tokens_ns = cache(lambda tokens: NANOSECONDS * sum(cost.seconds for cost in self._of_tokens(tokens)))
+        self._outputs_ns = cache(lambda outputs: NANOSECONDS * sum(cost.seconds for cost in self._of_outputs(outputs)))
 
     # The time of an iteration.
 
     def device_ns(self, work: StepWork) -> int:
         """Nanoseconds of the devices for a batch, from its start in the first stage to its end in the last."""
-        busy = self._without_attention_ns(work.context_tokens + work.generation_tokens, work.outputs)
+        busy = self._tokens_ns(work.context_tokens + work.generation_tokens) + self._outputs_ns(work.outputs)
         busy += work.generation_kv_tokens * self._ns_per_kv_token
         if work.context_tokens:
             busy += self._context_attention_ns(work) + self._context_ns
@@ -106,7 +107,7 @@ class CostModel:
 
         generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`.
         """
-        busy = self._without_attention_ns(generation_tokens, generation_tokens)
+        busy = self._tokens_ns(generation_tokens) + self._outputs_ns(generation_tokens)
         times = busy + kv_tokens * self._ns_per_kv_token
         at_least = 0.0 if self._cuda_graphs else self._launch_ns
         rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)
@@ -131,18 +132,6 @@ class CostModel:
         return (*done, waiting)
 
     # Operations that depend on the numbers of tokens and outputs only.
-
-    def _without_attention_ns(self, tokens: int, outputs: int) -> float:
-        """Nanoseconds of these operations together, cached because the same numbers recur."""
-        of_tokens = self._ns_of_tokens.get(tokens)
-        if of_tokens is None:
-            seconds = sum(operation.seconds for operation in self._of_tokens(tokens))
-            of_tokens = self._ns_of_tokens[tokens] = NANOSECONDS * seconds
-        of_outputs = self._ns_of_outputs.get(outputs)
-        if of_outputs is None:
-            seconds = sum(operation.seconds for operation in self._of_outputs(outputs))
-            of_outputs = self._ns_of_outputs[outputs] = NANOSECONDS * seconds
-        return of_tokens + of_outputs
 
     def _of_tokens(self, tokens: int) -> tuple[OperationCost, ...]:
         """Operations on all tokens, in the order of the forward pass."""

@@ -1,4 +1,4 @@
-"""`ifbbench calibrate`: its files, its errors, and runs that its profile simulates."""
+"""`ifbbench calibrate`: its files, its errors, and simulated runs with the calibrated profile."""
 
 import dataclasses
 import io

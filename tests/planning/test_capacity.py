@@ -1,4 +1,4 @@
-"""The KV cache that memory and settings give, and where the memory is."""
+"""The size of the KV cache from memory and settings, and the device that has the memory."""
 
 import sys
 
@@ -68,7 +68,7 @@ def test_a_run_takes_no_more_than_a_full_batch_can_fill():
     ],
 )
 def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypatch):
-    """The weights are loaded when a run measures what is free; `capacity` takes them off."""
+    """A run measures free memory after the weights are loaded; `capacity` subtracts their size."""
     config = RunConfig(device="cpu", **settings)
     taken = dict.fromkeys(("loaded", "layout"))
     weight_bytes = TINY.num_parameters * DTYPE_BYTES["float32"]

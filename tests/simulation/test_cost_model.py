@@ -1,4 +1,4 @@
-"""The cost model: its sums, its limits, and that more work never takes less time."""
+"""The cost model: sums of operations, hardware limits, and monotonic times."""
 
 import numpy as np
 import pytest
@@ -107,7 +107,7 @@ def test_a_chunk_costs_more_the_later_it_is():
 
 
 def test_weights_are_read_once_whatever_the_batch():
-    """With few tokens the products wait for their weights, with many for their arithmetic."""
+    """With few tokens the products are bound by reading weights, with many by arithmetic."""
     model = MODELS["llama-3.1-8b on h100-sxm {'dtype': 'fp8'}"]
     limits = {}
     for tokens in (1, 16, 4096):

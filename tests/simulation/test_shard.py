@@ -1,4 +1,4 @@
-"""What fits into simulated memory."""
+"""How the memory of a simulated device is divided, and models that do not fit."""
 
 import json
 

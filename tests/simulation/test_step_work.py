@@ -1,4 +1,4 @@
-"""The work of a step, compared with counting query-key pairs one by one, and the least work of a batch."""
+"""The work of an iteration, compared with counting query-key pairs one by one, and the least work of a batch."""
 
 import pytest
 from hypothesis import given
