@@ -22,8 +22,7 @@ from ifbbench.execution.null import NullExecutor
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
 from ifbbench.simulation.step_work import LeastWork, StepWork, least_work
@@ -133,11 +132,7 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     clock: Clock = WallClock()
     if hardware is not None:
         clock = VirtualClock()
-        cost_model = CostModel(
-            model, hardware, dtype=resolved.weight_dtype,
-            kv_cache_dtype=resolved.kv_cache_dtype or resolved.weight_dtype,
-            tp_size=resolved.tp_size, pp_size=resolved.pp_size,
-        )  # fmt: skip
+        cost_model = CostModel(Shard.of_config(model, resolved), hardware)
         executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
+from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
 
 NextChange = Callable[[float], float | None]
@@ -24,11 +25,14 @@ class Refusal(NamedTuple):
 class AdmissionLimits:
     """The refusal rules: which requests can never run. This is the only place where they are written."""
 
-    def __init__(self, config: BatchingConfig, policy_may_pause: bool) -> None:
+    def __init__(self, config: BatchingConfig, policy: CapacityPolicy | None = None) -> None:
+        """policy: the one that schedules; None for a new one of the kind that `config` names."""
+        if policy is None:
+            policy = find_policy(config.effective_policy)(config.max_batch_size)
         self._config = config
         self._pools = config.pools
         # Without chunked context a pause drops generated tokens that do not fit into a resumed prompt.
-        self._pause_truncates = config.chunk_unit is None and policy_may_pause
+        self._pause_truncates = config.chunk_unit is None and getattr(policy, "may_pause", True)
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""

@@ -14,12 +14,12 @@ from ifbbench.engine.request import Request
 from ifbbench.execution.null import NullExecutor
 from ifbbench.model.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 
-COST_MODEL = CostModel(load_model_config("tiny"), load_hardware("h100-sxm"), dtype="bf16", kv_cache_dtype="bf16")
+COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
 MAX_INPUT_LEN = 60
 REFUSED = MAX_INPUT_LEN + 1
 CONFIG = BatchingConfig(

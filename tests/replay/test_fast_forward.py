@@ -19,12 +19,12 @@ from ifbbench.model.named_models import load_model_config
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 
-COST_MODEL = CostModel(load_model_config("tiny"), load_hardware("h100-sxm"), dtype="bf16", kv_cache_dtype="bf16")
+COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
 FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
 
 

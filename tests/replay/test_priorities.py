@@ -51,7 +51,7 @@ def test_no_look_ahead_hides_a_higher_priority(seed: int) -> None:
     client = ReplayClient(trace, clock, make_request)
     active = ActiveRequests(RequestTable(max_active + LOOK_AHEAD))
     admission = Admission(
-        AdmissionLimits(BatchingConfig("", max_active, 8, 100, 99, 32, 100), policy_may_pause=False), max_active,
+        AdmissionLimits(BatchingConfig("guaranteed_no_evict", max_active, 8, 100, 99, 32, 100)), max_active,
         client.get_requests, lambda request, error: pytest.fail(error),
         client.next_arrival_s, client.next_priority,
     )  # fmt: skip
