@@ -68,9 +68,9 @@ def capacity(
 
     found = study(config, _requests(config, input_len, output_len, trace), memory_bytes)
     if as_json:
-        from ifbbench.planning.capacity_tables import sentences
+        from ifbbench.planning.capacity_tables import figures
 
-        click.echo(json.dumps(found.as_dict() | {"summary": sentences(found)}))
+        click.echo(json.dumps(figures(found)))
         return
     from ifbbench.cli.console import report_console
     from ifbbench.planning.capacity_tables import print_study

@@ -89,7 +89,7 @@ def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any)
         found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress,
                                 owns_process=True)  # fmt: skip
     if not config.quiet:
-        from ifbbench.planning.calibration_tables import print_calibration
+        from ifbbench.planning.calibrate import print_calibration
 
         print_calibration(found, report_console())
     click.echo(f"The profile is {found.path}, its chart {found.path.with_suffix('.png')}; simulate it with "

@@ -56,10 +56,10 @@ class TokenGenerationLoop:
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
-        limits = AdmissionLimits(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(
-            limits, config.max_batch_size, get_requests, self._refuse, next_change, next_priority
-        )
+            AdmissionLimits(config, policy), config.max_batch_size, get_requests, self._refuse, next_change,
+            next_priority,
+        )  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
         self._fast_forward: FastForward | None = None

@@ -9,9 +9,9 @@ import numpy as np
 
 from ifbbench.clock import NANOSECONDS, Clock
 from ifbbench.config import RunConfig
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import IntArray
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 MILLISECONDS = 1000

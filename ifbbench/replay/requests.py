@@ -6,7 +6,6 @@ from ifbbench.api.engine import Engine
 from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits, Refusal
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.policies import find_policy
 from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.replay.client import MakeRequest
@@ -73,8 +72,7 @@ def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -
     """How many requests the engine will refuse by each limit of their size, with the refusal of one of them.
 
     Of the requests with equal prompt lengths only the longest output is checked, unless that is refused."""
-    policy = find_policy(limits.effective_policy)(limits.max_batch_size)
-    admission = AdmissionLimits(limits, getattr(policy, "may_pause", True))
+    admission = AdmissionLimits(limits)
     columns = columns_of(trace.requests)
     beams = np.full(len(columns), config.beam_width or 1)
     if columns.max_beam_width > 1 and config.beam_width is None:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import ceil_div
-from ifbbench.engine.request_table import Int64Array
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork

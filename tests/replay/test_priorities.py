@@ -6,12 +6,11 @@ from array import array
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 from ifbbench.replay.client import ReplayClient, StaticEmulation
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
