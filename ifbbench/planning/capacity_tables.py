@@ -120,12 +120,10 @@ def _fit_table(study: Study) -> Table:
         policy = case.policy + (", v1" if case.is_static else "")
         table.add_row(
             policy + (f"[dim], {case.moment}[/dim]" if case.moment else ""),
-            count(mean) if mean.is_integer() else significant(mean),
-            count(found.by_limit[Limit.KV_BLOCKS]),
-            f"[bold]{count(found.at_once)}[/bold]",
-            *([count(found.first)] if is_trace else []),
+            count(mean) if mean.is_integer() else significant(mean), count(found.by_limit[Limit.KV_BLOCKS]),
+            f"[bold]{count(found.at_once)}[/bold]", *([count(found.first)] if is_trace else []),
             LIMIT_NAMES[found.bound_by],
-        )
+        )  # fmt: skip
     contiguous = study.contiguous
     bound = "memory" if contiguous.fit <= study.limits.max_batch_size else LIMIT_NAMES["batch_size"]
     first = [NOTHING] if is_trace else []

@@ -228,15 +228,11 @@ def _operations_table(explained: Explanation) -> Table:
     for operation in explained.operations:
         share, style = operation.seconds / total, LIMIT_STYLES[operation.limit]
         table.add_row(
-            operation.name,
-            duration(operation.seconds),
-            percent(share),
-            f"[{style}]{bar(share, BAR_WIDTH)}[/{style}]",
+            operation.name, duration(operation.seconds), percent(share), f"[{style}]{bar(share, BAR_WIDTH)}[/{style}]",
             scaled(operation.flops, "FLOP") if operation.flops else "",
             scaled(operation.bytes, "B") if operation.bytes else "",
-            f"[{style}]{operation.limit}[/{style}]",
-            _reached(operation),
-        )
+            f"[{style}]{operation.limit}[/{style}]", _reached(operation),
+        )  # fmt: skip
     return table
 
 

@@ -73,8 +73,7 @@ def points_of(samples: Iterable[Sample]) -> list[Point]:
     return [
         Point(
             work=sorted(group, key=lambda sample: sample.work.generation_kv_tokens)[len(group) // 2].work,
-            seconds=median(sample.seconds for sample in group),
-            loop_s=median(sample.loop_s for sample in group),
+            seconds=median(sample.seconds for sample in group), loop_s=median(sample.loop_s for sample in group),
             samples=len(group),
         )
         for group in groups.values()

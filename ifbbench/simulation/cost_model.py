@@ -2,9 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +43,17 @@ class OperationCost:
     bytes: float
     seconds: float
     limit: str
+
+
+class _Times(dict[int, float]):
+    """Nanoseconds of operations together, by number of tokens. Computed once each, because the same numbers recur."""
+
+    def __init__(self, operations: Callable[[int], tuple[OperationCost, ...]]) -> None:
+        self._operations = operations
+
+    def __missing__(self, tokens: int) -> float:
+        self[tokens] = time_ns = NANOSECONDS * sum(operation.seconds for operation in self._operations(tokens))
+        return time_ns
 
 
 class CostModel:
@@ -86,15 +96,14 @@ class CostModel:
         further_heads = max(0, shard.query_size // shard.kv_size - HIDDEN_QUERY_HEADS)
         reading_s = self._kv_bytes_per_token / (share.generation_attention * hardware.memory_bandwidth)
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
-        # Cached because the same numbers recur.
-        self._tokens_ns = cache(lambda tokens: NANOSECONDS * sum(cost.seconds for cost in self._of_tokens(tokens)))
-        self._outputs_ns = cache(lambda outputs: NANOSECONDS * sum(cost.seconds for cost in self._of_outputs(outputs)))
+        self._tokens_ns = _Times(self._of_tokens)
+        self._outputs_ns = _Times(self._of_outputs)
 
     # The time of an iteration.
 
     def device_ns(self, work: StepWork) -> int:
         """Nanoseconds of the devices for a batch, from its start in the first stage to its end in the last."""
-        busy = self._tokens_ns(work.context_tokens + work.generation_tokens) + self._outputs_ns(work.outputs)
+        busy = self._tokens_ns[work.context_tokens + work.generation_tokens] + self._outputs_ns[work.outputs]
         busy += work.generation_kv_tokens * self._ns_per_kv_token
         if work.context_tokens:
             busy += self._context_attention_ns(work) + self._context_ns
@@ -107,7 +116,7 @@ class CostModel:
 
         generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`.
         """
-        busy = self._tokens_ns(generation_tokens) + self._outputs_ns(generation_tokens)
+        busy = self._tokens_ns[generation_tokens] + self._outputs_ns[generation_tokens]
         times = busy + kv_tokens * self._ns_per_kv_token
         at_least = 0.0 if self._cuda_graphs else self._launch_ns
         rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)

@@ -137,16 +137,12 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
         figures = _numbers(values, ("memory_bytes", "memory_bandwidth", "cache_bytes", "link_bandwidth",
                                     "host_iteration_s", "host_request_s"))  # fmt: skip
         return HardwareProfile(
-            name=path.stem,
-            title=text(values.get("title"), "title"),
-            architecture=architecture,
+            name=path.stem, title=text(values.get("title"), "title"), architecture=architecture,
             peak_flops=_numbers(peak_flops, peak_flops, "peak_flops."),
-            memory_bytes=int(figures.pop("memory_bytes")),
-            cache_bytes=int(figures.pop("cache_bytes")),
-            constants=Constants(**constants),
-            calibration=table(values.get("calibration", {}), "calibration"),
+            memory_bytes=int(figures.pop("memory_bytes")), cache_bytes=int(figures.pop("cache_bytes")),
+            constants=Constants(**constants), calibration=table(values.get("calibration", {}), "calibration"),
             **figures,
-        )
+        )  # fmt: skip
 
 
 def _read(path: Path) -> dict[str, Any]:
