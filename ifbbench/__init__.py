@@ -1,4 +1,4 @@
-"""ifbbench replays request traces through an in-flight batching engine and shows what every iteration decided.
+"""ifbbench replays request traces through an in-flight batching engine and records what every iteration decided.
 
 The batch manager is also a library:
 
@@ -20,8 +20,8 @@ __all__ = [
     "__version__",
 ]  # fmt: skip
 
-# Imported when first asked for, so that `import ifbbench` and `ifbbench --help` stay quick.
-_HOMES = {
+# Imported at first use, so that `import ifbbench` and `ifbbench --help` are quick.
+_MODULES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
     "InferenceRequest": "ifbbench.api.client",
@@ -32,6 +32,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ifbbench' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

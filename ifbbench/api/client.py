@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request, ReuseIdentity
-from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import choice, integer, number, unexpected

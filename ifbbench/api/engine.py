@@ -9,19 +9,18 @@ import numpy as np
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.config import RunConfig
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
 from ifbbench.simulation.step_work import StepWork, least_work
@@ -130,9 +129,7 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     clock: Clock = WallClock()
     if hardware is not None:
         clock = VirtualClock()
-        dtype, kv_dtype = resolved.weight_dtype, resolved.kv_cache_dtype or resolved.weight_dtype
-        cost_model = CostModel(model, hardware, dtype=dtype, kv_cache_dtype=kv_dtype, tp_size=resolved.tp_size,
-                               pp_size=resolved.pp_size)  # fmt: skip
+        cost_model = CostModel(Shard.of_config(model, resolved), hardware)
         executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False)
 

@@ -1,38 +1,29 @@
 """`ifbbench capacity`: what fits, before anything is run."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingOption, SettingsCommand, given_config
-from ifbbench.config import RunConfig
+from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.config import RunConfig, settings
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import TraceRequest
 
+    Requests = list[TraceRequest]
+
 BYTES_PER_GIB = 1024**3
 LENGTH = click.IntRange(min=1)
-# Settings that change the answer. The others are taken too, so that the options of a run can be given as they are.
-SHOWN_GROUPS = ("scheduling", "kv cache")
-SHOWN_SETTINGS = ("reserve", "max_num_samples", "max_prompt_len", "skip_bad_rows", "beam_width", "seed", "device",
-                  "model", "dtype")  # fmt: skip
-IDLE_SETTINGS = ("enable_trt_overlap", "static_emulated_batch_size", "static_emulated_timeout",
-                 "context_chunking_policy", "enable_kv_cache_reuse", "enable_partial_reuse",
-                 "copy_on_partial_reuse")  # fmt: skip
-
-
-class CapacityCommand(SettingsCommand):
-    """Takes every setting, and shows those that change what fits."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for option in self.params:
-            if isinstance(option, SettingOption):
-                changes = option.name in SHOWN_SETTINGS or option.group in SHOWN_GROUPS
-                option.hidden = not changes or option.name in IDLE_SETTINGS
-
-
+# Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
+USED = {one.name for one in settings() if one.group in ("scheduling", "kv cache")} - {
+    "enable_trt_overlap", "static_emulated_batch_size", "static_emulated_timeout", "context_chunking_policy",
+    "enable_kv_cache_reuse", "enable_partial_reuse", "copy_on_partial_reuse",
+} | {
+    "reserve", "max_num_samples", "max_prompt_len", "skip_bad_rows", "beam_width", "seed", "device", "model", "dtype",
+    "tp_size", "pp_size",
+}  # fmt: skip
 SETTING_HELP = {
     "reserve": "max_new_tokens of each request: trace (as recorded; with --output-len that many), actual (its output "
     "length), factor:F or fixed:N.",
@@ -40,7 +31,7 @@ SETTING_HELP = {
 }
 
 
-@click.command(cls=CapacityCommand, setting_help=SETTING_HELP)
+@click.command(cls=SettingsCommand, shown=USED, setting_help=SETTING_HELP)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @click.option("--input-len", type=LENGTH, metavar="N", help="Requests with this prompt length (tokens).")
 @click.option("--output-len", type=LENGTH, metavar="N", help="Their output length (tokens).")
@@ -50,39 +41,36 @@ SETTING_HELP = {
 @click.option("--memory-bytes", type=LENGTH, metavar="N", help="The same in bytes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def capacity(
-    model_name: str | None,
-    config_file: Path | None,
-    input_len: int | None,
-    output_len: int | None,
-    trace: str | None,
-    memory_gib: float | None,
-    memory_bytes: int | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    model_name: str | None, config_file: Path | None, input_len: int | None, output_len: int | None, trace: str | None,
+    memory_gib: float | None, memory_bytes: int | None, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """How much KV cache fits beside MODEL, and how many requests run in it at once.
 
-    MODEL is a built-in model (tiny) or a directory with config.json. Nothing is loaded or run; requests are taken to
+    MODEL is a built-in model (tiny) or a directory with config.json. Nothing is loaded or run; requests are assumed to
     share no blocks.
     """
     if model_name is not None:
         if options["model"] not in (None, model_name):
             raise click.UsageError(f"MODEL {model_name} and --model {options['model']} differ; leave out one of them.")
         options["model"] = model_name
-    _check(input_len, output_len, trace, memory_gib, memory_bytes)
-    config = given_config(config_file, options)
+    if (input_len is None) != (output_len is None):
+        given, missing = ("--output-len", "--input-len") if input_len is None else ("--input-len", "--output-len")
+        raise click.UsageError(f"{given} needs {missing}.")
+    if trace is not None and input_len is not None:
+        raise click.UsageError("--trace takes the lengths of its requests; leave out --input-len and --output-len.")
+    if memory_gib is not None and memory_bytes is not None:
+        raise click.UsageError("--memory-gib and --memory-bytes exclude each other; leave out one of them.")
     if memory_gib is not None:
         memory_bytes = int(memory_gib * BYTES_PER_GIB)
+    config = given_config(config_file, options)
 
     from ifbbench.planning.capacity import study
 
     found = study(config, _requests(config, input_len, output_len, trace), memory_bytes)
     if as_json:
-        import json
+        from ifbbench.planning.capacity_tables import figures
 
-        from ifbbench.planning.capacity_tables import sentences
-
-        click.echo(json.dumps(found.as_dict() | {"summary": sentences(found)}))
+        click.echo(json.dumps(figures(found)))
         return
     from ifbbench.cli.console import report_console
     from ifbbench.planning.capacity_tables import print_study
@@ -90,27 +78,8 @@ def capacity(
     print_study(found, report_console())
 
 
-def _check(
-    input_len: int | None,
-    output_len: int | None,
-    trace: str | None,
-    memory_gib: float | None,
-    memory_bytes: int | None,
-) -> None:
-    """UsageError for options that do not go together."""
-    if (input_len is None) != (output_len is None):
-        given, missing = ("--output-len", "--input-len") if input_len is None else ("--input-len", "--output-len")
-        raise click.UsageError(f"{given} needs {missing}.")
-    if trace is not None and input_len is not None:
-        raise click.UsageError("--trace takes the lengths of its requests; leave out --input-len and --output-len.")
-    if memory_gib is not None and memory_bytes is not None:
-        raise click.UsageError("--memory-gib and --memory-bytes say the same; leave out one of them.")
-
-
-def _requests(
-    config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None
-) -> "list[TraceRequest]":
-    """Those of the trace, or one that stands for all of its length; none where nothing is said."""
+def _requests(config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None) -> "Requests":
+    """Those of the trace, or one that represents all of these lengths; none where neither is given."""
     if trace is not None:
         from ifbbench.workload.load import load_trace
 

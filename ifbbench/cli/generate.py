@@ -1,4 +1,4 @@
-"""`ifbbench generate`: what a model says to a prompt."""
+"""`ifbbench generate`: what a model answers to a prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,15 @@ import click
 from ifbbench.cli.options import SettingsCommand, given_config
 from ifbbench.errors import InputError
 
-DEFAULT_NEW_TOKENS = 64
-
 
 @click.command(cls=SettingsCommand)
 @click.argument("prompts", nargs=-1, required=True)
-@click.option("--max_new_tokens", type=click.IntRange(min=1), default=DEFAULT_NEW_TOKENS, show_default=True,
-              metavar="N", help="Longest output of a prompt.")  # fmt: skip
+@click.option("--max_new_tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N",
+              help="Maximum output length of each prompt.")
 def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | None, **options: Any) -> None:
-    """Continue PROMPTS with a model that has a tokenizer, all in flight together, and print the texts.
+    """Continue PROMPTS with a model that has a tokenizer, all in one batch, and print the texts.
 
-    To see that a model is read right before it is measured.
+    To check that a model is read correctly before it is measured.
     """
     config = given_config(config_file, options)
     if config.makes_no_tokens:

@@ -1,35 +1,94 @@
-"""The `ifbbench` command. It starts fast: a command's module, and what that imports, is loaded only when called."""
+"""The `ifbbench` command. It starts fast: the module of a command is imported only when the command is called."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 import click
 
 from ifbbench import __version__
-from ifbbench.cli.lazy_group import LazyCommand, LazyGroup
+from ifbbench.cli.options import DEBUG, debug_option
+from ifbbench.errors import IfbbenchError
 
+INTERRUPTED = 130
+
+# Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
 COMMANDS = {
-    "run": LazyCommand("ifbbench.cli.run", "run", "Replay a trace and report what happened."),
-    "generate": LazyCommand("ifbbench.cli.generate", "generate", "Print what a model says to a prompt."),
-    "sweep": LazyCommand("ifbbench.cli.sweep", "sweep", "Run once for each combination of settings."),
-    "report": LazyCommand("ifbbench.cli.report", "report", "Print the report of a run again."),
-    "plot": LazyCommand("ifbbench.cli.plot", "plot", "Draw the charts of runs and sweeps."),
-    "capacity": LazyCommand("ifbbench.cli.capacity", "capacity", "Tell what fits, before anything is run."),
-    "explain-step": LazyCommand("ifbbench.cli.explain_step", "explain_step", "Tell where an iteration's time goes."),
-    "calibrate": LazyCommand("ifbbench.cli.calibrate", "calibrate", "Measure this machine for simulated runs."),
-    "dataset": LazyCommand("ifbbench.cli.dataset", "dataset", "Make, convert and describe traces."),
+    "run": ("run", "Replay a trace and report what happened."),
+    "generate": ("generate", "Print what a model answers to a prompt."),
+    "sweep": ("run", "Run once for each combination of settings."),
+    "report": ("report", "Print the report of a run again."),
+    "plot": ("report", "Draw the charts of runs and sweeps."),
+    "capacity": ("capacity", "Calculate what fits, before anything is run."),
+    "explain-step": ("simulate", "Show where the time of one iteration goes."),
+    "calibrate": ("simulate", "Measure this machine for simulated runs."),
+    "dataset": ("dataset", "Make, convert and describe traces."),
 }
 
 
-def _with_dashes(name: str) -> str:
-    """Underscores and dashes are the same in the names of options and commands."""
-    return name.replace("_", "-")
+class LazyGroup(click.Group):
+    """The group of COMMANDS. Errors of ifbbench and interrupts become one line and an exit status."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(debug_option())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"ifbbench.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _closed_pipe_is_no_error():  # of --help
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _closed_pipe_is_no_error():
+                value = super().invoke(ctx)
+                sys.stdout.flush()
+                return value
+        except IfbbenchError as error:
+            if ctx.meta.get(DEBUG):
+                click.echo(traceback.format_exc(), err=True, nl=False)
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_status)
+        except KeyboardInterrupt as interrupt:
+            click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@contextmanager
+def _closed_pipe_is_no_error() -> Iterator[None]:
+    """A reader that closes the pipe early, as `| head` does, ends the command with status 0."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Python flushes standard output once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(0) from None
 
 
 @click.group(
     cls=LazyGroup,
-    lazy_commands=COMMANDS,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 120,
-        "token_normalize_func": _with_dashes,
+        # Underscores and dashes are the same in the names of options and commands.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
 @click.version_option(__version__, prog_name="ifbbench")

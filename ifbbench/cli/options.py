@@ -1,81 +1,26 @@
-"""Click options made from the settings of `ifbbench.config`, and a `RunConfig` made from what was given."""
+"""Command line options and config files, made from the settings of `ifbbench.config`."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ifbbench.cli.config_file import read_config_file
-from ifbbench.config import RunConfig, from_mapping, settings
-from ifbbench.setting import Setting
+from ifbbench.config import RunConfig, Setting, from_mapping, same_elsewhere, setting, settings
+from ifbbench.errors import InputError
+from ifbbench.fields import located
 
 DEBUG = "ifbbench.debug"
-# Names of options elsewhere (vLLM, SGLang, TensorRT-LLM, llama.cpp) that mean one of ours, or a sentence about them.
-MEANINGS = {
-    "max_num_samples": "num_requests num_prompts num_samples n_requests requests limit",
-    "max_batch_size": "max_num_seqs max_running_requests batch_size max_batch parallel max_num_requests",
-    "max_num_tokens": "max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch",
-    "max_seq_len": "max_model_len context_length ctx_size max_length max_sequence_length n_ctx",
-    "max_input_len": "max_prompt_length max_input_length",
-    "tp_size": "tp tensor_parallel_size tensor_parallel num_gpus",
-    "pp_size": "pp pipeline_parallel_size pipeline_parallel",
-    "kv_cache_free_gpu_mem_fraction": "gpu_memory_utilization mem_fraction_static kv_cache_free_gpu_memory_fraction",
-    "max_tokens_in_paged_kvcache": "max_total_tokens kv_cache_tokens num_gpu_blocks_override kv_cache_size",
-    "tokens_per_block": "block_size page_size kv_block_size",
-    "enable_kv_cache_reuse": "enable_prefix_caching prefix_caching enable_radix_cache kv_cache_reuse",
-    "no_enable_kv_cache_reuse": "no_enable_prefix_caching disable_radix_cache",
-    "enable_chunked_context": "enable_chunked_prefill chunked_prefill",
-    "no_enable_chunked_context": "no_enable_chunked_prefill disable_chunked_prefill",
-    "policy": "scheduling_policy schedule_policy scheduler capacity_scheduler_policy",
-    "context_chunking_policy": "chunking_policy",
-    "type": "batching_type batching api",
-    "enable_trt_overlap": "async_scheduling overlap enable_overlap enable_overlap_schedule",
-    "concurrency": "max_concurrency num_concurrent users num_users",
-    "request_rate": "rate qps rps request_rates",
-    "enable_exp_delays": "poisson burstiness",
-    "time_scale": "speed speedup scale replay_speed",
-    "kv_host_cache_bytes": "swap_space cpu_offload_gb hicache_size host_cache secondary_cache_size",
-    "kv_cache_dtype": "kv_dtype cache_dtype cache_type_k kv_cache_data_type",
-    "dtype": "data_type precision quantization weight_dtype",
-    "device": "gpu hardware backend accelerator",
-    "model": "model_path model_dir tokenizer checkpoint engine_dir",
-    "beam_width": "num_beams best_of use_beam_search",
-    "max_beam_width": "max_beams",
-    "max_attention_window": "sliding_window attention_window max_attention_window_size",
-    "sink_token_len": "attention_sink sink_tokens",
-    "cpu_threads": "threads num_threads n_threads",
-    "stop_at_end_token": "no_ignore_eos",
-    "output": "output_dir result_dir save_result out results",
-    "output_csv": "csv result_filename",
-    "log_iteration_data": "verbose log_stats log_requests",
-    "eos_id": "eos_token_id end_token",
-    "seed": "rng_seed",
-}
-SENTENCES = {
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+# What to do about options of other tools that none of ours corresponds to.
+_ADVICE = {
     "dataset trace dataset_path dataset_name input input_file": "Give the trace as an argument: ifbbench run TRACE.",
     "goodput slo request_goodput": "There is no goodput yet; requests.jsonl of a run has the latency of each request.",
     "ignore_eos": "Requests end at their recorded output length unless --stop_at_end_token is given.",
     "num_warmups warmup warm_up": "Every run on a real device warms up first; its requests are not measured.",
 }
-
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
-class SettingOption(click.Option):
-    """The option of one setting. It hands its value on as typed, for `Setting.check` to judge."""
-
-    def __init__(self, setting: Setting, help: str | None = None) -> None:
-        names = [setting.name, *setting.aliases]
-        is_pair = setting.type is bool
-        super().__init__(
-            [setting.name, *(_pair(name) if is_pair else f"--{name}" for name in names)],
-            default=None,
-            metavar=None if is_pair else _METAVARS[setting.type],
-            help=help or _help_text(setting),
-        )
-        self.group = setting.group
 
 
 def debug_option() -> click.Option:
@@ -89,7 +34,7 @@ def debug_option() -> click.Option:
 
 
 class Command(click.Command):
-    """A command that explains options it does not have, and takes no option for another's value."""
+    """A command that explains unknown options, and does not take an option for the value of another."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,10 +45,9 @@ class Command(click.Command):
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            spelt = next((name for name in given if name.replace("_", "-") == error.option_name), error.option_name)
-            known = [name for option in self.params for name in (*option.opts, *option.secondary_opts)]
-            hint = _suggestion(spelt, known)
-            raise click.NoSuchOption(spelt, f"No such option: {spelt}.{hint}", ctx=ctx) from None
+            name = next((one for one in given if one.replace("_", "-") == error.option_name), error.option_name)
+            known = [one for option in self.params for one in (*option.opts, *option.secondary_opts)]
+            raise click.NoSuchOption(name, f"No such option: {name}.{_suggestion(name, known)}", ctx=ctx) from None
         for option in self.params:
             values = ctx.params.get(option.name or "")
             for value in values if isinstance(values, tuple) else (values,):
@@ -113,40 +57,79 @@ class Command(click.Command):
         return rest
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Collection[str]) -> str:
     """What to write instead of `name`, in its spelling; `known` are the names of the command's options."""
     word = name.lstrip("-").replace("-", "_").lower()
-    for words, sentence in SENTENCES.items():
+    for words, advice in _ADVICE.items():
         if word in words.split():
-            return f" {sentence}"
+            return f" {advice}"
     names = {option.lstrip("-").replace("-", "_"): option for option in known if option.startswith("--")}
-    near = [ours for ours, others in MEANINGS.items() if word in others.split() and ours in names]
-    near = near or difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    spelt = [names[ours] for ours in near]
-    if "_" in name:
-        spelt = [f"--{ours}" for ours in near]
-    elif "-" in name[2:]:
-        spelt = [f"--{ours.replace('_', '-')}" for ours in near]
-    return f" Did you mean {', '.join(spelt)}?" if spelt else ""
+    same = same_elsewhere(word)
+    near = [same] if same in names else difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    separator = "_" if "_" in name else "-" if "-" in name[2:] else None
+    options = [f"--{one.replace('_', separator)}" if separator else names[one] for one in near]
+    return f" Did you mean {', '.join(options)}?" if options else ""
+
+
+class SettingOption(click.Option):
+    """The option of one setting. Its value stays as typed: `Setting.check` converts it."""
+
+    def __init__(self, setting: Setting, help: str | None = None, hidden: bool = False) -> None:
+        names = [setting.name, *setting.aliases]
+        is_pair = setting.type is bool
+        super().__init__(
+            [setting.name, *(f"--{name}/--no_{name}" if is_pair else f"--{name}" for name in names)],
+            default=None, metavar=None if is_pair else _METAVARS[setting.type], help=help or _help_text(setting),
+            hidden=hidden,
+        )  # fmt: skip
+        self.group = setting.group
 
 
 class SettingsCommand(Command):
-    """A command that takes `--config` and every setting; `setting_help` replaces the help text of some settings."""
+    """A command that takes settings as options, and those of a config file.
 
-    def __init__(self, *args: Any, setting_help: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+    names: the settings that it takes; None for all, and `--config`. shown: those that its help lists; None for all.
+    setting_help: replaces the help text of some settings.
+    """
+
+    def __init__(
+        self, *args: Any, names: Collection[str] | None = None, shown: Collection[str] | None = None,
+        setting_help: Mapping[str, str] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.params += _setting_options(setting_help or {})
+        if names is None:
+            self.params.append(click.Option(
+                ["config_file", "--config"], type=click.Path(path_type=Path), metavar="FILE",
+                help="Settings from a YAML or TOML file; options on the command line win.",
+            ))  # fmt: skip
+        for one in settings() if names is None else map(setting, names):
+            is_hidden = shown is not None and one.name not in shown
+            self.params.append(SettingOption(one, (setting_help or {}).get(one.name), is_hidden))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List options under the groups of their settings."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if isinstance(parameter, click.Option) and record is not None:
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
                 sections.setdefault(getattr(parameter, "group", "command"), []).append(record)
         for group, records in sections.items():
             with formatter.section(f"{group.upper()} OPTIONS"):
                 formatter.write_dl(records)
+
+
+def _help_text(setting: Setting) -> str:
+    """The setting's help with its values, range and default: `[tokens, at least 1; default: 32]`."""
+    limits = {"above": setting.above, "at least": setting.minimum, "at most": setting.maximum}
+    in_words = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
+    facts = [", ".join(setting.choices or [word for word in (setting.unit, *in_words) if word])]
+    if setting.others:
+        facts.append(f"or {setting.others}")
+    if setting.type is bool:
+        facts.append(f"default: {'off' if setting.command_line_default is False else 'on'}")
+    elif setting.default is not None:
+        facts.append(f"default: {setting.default}")
+    in_brackets = "; ".join(filter(None, facts))
+    return setting.help + (f" [{in_brackets}]" if in_brackets else "")
 
 
 def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunConfig:
@@ -156,38 +139,39 @@ def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunCon
     return from_mapping({**from_file, **from_command_line}, command_line=True)
 
 
-def _setting_options(setting_help: Mapping[str, str]) -> Iterator[click.Option]:
-    yield click.Option(
-        ["config_file", "--config"],
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Settings from a YAML or TOML file; options on the command line win.",
-    )
-    for setting in settings():
-        yield SettingOption(setting, setting_help.get(setting.name))
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Checked values by setting name, from a flat YAML or TOML table. InputError names the file and the entry."""
+    with located(str(path)):
+        table = _parse(path)
+        if not isinstance(table, dict):
+            raise InputError("expected a table of settings, one `name: value` each.")
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            wanted = setting(str(name))
+            if wanted.name in values:
+                raise InputError(f"{wanted.name} is given twice, once as {name}.")
+            values[wanted.name] = wanted.check(value)
+    return values
 
 
-def _pair(name: str) -> str:
-    return f"--{name}/--no_{name}"
+def _parse(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the config file cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError("the config file is not UTF-8 text.") from error
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"not valid TOML: {error}.") from error
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError("the name of a config file must end in .toml, .yaml or .yml.")
+    import yaml
 
-
-def _help_text(setting: Setting) -> str:
-    facts = [", ".join(setting.choices) or _range(setting)]
-    if setting.others:
-        facts.append(f"or {setting.others}")
-    if setting.type is bool:
-        facts.append(f"default: {'off' if setting.command_line_default is False else 'on'}")
-    elif setting.default is not None:
-        facts.append(f"default: {setting.default}")
-    told = "; ".join(fact for fact in facts if fact)
-    return setting.help + (f" [{told}]" if told else "")
-
-
-def _range(setting: Setting) -> str:
-    """The unit and the bounds, in the fewest words: `tokens, at least 1`."""
-    facts = [setting.unit]
-    if setting.minimum is not None:
-        facts.append(f"{'above' if setting.exclusive_minimum else 'at least'} {setting.minimum:g}")
-    if setting.maximum is not None:
-        facts.append(f"at most {setting.maximum:g}")
-    return ", ".join(fact for fact in facts if fact)
+    try:
+        # BaseLoader keeps every value as text, as on the command line; otherwise `device: null` would be no device.
+        return yaml.load(text, Loader=yaml.BaseLoader) or {}
+    except yaml.YAMLError as error:
+        raise InputError(f"not valid YAML: {' '.join(str(error).split())}.") from error

@@ -1,11 +1,20 @@
-"""`ifbbench run`: replay one trace."""
+"""`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.config import RunConfig
+
+if TYPE_CHECKING:
+    from ifbbench.replay.run import RunResult
+
+SWEEP_HELP = {
+    "output": "Sweep directory, with a run directory for each point. Default: results/sweep-<keys>.",
+    "overwrite": "Replace the runs and the table of an existing sweep directory.",
+}
 
 
 @click.command(cls=SettingsCommand)
@@ -14,22 +23,72 @@ from ifbbench.cli.options import SettingsCommand, given_config
 def run(context: click.Context, /, trace: str | None, config_file: Path | None, **options: Any) -> None:
     """Replay TRACE and report what happened, iteration by iteration.
 
-    Without TRACE the small one that comes with ifbbench is replayed.
+    Without TRACE the small bundled one is replayed.
     """
     config = given_config(config_file, options)
 
-    from ifbbench.cli.progress import progress_line
-    from ifbbench.cli.report import print_run, write_csv
+    from ifbbench.cli.report import report_run
     from ifbbench.recording.run_directory import find_lines
-    from ifbbench.replay.run import run_trace
 
-    with progress_line("run", config.quiet) as progress:
-        result = run_trace(trace, config, progress, owns_process=True)
-    if config.output_csv:
-        write_csv(result.directory, Path(config.output_csv))
+    result = _replay(trace, config, "run")
+    if config.output_csv or not config.quiet:
+        report_run(result.directory, Path(config.output_csv) if config.output_csv else None, config.quiet)
     if not config.quiet:
-        print_run(result.directory)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
-        click.echo(f"{result.failed} requests failed; {find_lines(result.directory, 'requests')} says why.", err=True)
+        reasons = find_lines(result.directory, "requests")
+        click.echo(f"{result.failed} requests failed; {reasons} has the reason of each.", err=True)
         context.exit(1)
+
+
+@click.command(cls=SettingsCommand, setting_help=SWEEP_HELP)
+@click.argument("trace", required=False)
+@click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
+              help="A setting and its values; several --over make a grid.")
+@click.pass_context
+def sweep(
+    context: click.Context, /, trace: str | None, over: tuple[str, ...], config_file: Path | None, **options: Any
+) -> None:
+    """Replay TRACE once for each combination of settings and compare the runs.
+
+    Every value is checked before the first run starts. sweep.csv of the sweep directory gets a row as each point ends.
+    """
+    from ifbbench.planning.sweep import parse_axes, run_sweep
+
+    axes = parse_axes(over)
+    config = given_config(config_file, options)
+
+    def run_point(trace: str | None, config: RunConfig) -> "RunResult":
+        return _replay(trace, config, Path(str(config.output)).name)
+
+    def report_point(ended: int, points: int, label: str, error: str) -> None:
+        if not config.quiet:
+            click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
+
+    result = run_sweep(trace, config, axes, run_point, report_point)
+    _report_sweep(result.directory, config.quiet)
+    if result.failed:
+        click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
+        context.exit(1)
+
+
+def _report_sweep(directory: Path, quiet: bool) -> None:
+    from ifbbench.cli.console import report_console
+    from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
+    from ifbbench.report.charts import plot_sweep
+    from ifbbench.report.sweep import print_sweep
+
+    table, axis = read_sweep(directory).with_one_axis()
+    if table.finished:
+        plot_sweep(table.finished, axis, directory)
+    if not quiet:
+        print_sweep(table.rows, axis, report_console())
+        click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} has all figures.")
+
+
+def _replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
+    from ifbbench.cli.console import progress_line
+    from ifbbench.replay.run import run_trace
+
+    with progress_line(label, config.quiet) as progress:
+        return run_trace(trace, config, progress, owns_process=True)

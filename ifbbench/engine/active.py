@@ -1,16 +1,105 @@
-"""The active requests, in the order in which the schedulers consider them."""
+"""The active requests in the order of the schedulers, and the table of the counters that change in every iteration.
+
+With flat arrays, one row for each active request, an iteration in which 500 requests each generate a token is a few
+additions. The row of a request is also its sequence slot in the executor and in the KV cache.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import merge
 from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ifbbench.engine.request import Request, RequestState
-from ifbbench.engine.request_table import NO_ROWS, RequestTable, Rows
+if TYPE_CHECKING:
+    from ifbbench.engine.request import Request
 
+IntArray: TypeAlias = NDArray[np.int32]
+Int64Array: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+Rows: TypeAlias = Int64Array  # indices into the table
+
+NO_ROWS: Rows = np.zeros(0, np.int64)
 _ORDER = attrgetter("order")
+_NO_TOKEN = -1
+_INITIAL_OUTPUT_COLUMNS = 64
+_INITIAL_END_TOKEN_COLUMNS = 2
+
+
+class RequestTable:
+    """Counters and output tokens of all active requests. Arrays are [rows] unless stated otherwise.
+
+    generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
+    confirmed: how many of them the executor has returned. The two differ while an iteration is in flight.
+    reserved: maximum of `generated`.
+    stop_after: value of `confirmed` at which the request has all its output tokens.
+    draft_tokens: draft tokens of the next generation step.
+    step_tokens: tokens that a generation step adds to the batch: beam width + draft tokens.
+    any_wide_steps: whether `step_tokens` was ever not 1.
+    original_prompt_len: tokens of the prompt as it arrived.
+    joined: output tokens that pauses have joined to the prompt.
+    cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
+    any_paused: whether any request was ever paused.
+    end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
+    makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
+    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.generated = np.zeros(rows, np.int64)
+        self.confirmed = np.zeros(rows, np.int64)
+        self.reserved = np.zeros(rows, np.int64)
+        self.stop_after = np.zeros(rows, np.int64)
+        self.draft_tokens = np.zeros(rows, np.int64)
+        self.step_tokens = np.ones(rows, np.int64)
+        self.any_wide_steps = False
+        self.original_prompt_len = np.zeros(rows, np.int64)
+        self.joined = np.zeros(rows, np.int64)
+        self.cached_before_pause = np.zeros(rows, np.int64)
+        self.any_paused = False
+        # Ids that users give need not fit 32 bits.
+        self.end_tokens = np.full((rows, _INITIAL_END_TOKEN_COLUMNS), _NO_TOKEN, np.int64)
+        self.any_end_tokens = False
+        self.is_special = np.zeros(rows, np.bool_)
+        self.num_special = 0
+        self.makes_tokens = False
+        self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
+        self.free_rows = list(range(rows - 1, -1, -1))
+
+    def take_row(self, is_special: bool = False) -> int:
+        """A free row. IndexError if there is none, which admission prevents."""
+        row = self.free_rows.pop()
+        self.generated[row] = self.confirmed[row] = 0
+        self.is_special[row] = is_special
+        self.num_special += is_special
+        return row
+
+    def return_row(self, row: int) -> None:
+        self.num_special -= int(self.is_special[row])
+        self.free_rows.append(row)
+
+    def write_outputs(self, rows: Rows, columns: Int64Array, tokens: IntArray) -> None:
+        """Store one output token for each of `rows`, at the output position in `columns`."""
+        width = self._outputs.shape[1]
+        if len(columns) and (last := int(columns.max())) >= width:
+            self._outputs = np.pad(self._outputs, ((0, 0), (0, max(last + 1 - width, width))))
+        self._outputs[rows, columns] = tokens
+
+    def outputs(self, row: int, start: int, stop: int) -> IntArray:
+        """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
+        return self._outputs[row, start:stop].copy()
+
+    def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
+        if not (end_tokens or self.any_end_tokens):
+            return
+        if (more := len(end_tokens) - self.end_tokens.shape[1]) > 0:
+            self.end_tokens = np.pad(self.end_tokens, ((0, 0), (0, more)), constant_values=_NO_TOKEN)
+        self.end_tokens[row] = _NO_TOKEN
+        self.end_tokens[row, : len(end_tokens)] = end_tokens
+        self.any_end_tokens |= bool(end_tokens)
 
 
 class ActiveRequests:
@@ -37,7 +126,7 @@ class ActiveRequests:
     def __len__(self) -> int:
         return len(self.by_slot)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator["Request"]:
         """All active requests that can be scheduled, in order."""
         return merge(self.context, self.generation, key=_ORDER)
 
@@ -62,11 +151,11 @@ class ActiveRequests:
         return int(self.table.step_tokens[self.generation_rows].sum())
 
     @property
-    def last(self) -> Request | None:
+    def last(self) -> "Request | None":
         tails = [requests[-1] for requests in (self.context, self.generation) if requests]
         return max(tails, key=_ORDER, default=None)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: "Request") -> None:
         """Add a new request, behind all others of its priority."""
         self.num_changes += 1
         request.enter(self.table, self._num_entered)
@@ -76,7 +165,7 @@ class ActiveRequests:
         self.by_slot[request.slot] = request
         insort(self.context, request, key=_ORDER)
 
-    def move_to_generation(self, request: Request) -> None:
+    def move_to_generation(self, request: "Request") -> None:
         """The prompt of `request` is complete."""
         self.num_changes += 1
         del self.context[self._find(self.context, request)]
@@ -88,7 +177,7 @@ class ActiveRequests:
         longer[:index], longer[index], longer[index + 1 :] = rows[:index], request.slot, rows[index:]
         self.generation_rows = longer
 
-    def move_to_context(self, request: Request) -> None:
+    def move_to_context(self, request: "Request") -> None:
         """`request` was paused. Does nothing if it was paused in its context phase."""
         self.num_changes += 1
         index = self._find(self.context, request)
@@ -102,14 +191,14 @@ class ActiveRequests:
         self.num_changes += 1
         request = self.by_slot[row]
         self._remove_from_generation(request)
-        request.state = RequestState.GENERATION_TO_COMPLETE
+        request.finish_scheduling()
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: "Request") -> None:
         """`request` is complete, was stopped, or failed; its row is free again."""
         self.num_changes += 1
         if request.in_context:
             del self.context[self._find(self.context, request)]
-        elif request.state is not RequestState.GENERATION_TO_COMPLETE:
+        elif request.in_generation:
             self._remove_from_generation(request)
         self.num_with_lora -= request.lora_task_id is not None
         self._beam_widths[request.beam_width] -= 1
@@ -126,7 +215,7 @@ class ActiveRequests:
             self.by_slot[row].recomputed_tokens += 1
         return len(again)
 
-    def _remove_from_generation(self, request: Request) -> None:
+    def _remove_from_generation(self, request: "Request") -> None:
         index, rows = self._find(self.generation, request), self.generation_rows
         del self.generation[index]
         shorter = np.empty(len(rows) - 1, np.int64)
@@ -134,5 +223,5 @@ class ActiveRequests:
         self.generation_rows = shorter
 
     @staticmethod
-    def _find(requests: list[Request], request: Request) -> int:
+    def _find(requests: list["Request"], request: "Request") -> int:
         return bisect_left(requests, request.order, key=_ORDER)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
+from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
 
 NextChange = Callable[[float], float | None]
@@ -24,18 +25,19 @@ class Refusal(NamedTuple):
 class AdmissionLimits:
     """The refusal rules: which requests can never run. This is the only place where they are written."""
 
-    def __init__(self, config: BatchingConfig, policy_may_pause: bool) -> None:
+    def __init__(self, config: BatchingConfig, policy: CapacityPolicy | None = None) -> None:
+        """policy: the one that schedules; None for a new one of the kind that `config` names."""
+        if policy is None:
+            policy = find_policy(config.effective_policy)(config.max_batch_size)
         self._config = config
         self._pools = config.pools
         # Without chunked context a pause drops generated tokens that do not fit into a resumed prompt.
-        self._pause_truncates = config.chunk_unit is None and policy_may_pause
+        self._pause_truncates = config.chunk_unit is None and getattr(policy, "may_pause", True)
 
     def refusal(self, request: Request) -> str | None:
         """Why `request` can never run, or None. Clamps its new tokens to what max_seq_len leaves."""
-        refusal = self.refusal_by_size(
-            request.prompt_len, request.max_new_tokens, request.beam_width, request.options.streaming
-        )
-        if refusal is not None:
+        streaming = request.options.streaming
+        if refusal := self.refusal_by_size(request.prompt_len, request.max_new_tokens, request.beam_width, streaming):
             return refusal.text
         if error := self._invalid_field(request):
             return error
@@ -168,18 +170,14 @@ class Admission:
         """Add `requests` to the waiting ones, or refuse them. Returns how many were refused."""
         num_refused = 0
         for request in requests:
-            if error := self._refusal(request):
+            is_in_use = request.request_id in self._in_use
+            if error := f"request id {request.request_id} is in use" if is_in_use else self._limits.refusal(request):
                 num_refused += 1
                 self._refuse(request, error)
             else:
                 self._in_use[request.request_id] = request
                 insort(self.waiting, request, key=lambda item: -item.priority)
         return num_refused
-
-    def _refusal(self, request: Request) -> str | None:
-        if request.request_id in self._in_use:
-            return f"request id {request.request_id} is in use"
-        return self._limits.refusal(request)
 
     def _may_enter(self, request: Request, active: ActiveRequests) -> bool:
         last = active.last
@@ -188,4 +186,4 @@ class Admission:
         if len(active) < self._max_active:
             return True
         # Beyond the limit only before the last active request, while there are sequence slots.
-        return last is not None and request.priority > last.priority and active.table.free_rows > 0
+        return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0

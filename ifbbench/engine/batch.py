@@ -6,13 +6,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import NO_ROWS, FloatArray, Int64Array, IntArray, Rows
 
 
 class ContextChunk(NamedTuple):
@@ -174,7 +173,11 @@ class BatchBuilder:
 
         idle: rows of complete requests that stay in a static batch; they overwrite their last position. There is no
         pass for them alone. Raises OutOfBlocks if the requests do not fit."""
-        chunks = tuple([self._chunk(request, now_s) for request in context])
+        for request in context:
+            if request.is_first_chunk:
+                reused = self._kv_cache.add_request(request, now_s)
+                request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
+        chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in context])
         positions = self._kv_cache.registered[rows]
         self._kv_cache.add_tokens(rows)
         if not chunks and not len(rows):
@@ -191,12 +194,6 @@ class BatchBuilder:
                 self._pass(iteration, (), rows, positions),
             )
         return (self._pass(iteration, chunks, rows, positions, copies),)
-
-    def _chunk(self, request: Request, now_s: float) -> ContextChunk:
-        if request.is_first_chunk:
-            reused = self._kv_cache.add_request(request, now_s)
-            request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
-        return ContextChunk(request, request.position, request.chunk)
 
     def _pass(
         self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ifbbench.engine.request_table import BoolArray, FloatArray, IntArray
+from ifbbench.engine.active import BoolArray, FloatArray, IntArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams, StopConditions
 
 # The score of a beam that pads too few continuations. It is finite, so that sums with it stay ordered, and so low that
@@ -171,12 +171,8 @@ class BeamSearch:
 
     def _endings(self, beams: _Beams) -> list[_Ending]:
         length = self.num_tokens
-        return [
-            _Ending(length, token, parent, log_prob, self._score(log_prob, length))
-            for token, parent, log_prob in zip(
-                beams.tokens.tolist(), beams.parents.tolist(), beams.scores.tolist(), strict=True
-            )
-        ]
+        columns = zip(beams.tokens.tolist(), beams.parents.tolist(), beams.scores.tolist(), strict=True)
+        return [_Ending(length, *column, self._score(column[-1], length)) for column in columns]
 
     def _score(self, log_prob: float, length: int) -> float:
         with np.errstate(over="ignore", under="ignore"):
@@ -197,13 +193,9 @@ class BeamSearch:
             return True
         if self._sampling.early_stopping is EarlyStopping.ALWAYS:
             return False
-        return self._score(float(running.scores[0]), self._scored_length()) > self._complete[-1].score
-
-    def _scored_length(self) -> int:
-        """The output length at which the best running beam is compared with the complete ones."""
-        if self._sampling.early_stopping is EarlyStopping.NEVER and self._sampling.length_penalty > 0:
-            return self._max_len
-        return self.num_tokens
+        scored_at_end = self._sampling.early_stopping is EarlyStopping.NEVER and self._sampling.length_penalty > 0
+        length = self._max_len if scored_at_end else self.num_tokens
+        return self._score(float(running.scores[0]), length) > self._complete[-1].score
 
     def _trace_back(self, ending: _Ending) -> FinalBeam:
         """The whole output that ends with `ending`, read backwards along the parents."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, Int64Array
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import PredictableExecutor
 from ifbbench.engine.config import BatchingConfig
@@ -11,8 +11,7 @@ from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.manager import StepsAhead
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
-from ifbbench.engine.request_table import Int64Array
-from ifbbench.engine.scheduler import Plan
+from ifbbench.engine.scheduler import Plan, Scheduler
 
 # Longer stretches are no faster per iteration, and no progress is shown while one is computed.
 MAX_STEPS = 1024
@@ -27,41 +26,36 @@ class FastForward:
 
     def __init__(
         self, config: BatchingConfig, executor: PredictableExecutor, clock: VirtualClock, active: ActiveRequests,
-        kv_cache: KvCache, next_change: NextChange,
+        kv_cache: KvCache, scheduler: Scheduler, next_change: NextChange,
     ) -> None:  # fmt: skip
         self._config = config
         self._executor = executor
         self._clock = clock
         self._active = active
         self._kv_cache = kv_cache
+        self._scheduler = scheduler
         self._next_change = next_change
         self._change_s: float | None = None
         self._stands_until_block = False
-        # The latest plan, and `num_changes` of the active requests when it was made.
-        self._latest: tuple[Plan, int] | None = None
-
-    def remember_plan(self, plan: Plan) -> None:
-        """`plan` was the latest decision. It stands until requests enter, change phase or leave; not with reuse, where
-        a block that generation fills may let a waiting request start."""
-        stands = plan.is_steady and not self._kv_cache.reuse.enabled
-        self._latest = (plan, self._active.num_changes) if stands else None
 
     def next_plan(self, now_s: float) -> Plan | None:
         """The plan of the next iterations; None if it is not certain. To be called before `advance`."""
-        active = self._active
-        standing = self._latest[0] if self._latest and self._latest[1] == active.num_changes else None
-        if active.table.num_special or (standing is None and not self._runs_all()):
+        standing = self._scheduler.standing_plan()
+        # With reuse, a block that generation fills may let a waiting request start.
+        if standing and (standing.context or standing.held or standing.paused or self._kv_cache.reuse.enabled):
+            standing = None
+        active, config = self._active, self._config
+        if active.table.num_special:
+            return None
+        # Otherwise it is certain only that generation requests alone run, if all fit into a batch.
+        if standing is None and (
+            active.context or active.mixed_beam_widths or len(active.generation) > config.max_batch_size
+            or active.generation_tokens > config.max_num_tokens
+        ):  # fmt: skip
             return None
         self._change_s = self._next_change(now_s)
         self._stands_until_block = standing is not None and standing.stands_until_block
         return standing or Plan([], active.batch_rows)
-
-    def _runs_all(self) -> bool:
-        """Whether there are generation requests only, and all fit into a batch."""
-        active, config = self._active, self._config
-        if active.context or active.mixed_beam_widths:
-            return False
-        return len(active.generation) <= config.max_batch_size and active.generation_tokens <= config.max_num_tokens
 
     def advance(self, plan: Plan, first: IterationRecord) -> Stretch | None:
         """Advance as many iterations of `plan` as are certain; None, with nothing changed, if that is not even one.

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, BoolArray, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import BoolArray, FloatArray, Int64Array, IntArray, Rows
 
 
 @dataclass(slots=True)
@@ -98,7 +97,12 @@ def _confirm_special(
     indices: [rows], index of each row's output in `outputs`."""
     for place in np.flatnonzero(active.table.is_special[rows]).tolist():
         request, index = active.by_slot[int(rows[place])], int(indices[place])
-        _keep_numbers(request, outputs, index)
+        if request.numbers is not None:
+            position = request.num_outputs - 1
+            if outputs.log_probs is not None and request.beam_width == 1:
+                request.numbers.add_log_prob(position, float(outputs.log_probs[index]))
+            if (logits := outputs.generation_logits.get(index)) is not None:
+                request.numbers.add_generation(position, logits)
         if request.beam_width > 1:
             if (candidates := outputs.candidates) is not None:
                 search = request.search
@@ -111,17 +115,6 @@ def _confirm_special(
                 )  # fmt: skip
         elif request.stop.stop_sequences and outputs.tokens is not None:
             done[place] |= _ends_with_stop_sequence(request)
-
-
-def _keep_numbers(request: Request, outputs: StepOutputs, index: int) -> None:
-    if request.numbers is None:
-        return
-    position = request.num_outputs - 1
-    if outputs.log_probs is not None and request.beam_width == 1:
-        request.numbers.add_log_prob(position, float(outputs.log_probs[index]))
-    logits = outputs.generation_logits.get(index)
-    if logits is not None:
-        request.numbers.add_generation(position, logits)
 
 
 def _ends_with_stop_sequence(request: Request) -> bool:
@@ -165,9 +158,11 @@ class Response(NamedTuple):
 
 def response_of(request: Request, is_final: bool) -> Response:
     """The response with the new tokens of `request`. To be made before its row is returned."""
+    assert request.table is not None
+    if not request.table.makes_tokens:
+        return Response(request, is_final)
     if request.search is not None:
         return _beam_response(request, request.search)
-    assert request.table is not None
     sent = request.num_sent
     tokens = request.table.outputs(request.slot, sent, max(sent, request.num_outputs))
     numbers, options = request.numbers, request.options

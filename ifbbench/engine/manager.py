@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from ifbbench.clock import Clock, VirtualClock
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
 from ifbbench.engine.batch import Batch, BatchBuilder, Executor, PredictableExecutor
 from ifbbench.engine.config import BatchingConfig, BatchingType
@@ -12,10 +12,9 @@ from ifbbench.engine.fast_forward import FastForward
 from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.policies import find_policy
-from ifbbench.engine.records import Observer, RecordMaker, Unobserved
+from ifbbench.engine.records import CacheState, IterationRecord, Observer, Unobserved
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
-from ifbbench.engine.scheduler import Lockstep, Plan, Scheduler
+from ifbbench.engine.scheduler import Plan, Scheduler
 from ifbbench.errors import IfbbenchError
 
 
@@ -52,22 +51,24 @@ class TokenGenerationLoop:
         self.iteration = 0
         self._executor = executor
         self._clock = clock
+        self._queued = queued
         self._send_response = send_response
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_batch_size)
-        limits = AdmissionLimits(config, policy_may_pause=getattr(policy, "may_pause", True))
         self._admission = Admission(
-            limits, config.max_batch_size, get_requests, self._refuse, next_change, next_priority
-        )
-        self._lockstep = Lockstep(self.active) if config.batching_type is BatchingType.V1 else None
-        self._scheduler = Scheduler(config, policy, self.active, self.kv_cache, self._lockstep)
-        self._records = RecordMaker(config, clock, self.active, self._admission, self.kv_cache, queued)
+            AdmissionLimits(config, policy), config.max_batch_size, get_requests, self._refuse, next_change,
+            next_priority,
+        )  # fmt: skip
+        self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
         self._fast_forward: FastForward | None = None
-        is_steady = getattr(policy, "is_steady", False) and self._lockstep is None and not config.enable_overlap
+        self._is_static = config.batching_type is BatchingType.V1
+        is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.enable_overlap)
         if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
-            self._fast_forward = FastForward(config, executor, clock, self.active, self.kv_cache, next_change)
+            self._fast_forward = FastForward(
+                config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change
+            )
         self._max_in_flight = config.num_micro_batches
         self._in_flight: deque[InFlightIteration] = deque()
         self._activated: list[Request] = []
@@ -106,14 +107,14 @@ class TokenGenerationLoop:
             # Pause, build the batches (which takes the blocks they write to), submit.
             for pause in plan.paused:
                 self._pause(pause.victim)
-            batches = self._build(plan, start_s)
-            submitted = self._submit(plan, batches, start_s)
+            submitted = self._submit(plan, start_s)
             # With overlap the newest iteration stays in flight. After an error no other one is built upon it.
             if submitted.error is None:
                 stays_in_flight = self._max_in_flight - 1
         elif not self._in_flight and len(self.active) and self._failure is None:
+            blocked = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
             raise SchedulerStalled(
-                f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {plan.reasons})"
+                f"policy {self.config.policy} runs none of {len(self.active)} active requests (blocked: {blocked})"
             )
 
         # Collect outputs, confirm them, record the iteration and respond.
@@ -139,7 +140,7 @@ class TokenGenerationLoop:
             response = Response(request, is_final=True, error=error)
             self._admission.withdraw(request)
         else:
-            response = Response(request, is_final=True, error=error) if error else self._response(request, True)
+            response = Response(request, is_final=True, error=error) if error else response_of(request, is_final=True)
             self._remove(request)
         self._send_response(response)
 
@@ -161,9 +162,10 @@ class TokenGenerationLoop:
         plan = fast_forward.next_plan(start_s)
         if plan is None:
             return False
-        stretch = fast_forward.advance(plan, self._records.make(self.iteration, plan, (), start_s, []))
+        stretch = fast_forward.advance(plan, self._record(plan, (), start_s))
         if stretch is None:
             return False
+        self._activated = []
         self.iteration += stretch.length
         self._observer.stretch(stretch)
         self._finish(stretch.finished)
@@ -172,31 +174,45 @@ class TokenGenerationLoop:
     def _pause(self, request: Request) -> None:
         """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
         self._release_blocks(request)
-        was_in_context = request.in_context
         request.pause(self.config.max_input_len)
-        if not was_in_context:
-            self.active.move_to_context(request)
+        self.active.move_to_context(request)
 
-    def _build(self, plan: Plan, start_s: float) -> tuple[Batch, ...]:
+    def _submit(self, plan: Plan, start_s: float) -> InFlightIteration:
+        """Build and submit the iteration, and advance its requests as far as is known without its tokens."""
         try:
-            return self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
+            batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
         except OutOfBlocks as error:
             raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
-
-    def _submit(self, plan: Plan, batches: tuple[Batch, ...], start_s: float) -> InFlightIteration:
-        """Submit the iteration, and advance its requests as far as is known without its tokens."""
         completing = [request for request in plan.context if request.is_last_chunk]
-        record = self._records.make(self.iteration, plan, batches, start_s, self._activated)
+        record = self._record(plan, batches, start_s)
         iteration = InFlightIteration(record, batches, plan.output_rows(completing), set(plan.idle.tolist()))
         iteration.submit(self._executor)
         record.submit_s = self._clock.now()
         record.recomputed = self._advance(plan, completing)
         self._in_flight.append(iteration)
-        if self._fast_forward is not None:
-            self._fast_forward.remember_plan(plan)
         self._activated = []
         self.iteration += 1
         return iteration
+
+    def _record(self, plan: Plan, batches: tuple[Batch, ...], start_s: float) -> IterationRecord:
+        """The record of an iteration that began at `start_s` and runs `batches`, after their blocks were taken."""
+        context = batches[0].context if batches else ()
+        padding = 0
+        if self._is_static and context:
+            longest = max(chunk.length for chunk in context)
+            padding = sum(longest - chunk.length for chunk in context)
+        tokens = num_generation = len(plan.rows)
+        if self.config.max_beam_width > 1:
+            tokens = int(self.table.step_tokens[plan.rows].sum())
+        waiting = self._admission.waiting
+        return IterationRecord(
+            self.iteration, micro_batch=self.iteration % self._max_in_flight, start_s=start_s,
+            timestamp=self._clock.timestamp(), active=len(self.active), queued=len(waiting) + self._queued(),
+            activated=self._activated, context=context, num_context_tokens=sum([chunk.length for chunk in context]),
+            recomputed=0, num_generation=num_generation, num_generation_tokens=tokens, held=plan.held,
+            paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
+            cache=CacheState.of(self.kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
+        )  # fmt: skip
 
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
         """Advance all submitted requests by their chunk or token. Returns how many of the tokens had been computed
@@ -234,9 +250,9 @@ class TokenGenerationLoop:
         if outputs:
             self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
         done = confirm(iteration, outputs, self.active)
-        record.finished = self._lockstep.add_complete(done) if self._lockstep else done
+        record.finished = self._scheduler.end_together(done) if self._is_static else done
         self._observer.iteration(record)
-        if self.table.num_special and self._lockstep is None:
+        if self.table.num_special and not self._is_static:
             self._stream(iteration)
         self._finish(record.finished)
 
@@ -248,18 +264,15 @@ class TokenGenerationLoop:
             if row in last or not (request := self.active.by_slot[row]).options.streaming:
                 continue
             if request.num_outputs > request.num_sent:
-                response = self._response(request, is_final=False)
+                response = response_of(request, is_final=False)
                 request.num_sent = request.num_outputs
                 self._send_response(response)
 
     def _finish(self, requests: list[Request]) -> None:
         for request in requests:
-            response = self._response(request, is_final=True)
+            response = response_of(request, is_final=True)
             self._remove(request)
             self._send_response(response)
-
-    def _response(self, request: Request, is_final: bool) -> Response:
-        return response_of(request, is_final) if self.table.makes_tokens else Response(request, is_final)
 
     def _fail(self, iteration: InFlightIteration, error: Exception) -> None:
         """The executor failed: all requests of the batch end, because the contents of their KV blocks are unknown."""
@@ -277,8 +290,8 @@ class TokenGenerationLoop:
         """Release all that an active request holds, and ignore its outputs in flight."""
         for iteration in self._in_flight:
             iteration.dropped.add(request.slot)
-        if self._lockstep:
-            self._lockstep.remove(request)
+        if request in self._scheduler.complete:
+            self._scheduler.complete.remove(request)
         if self.kv_cache.holds(request.slot):
             self._release_blocks(request)
         self.active.remove(request)

@@ -1,7 +1,7 @@
 """The micro-batch scheduler: which of the fitting requests run now, within the batch size and the token budget."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
@@ -17,18 +17,6 @@ class ChunkLimits:
 
     unit: int
     max_context_length: int | None = None
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """context: requests with a chunk to run, each with its `chunk` set, in batch order.
-    held: fitting generation requests that do not run; all other fitting ones do.
-    left_out: the first request that does not run or has its chunk cut, and why.
-    """
-
-    context: list[Request] = field(default_factory=list)
-    held: list[Request] = field(default_factory=list)
-    left_out: LeftOut | None = None
 
 
 class MicroBatchScheduler:
@@ -48,17 +36,18 @@ class MicroBatchScheduler:
         self.max_num_tokens = max_num_tokens
         self.chunking_policy = chunking_policy
         self.chunk_limits = chunk_limits or ChunkLimits(unit=1)
+        self._nothing = MicroBatch(self)
 
     def schedule(
         self, active: ActiveRequests, fitting: CapacityDecision, in_flight: Container[int] = frozenset()
-    ) -> MicroBatch:
+    ) -> "MicroBatch":
         """Decide for one iteration. in_flight: ids of requests in a batch that was not collected; they are skipped."""
         tokens = active.generation_tokens
         takes_all = not (fitting.held or fitting.paused or in_flight)
         takes_all = takes_all and self._takes_all_generation(active, fitting, tokens)
         if takes_all and not fitting.admitted:
-            return MicroBatch()
-        selection = _Selection(self, in_flight)
+            return self._nothing
+        selection = MicroBatch(self, in_flight)
         if takes_all:
             selection.count, selection.tokens = len(active.generation), tokens
             selection.add_contexts(fitting.admitted)
@@ -81,13 +70,20 @@ class MicroBatchScheduler:
         return count <= self.max_batch_size and (self.max_num_tokens is None or tokens <= self.max_num_tokens)
 
 
-class _Selection:
-    """The selection of one iteration."""
+class MicroBatch:
+    """The selection of one iteration.
 
-    def __init__(self, scheduler: MicroBatchScheduler, in_flight: Container[int]) -> None:
+    context: requests with a chunk to run, each with its `chunk` set, in batch order.
+    held: fitting generation requests that do not run; all other fitting ones do.
+    left_out: the first request that does not run or has its chunk cut, and why.
+    """
+
+    def __init__(self, scheduler: MicroBatchScheduler, in_flight: Container[int] = frozenset()) -> None:
         self.scheduler = scheduler
         self.in_flight = in_flight
-        self.result = MicroBatch()
+        self.context: list[Request] = []
+        self.held: list[Request] = []
+        self.left_out: LeftOut | None = None
         self.count = self.tokens = self.chunk_candidate_tokens = 0
         self.beam_width: int | None = None
         self.all_fit = True
@@ -102,7 +98,7 @@ class _Selection:
             self._leave_out(request, limit)
             if limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
                 break
-        self.result.held.extend(request for request in rest if not request.in_context)
+        self.held.extend(request for request in rest if not request.in_context)
 
     def add_contexts(self, requests: list[Request]) -> None:
         """As `add`, for context requests none of which is in flight."""
@@ -129,7 +125,7 @@ class _Selection:
             return Limit.NUM_TOKENS
         if request.in_context:
             request.set_chunk(request.remaining_context)
-            self.result.context.append(request)
+            self.context.append(request)
         elif self.beam_width in (None, request.beam_width):
             self.beam_width = request.beam_width
         else:
@@ -148,43 +144,37 @@ class _Selection:
                 cost, self.all_fit = longest, False
             self.chunk_candidate_tokens += cost
         self.count += len(requests)
-        self.result.context += requests
+        self.context += requests
 
     def _leave_out(self, request: Request, limit: Limit) -> None:
         if not request.in_context:
-            self.result.held.append(request)
-        if self.result.left_out is None:
-            self.result.left_out = LeftOut(request, limit)
+            self.held.append(request)
+        if self.left_out is None:
+            self.left_out = LeftOut(request, limit)
 
-    def finish(self) -> MicroBatch:
+    def finish(self) -> "MicroBatch":
         """Size the chunks and put the contexts in batch order."""
-        scheduler, result = self.scheduler, self.result
-        if scheduler.chunking_policy and result.context:
+        scheduler = self.scheduler
+        if scheduler.chunking_policy and self.context:
             budget = scheduler.max_num_tokens
             capacity = None if budget is None else budget - self.tokens
             if capacity is not None and self.chunk_candidate_tokens > capacity:
                 self.all_fit = False
             if not self.all_fit:
-                size_chunks(result.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
-                self._note_cut_chunk()
-                result.context = [request for request in result.context if request.chunk > 0]
-        if len(result.context) > 1:
+                size_chunks(self.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
+                cut = next((request for request in self.context if not request.is_last_chunk), None)
+                if cut and (self.left_out is None or cut.order < self.left_out.request.order):
+                    self.left_out = LeftOut(cut, Limit.NUM_TOKENS)
+                self.context = [request for request in self.context if request.chunk > 0]
+        if len(self.context) > 1:
             # Prompts that stay incomplete before those on their last chunk, each by LoRA id (none first).
-            result.context.sort(
+            self.context.sort(
                 key=lambda request: (
                     request.is_last_chunk and not self.all_fit,
                     -1 if request.lora_task_id is None else request.lora_task_id,
                 )
             )
-        return result
-
-    def _note_cut_chunk(self) -> None:
-        for request in self.result.context:
-            if not request.is_last_chunk:
-                found = self.result.left_out
-                if found is None or request.order < found.request.order:
-                    self.result.left_out = LeftOut(request, Limit.NUM_TOKENS)
-                return
+        return self
 
 
 # Chunk sizes (TensorRT-LLM's `MicroBatchScheduler::setCtxRequestsChunkSize`).
@@ -225,15 +215,10 @@ def equal_progress(requests: Sequence[Request], capacity: int | None, limits: Ch
             progress = True
 
 
-CHUNKING: dict[str, Callable[[Sequence[Request], int | None, ChunkLimits], None]] = {
-    "first_come_first_served": first_come_first_served,
-    "equal_progress": equal_progress,
-}
-
-
 def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> None:
     """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit)."""
-    CHUNKING[policy](requests, capacity, limits)
+    size = equal_progress if policy == "equal_progress" else first_come_first_served
+    size(requests, capacity, limits)
     if any(request.num_draft_tokens for request in requests):
         _fit_draft_tokens(requests, capacity, limits)
 

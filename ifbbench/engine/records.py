@@ -1,6 +1,6 @@
 """Records of iterations, which explain every decision and hold only what changed, and the documented statistics."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
 from typing import Any, NamedTuple, Protocol
@@ -8,16 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.clock import Clock
-from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.admission import Admission
-from ifbbench.engine.batch import Batch, ContextChunk
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.active import Int64Array
+from ifbbench.engine.batch import ContextChunk
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.policies.policy import LeftOut, Pause
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import Int64Array
-from ifbbench.engine.scheduler import Plan
 
 CACHE_FIELDS = (
     "Max KV cache blocks", "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block",
@@ -166,66 +162,20 @@ class Stretch(NamedTuple):
 class Observer(Protocol):
     """Is notified of each iteration after it has run, and of each request that ends without being complete."""
 
-    def iteration(self, record: IterationRecord) -> None: ...
+    def iteration(self, record: IterationRecord) -> None:
+        return None
 
     def stretch(self, stretch: Stretch) -> None:
         """Several iterations at once."""
-        ...
+        return None
 
     def left(self, request: Request, error: str | None) -> None:
         """`request` was refused or failed for `error`, or was stopped by its client (None)."""
-        ...
+        return None
 
 
-class Unobserved:
+class Unobserved(Observer):
     """An observer that does nothing."""
-
-    def iteration(self, record: IterationRecord) -> None:
-        pass
-
-    def stretch(self, stretch: Stretch) -> None:
-        pass
-
-    def left(self, request: Request, error: str | None) -> None:
-        pass
-
-
-class RecordMaker:
-    """Makes the records of one loop. queued(): how many requests have arrived that admission has not fetched."""
-
-    def __init__(
-        self, config: BatchingConfig, clock: Clock, active: ActiveRequests, admission: Admission, kv_cache: KvCache,
-        queued: Callable[[], int],
-    ) -> None:  # fmt: skip
-        self._pads = config.batching_type is BatchingType.V1
-        self._has_beams = config.max_beam_width > 1
-        self._num_micro_batches = config.num_micro_batches
-        self._clock = clock
-        self._active = active
-        self._admission = admission
-        self._kv_cache = kv_cache
-        self._queued = queued
-
-    def make(
-        self, iteration: int, plan: Plan, batches: tuple[Batch, ...], start_s: float, activated: list[Request]
-    ) -> IterationRecord:
-        """The record of an iteration that began at `start_s` and runs `batches`, after their blocks were taken."""
-        context = batches[0].context if batches else ()
-        padding = 0
-        if self._pads and context:
-            longest = max(chunk.length for chunk in context)
-            padding = sum(longest - chunk.length for chunk in context)
-        num_generation = len(plan.rows)
-        tokens = int(self._active.table.step_tokens[plan.rows].sum()) if self._has_beams else num_generation
-        waiting = self._admission.waiting
-        return IterationRecord(
-            iteration, micro_batch=iteration % self._num_micro_batches, start_s=start_s,
-            timestamp=self._clock.timestamp(), active=len(self._active), queued=len(waiting) + self._queued(),
-            activated=activated, context=context, num_context_tokens=sum([chunk.length for chunk in context]),
-            recomputed=0, num_generation=num_generation, num_generation_tokens=tokens, held=plan.held,
-            paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
-            cache=CacheState.of(self._kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
-        )  # fmt: skip
 
 
 class IterationStatistics:

@@ -7,10 +7,10 @@ from enum import IntEnum
 import numpy as np
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.engine.active import Int64Array, IntArray, RequestTable
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.kv_cache.token_keys import KnownTokens, SymbolicTokens, TokenIds
-from ifbbench.engine.request_table import Int64Array, IntArray, RequestTable
 from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
@@ -110,8 +110,12 @@ class Request:
         return self.state is RequestState.CONTEXT_INIT
 
     @property
+    def in_generation(self) -> bool:
+        return self.state is RequestState.GENERATION_IN_PROGRESS
+
+    @property
     def has_left(self) -> bool:
-        """Whether the request is complete, failed or stopped: the engine holds nothing of it."""
+        """Whether the request is complete, failed or stopped: the engine keeps no state of it."""
         return self.state is RequestState.GENERATION_COMPLETE
 
     @property
@@ -212,6 +216,10 @@ class Request:
         self.state = RequestState.GENERATION_IN_PROGRESS
         self.table.generated[self.slot] = 1
 
+    def finish_scheduling(self) -> None:
+        """The last step is in flight."""
+        self.state = RequestState.GENERATION_TO_COMPLETE
+
     def pause(self, max_input_len: int) -> None:
         """Return to the context phase.
 
@@ -281,11 +289,18 @@ class ReuseTokens:
 
     def known(self) -> KnownTokens | None:
         """Prompt and output so far; None if the prompt has neither token ids nor symbols."""
-        if self._known is None:
-            self._known = self._known_prompt()
-        if self._known is not None:
-            self._append_output(self._known)
-        return self._known
+        known, request = self._known or self._known_prompt(), self._request
+        self._known = known
+        if known is None or request.table is None or request.beam_width > 1:
+            return known
+        appended = len(known.tokens) - request.original_prompt_len
+        if request.num_outputs <= appended:
+            return known
+        if isinstance(known.tokens, SymbolicTokens):
+            known.tokens.append(self._identity.output_symbol + appended, request.num_outputs - appended)
+        elif request.table.makes_tokens:
+            known.tokens.append(request.table.outputs(request.slot, appended, request.num_outputs))
+        return known
 
     def _known_prompt(self) -> KnownTokens | None:
         request, identity = self._request, self._identity
@@ -296,13 +311,3 @@ class ReuseTokens:
         else:
             return None
         return KnownTokens(tokens, (tokens.kind, request.lora_task_id, identity.cache_salt))
-
-    def _append_output(self, known: KnownTokens) -> None:
-        request = self._request
-        appended = len(known.tokens) - request.original_prompt_len
-        if request.table is None or request.beam_width > 1 or request.num_outputs <= appended:
-            return
-        if isinstance(known.tokens, SymbolicTokens):
-            known.tokens.append(self._identity.output_symbol + appended, request.num_outputs - appended)
-        elif request.table.makes_tokens:
-            known.tokens.append(request.table.outputs(request.slot, appended, request.num_outputs))

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ifbbench.engine.request_table import FloatArray, IntArray
+from ifbbench.engine.active import FloatArray, IntArray
 
 
 class EarlyStopping(StrEnum):

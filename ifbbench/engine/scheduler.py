@@ -4,14 +4,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.active import NO_ROWS, ActiveRequests, Rows
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import PolicyFailed
 from ifbbench.engine.policies.policy import CapacityPolicy, LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import NO_ROWS, Rows
 
 
 @dataclass(slots=True)
@@ -37,16 +36,6 @@ class Plan:
     def does_nothing(self) -> bool:
         return not (self.context or len(self.rows) or len(self.idle) or self.paused)
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether all generation requests run, and nothing else does."""
-        return not (self.context or self.held or self.paused or len(self.idle))
-
-    @property
-    def reasons(self) -> str:
-        """The first request that each scheduler left out, and why, in words."""
-        return ", ".join(f"request {item.request.request_id} by {item.limit}" for item in self.blocked)
-
     def output_rows(self, completing: list[Request]) -> Rows:
         """[outputs], the table row of each, in batch order. completing: requests on their last chunk."""
         if not completing and not len(self.idle):
@@ -60,38 +49,19 @@ class Plan:
         return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None
 
 
-class Lockstep:
-    """Static batching (V1): complete members stay in the batch until the last one is complete.
+class Scheduler:
+    """Both schedulers over the same requests and cache. Decides, and changes only the sizes of chunks.
 
-    Until then they are computed along as padding; the scheduler admits no request meanwhile. (TensorRT-LLM's
-    `TrtGptModelV1` runs the whole generation of a batch in one call; here each step is an iteration, so that the time
-    of every token is known.)
+    Static batches (V1): complete members stay in the batch, computed along as padding, until the last one is complete;
+    no request is admitted meanwhile. (TensorRT-LLM's `TrtGptModelV1` runs the whole generation of a batch in one call;
+    here each step is an iteration, so that the time of every token is known.) complete: these members.
     """
 
-    def __init__(self, active: ActiveRequests) -> None:
-        self._active = active
-        self.complete: list[Request] = []
-
-    def add_complete(self, done: list[Request]) -> list[Request]:
-        """`done` have all their tokens. Returns the whole batch if that completes it, else an empty list."""
-        self.complete += done
-        if len(self.complete) < len(self._active.generation):
-            return []
-        finished, self.complete = self.complete, []
-        return finished
-
-    def remove(self, request: Request) -> None:
-        """`request` was stopped, or failed."""
-        self.complete = [other for other in self.complete if other is not request]
-
-
-class Scheduler:
-    """Both schedulers over the same requests and cache. Decides, and changes only the sizes of chunks."""
-
     def __init__(
-        self, config: BatchingConfig, policy: CapacityPolicy, active: ActiveRequests, kv_cache: KvCache,
-        lockstep: Lockstep | None,
-    ) -> None:  # fmt: skip
+        self, config: BatchingConfig, policy: CapacityPolicy, active: ActiveRequests, kv_cache: KvCache
+    ) -> None:
+        self.is_static = config.batching_type is BatchingType.V1
+        self.complete: list[Request] = []
         self._policy = policy
         self._policy_name = config.effective_policy
         is_chunked = config.chunk_unit is not None
@@ -101,17 +71,16 @@ class Scheduler:
         )  # fmt: skip
         self._active = active
         self._kv_cache = kv_cache
-        self._lockstep = lockstep
         self._chunk_unit = config.chunk_unit or 0
         is_steady = getattr(policy, "is_steady", False) and not getattr(policy, "may_pause", True)
-        self._may_repeat = is_steady and not config.reuse.enabled and lockstep is None
+        self._may_repeat = is_steady and not config.reuse.enabled and not self.is_static
         # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
 
     def plan(self) -> Plan:
         """Schedule one iteration. Raises PolicyFailed if the policy raises."""
-        if self._lockstep is not None and self._active.generation:
-            return self._next_static_step(self._lockstep)
+        if self.is_static and self._active.generation:
+            return self._next_static_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
         try:
@@ -131,16 +100,26 @@ class Scheduler:
         )  # fmt: skip
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
-        self._latest = (plan, self._active.num_changes) if self._may_repeat else None
+        self._latest = (plan, self._active.num_changes)
         return plan
 
+    def standing_plan(self) -> Plan | None:
+        """The latest plan, if no request has entered, changed phase or left since it was made."""
+        return self._latest[0] if self._latest and self._latest[1] == self._active.num_changes else None
+
+    def end_together(self, done: list[Request]) -> list[Request]:
+        """Members of a static batch are done. Returns the whole batch if that completes it, else an empty list."""
+        self.complete += done
+        if len(self.complete) < len(self._active.generation):
+            return []
+        finished, self.complete = self.complete, []
+        return finished
+
     def _repeated_plan(self) -> Plan | None:
-        """The latest plan, if the next decision is certain to be the same: no request has entered, changed phase or
-        left, and the one prompt that ran a chunk has tokens for another of the same size."""
-        if self._latest is None or self._latest[1] != self._active.num_changes:
-            return None
-        plan = self._latest[0]
-        if len(plan.context) != 1 or plan.held or plan.num_chunk_tokens == 0:
+        """The standing plan, if the next decision is certain to be the same: the one prompt that ran a chunk has tokens
+        for another of the same size."""
+        plan = self.standing_plan() if self._may_repeat else None
+        if plan is None or len(plan.context) != 1 or plan.held or plan.num_chunk_tokens == 0:
             return None
         request = plan.context[0]
         if request.remaining_context < plan.num_chunk_tokens + self._chunk_unit or request.num_draft_tokens:
@@ -148,16 +127,11 @@ class Scheduler:
         request.set_chunk(plan.num_chunk_tokens)
         return plan
 
-    def _next_static_step(self, lockstep: Lockstep) -> Plan:
+    def _next_static_step(self) -> Plan:
         """A static batch that has started runs to its end; until then there is nothing to decide."""
-        complete = list(lockstep.complete)
-        return Plan(
-            context=[],
-            rows=self._rows_without(complete),
-            idle=np.array([request.slot for request in complete], np.int64),
-            held=complete,
-            blocked=tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self._active.context[:1]),
-        )
+        idle = np.array([request.slot for request in self.complete], np.int64)
+        blocked = tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self._active.context[:1])
+        return Plan([], self._rows_without(self.complete), idle, held=list(self.complete), blocked=blocked)
 
     def _rows_without(self, held: list[Request]) -> Rows:
         """Rows of the generation requests but `held`, in batch order."""

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from ifbbench.config import RunConfig
+from ifbbench.engine.active import RequestTable
 from ifbbench.engine.batch import Batch, ContextChunk
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.device import free_bytes, needing_memory

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
-from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
 from ifbbench.model.attention import LayerInputs
 from ifbbench.model.attention_plan import plan_window
@@ -143,7 +143,7 @@ class CacheWindows:
                 layer = LayerInputs(window.cache, paged.cache_rows, (), paged=paged)
             else:
                 in_place = self._attends_in_place and window.cache.is_readable_in_place
-                # Padding has no keys in the cache, so nothing of it can be read in place.
+                # Padding has no keys in the cache, so it cannot be read in place.
                 plan = plan_window(
                     packed.real_spans if in_place else packed.spans, tables, window.attention, self._device,
                     num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,

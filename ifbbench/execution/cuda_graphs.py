@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.cache_windows import CacheWindow, cache_rows
 from ifbbench.execution.packing import ModelPass, PackedBatch, table_rows
 from ifbbench.kernels.context_attention import TILE_FIELDS

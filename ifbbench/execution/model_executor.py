@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.clock import WallClock
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, BeamCandidates, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.kv_cache.sizing import CacheLayout
-from ifbbench.engine.request_table import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory

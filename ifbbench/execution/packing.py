@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk
-from ifbbench.engine.request_table import IntArray
 from ifbbench.model.attention_plan import QuerySpans
 
 Int64Array = NDArray[np.int64]

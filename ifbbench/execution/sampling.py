@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.request_table import IntArray
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.packing import Int64Array, PackedBatch
 from ifbbench.model.tensors import to_device, to_device_together

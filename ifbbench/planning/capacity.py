@@ -1,8 +1,9 @@
 """`ifbbench capacity`: the KV cache that fits beside a model, and how many requests run in it at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fractions import Fraction
+from typing import NamedTuple
 
 from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, resolve_limits
 from ifbbench.config import RunConfig
@@ -10,13 +11,13 @@ from ifbbench.engine.admission import AdmissionLimits
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, max_attention_window
-from ifbbench.engine.policies import find_policy
+from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
+from ifbbench.execution import host
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
-from ifbbench.planning.concurrency import POLICY_CASES, ContiguousFit, Fit, contiguous_fit, fit
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
 from ifbbench.workload.trace import TraceRequest
@@ -50,7 +51,8 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
     if config.device == NULL or (has_size and config.device == CUDA):
         return Device(config.device, memory_bytes)
     if config.device == CPU:
-        return _cpu(memory_bytes)
+        free_bytes = host.available_host_bytes() if memory_bytes is None else memory_bytes
+        return Device(CPU, free_bytes, host.MAX_CPU_KV_BYTES, is_cpu=True)
     if config.hardware is not None:
         hardware = load_hardware(config.hardware)
         if memory_bytes is None:
@@ -64,57 +66,36 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
     from ifbbench.execution.build import choose_device
 
     device = choose_device(config)
-    return _cpu(None) if device.type == CPU else Device(str(device), torch.cuda.mem_get_info(device)[0])
-
-
-def _cpu(memory_bytes: int | None) -> Device:
-    from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
-
-    free_bytes = available_host_bytes() if memory_bytes is None else memory_bytes
-    return Device(CPU, free_bytes, MAX_CPU_KV_BYTES, is_cpu=True)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolWindow:
-    """The blocks of the layers that share an attention window.
-
-    layout: as a run has it, with no more blocks than a full batch can fill. bytes_per_token: in all of these layers.
-    num_blocks: what memory has room for.
-    """
-
-    layout: WindowLayout
-    bytes_per_token: int
-    num_blocks: int
-
-    @property
-    def attention_window(self) -> AttentionWindow:
-        return self.layout.attention_window
-
-    @property
-    def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.attention_window.tokens_per_block
+    if device.type == CPU:
+        return find_device(config.with_values(device=CPU))
+    return Device(str(device), torch.cuda.mem_get_info(device)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The KV cache of all devices together.
 
-    layout: the cache of a run. windows: one for each size of attention window. weight_bytes: weights on each device.
+    layout: the cache of a run, with no more blocks than a full batch can fill. windows: the same attention windows with
+    the blocks that memory has room for. layer_bytes: of one token in one layer. weight_bytes: weights on each device.
     budget_bytes: memory that the cache may take; None if the settings alone decide its size.
     """
 
     layout: CacheLayout
-    windows: tuple[PoolWindow, ...]
+    windows: tuple[WindowLayout, ...]
+    layer_bytes: int
     weight_bytes: int
     budget_bytes: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(window.bytes_per_token for window in self.windows)
+        return sum(len(window.layers) for window in self.windows) * self.layer_bytes
 
     @property
     def kv_bytes(self) -> int:
-        return sum(window.bytes_per_block * window.num_blocks for window in self.windows)
+        return sum(self.bytes_per_block(window) * window.num_blocks for window in self.windows)
+
+    def bytes_per_block(self, window: WindowLayout) -> int:
+        return len(window.layers) * self.layer_bytes * window.attention_window.tokens_per_block
 
 
 def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
@@ -127,12 +108,8 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     layout = room = cache_layout(config, model, budget)
     if budget is not None and config.max_tokens_in_paged_kvcache is None:
         room = cache_layout(config.with_values(max_batch_size=UNLIMITED_BATCH_SIZE), model, budget)
-    per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
-    windows = tuple(
-        PoolWindow(window, len(window.layers) * per_layer, in_memory.num_blocks)
-        for window, in_memory in zip(layout.windows, room.windows, strict=True)
-    )
-    return Pool(layout, windows, shard.parameter_bytes, budget)
+    layer_bytes = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
+    return Pool(layout, room.windows, layer_bytes, shard.parameter_bytes, budget)
 
 
 def _kv_budget(config: RunConfig, model: ModelConfig, device: Device, shard: Shard) -> int | None:
@@ -151,6 +128,130 @@ def _kv_budget(config: RunConfig, model: ModelConfig, device: Device, shard: Sha
         )
     budget = int(config.kv_cache_free_gpu_mem_fraction * left)
     return shard.kv_bytes_of_all_devices(budget if device.max_kv_bytes is None else min(budget, device.max_kv_bytes))
+
+
+# How many requests run at once under each policy. All arrive at the start; one stands for any number of equal ones.
+# Pools are attention windows with their numbers of blocks, as in `BatchingConfig.pools`.
+
+Pools = Sequence[tuple[AttentionWindow, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCase:
+    """A policy at one moment of its requests: `start`, `end`, or "" where the moment does not matter.
+
+    blocks: blocks of one attention window that a request then holds or reserves. is_static: no request joins a running
+    batch, so all its prompts must fit one iteration.
+    """
+
+    policy: str
+    moment: str
+    blocks: Callable[[TraceRequest, AttentionWindow], int]
+    is_static: bool = False
+
+
+def _until_complete(request: TraceRequest, window: AttentionWindow) -> int:
+    return window.blocks_to_completion(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
+
+
+def _for_prompt(request: TraceRequest, window: AttentionWindow) -> int:
+    return window.first_chunk_need(request.prompt_len, request.max_new_tokens, 0, request.beam_width)
+
+
+def _at_end(request: TraceRequest, window: AttentionWindow) -> int:
+    # The last token is never cached.
+    return window.blocks_to_completion(request.prompt_len, request.output_len - 1, 0, request.beam_width)
+
+
+POLICY_CASES = (
+    PolicyCase("guaranteed_no_evict", "", _until_complete),
+    PolicyCase("max_utilization", "start", _for_prompt),
+    PolicyCase("max_utilization", "end", _at_end),
+    PolicyCase("static_batch", "", _until_complete, is_static=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How many requests run at once in one case.
+
+    mean_blocks: of a request, in all windows. by_limit: requests of mean length that each limit allows, in the order of
+    the schedulers' checks. first: how many of the first requests of a trace run together; None for one request.
+    """
+
+    case: PolicyCase
+    mean_blocks: Fraction
+    by_limit: Mapping[Limit, int]
+    first: int | None = None
+
+    @property
+    def at_once(self) -> int:
+        return min(self.by_limit.values())
+
+    @property
+    def bound_by(self) -> Limit:
+        """The smallest limit; of equal ones the one that the schedulers check first."""
+        return min(self.by_limit, key=self.by_limit.__getitem__)
+
+
+def fit(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> Fit:
+    """How many of `requests`, as the engine admits them, run at once."""
+    means = [Fraction(sum(case.blocks(request, window) for request in requests), len(requests))
+             for window, _ in pools]  # fmt: skip
+    by_limit = {
+        Limit.BATCH_SIZE: limits.max_batch_size,
+        Limit.KV_BLOCKS: min(num_blocks // mean for (_, num_blocks), mean in zip(pools, means, strict=True)),
+        Limit.NUM_TOKENS: _by_tokens(case, requests, limits),
+    }
+    first = _first(case, requests, limits, pools) if len(requests) > 1 else None
+    return Fit(case, sum(means, Fraction()), by_limit, first)
+
+
+def _by_tokens(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig) -> int:
+    """Requests of mean length that the token budget allows. For static batches with chunked context this is the first
+    batch; later ones begin with prompts that were cut before."""
+    prompt = Fraction(sum(request.prompt_len for request in requests), len(requests))
+    beams = Fraction(sum(request.beam_width for request in requests), len(requests))
+    if case.is_static:
+        return max(limits.max_num_tokens // prompt, 1)
+    first = prompt if limits.chunk_unit is None else min(prompt, Fraction(limits.chunk_unit))
+    # The last request joins while the others generate one token per beam.
+    return max(1, min((limits.max_num_tokens - first) // beams + 1, limits.max_num_tokens // beams))
+
+
+def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> int:
+    """How many of the first requests run together. The others wait behind the first one that does not fit."""
+    free = [num_blocks for _, num_blocks in pools]
+    tokens = 0
+    for count, request in enumerate(requests):
+        free = [left - case.blocks(request, window) for left, (window, _) in zip(free, pools, strict=True)]
+        prompt = request.prompt_len if limits.chunk_unit is None else min(request.prompt_len, limits.chunk_unit)
+        needed = request.prompt_len if case.is_static else max(prompt, request.beam_width)
+        too_long = tokens + needed > limits.max_num_tokens and count > 0
+        if min(free) < 0 or too_long or count >= limits.max_batch_size:
+            return count
+        tokens += request.prompt_len if case.is_static else request.beam_width
+    return len(requests)
+
+
+class ContiguousFit(NamedTuple):
+    """A contiguous cache in the memory of the blocks: each request has memory for the longest sequence of each beam.
+
+    positions, bytes_per_request: of each request. fit: requests that memory has room for. at_once: the smaller of this
+    and the batch size.
+    """
+
+    positions: int
+    bytes_per_request: int
+    fit: int
+    at_once: int
+
+
+def contiguous_fit(limits: BatchingConfig, kv_bytes: int, bytes_per_token: int) -> ContiguousFit:
+    """kv_bytes: of the cache. bytes_per_token: in all layers."""
+    positions = limits.max_seq_len * limits.max_beam_width
+    number = kv_bytes // (positions * bytes_per_token)
+    return ContiguousFit(positions, positions * bytes_per_token, number, min(number, limits.max_batch_size))
 
 
 @dataclass(frozen=True)
@@ -200,54 +301,6 @@ class Study:
         total: int = sum(getattr(request, name) for request in self.requests)
         return total / len(self.requests)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON. Sizes are in bytes, tokens or blocks, as their names say."""
-        config, model, pool, contiguous = self.config, self.model, self.pool, self.contiguous
-        limits = ("policy", "type", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len",
-                  "max_beam_width", "tokens_per_block", "enable_chunked_context")  # fmt: skip
-        requests = None
-        if self.requests:
-            means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")
-            # Prompts of mean length in an iteration without other requests.
-            prompts_per_iteration = self.limits.max_num_tokens / self.mean("prompt_len")
-            requests = {
-                "count": len(self.requests), "refused": self.refused, "prompts_per_iteration": prompts_per_iteration,
-                **{f"mean_{name}": self.mean(name) for name in means},
-            }  # fmt: skip
-        windows = [
-            {
-                "attention_window": window.attention_window.size,
-                "sink_tokens": window.attention_window.sink,
-                "layers": len(window.layout.layers),
-                "bytes_per_token": window.bytes_per_token,
-                "bytes_per_block": window.bytes_per_block,
-                "blocks": window.num_blocks,
-                "tokens": window.num_blocks * window.attention_window.tokens_per_block,
-                "blocks_of_run": window.layout.num_blocks,
-                "host_blocks": window.layout.num_host_blocks,
-            }
-            for window in pool.windows
-        ]
-        return {
-            "model": {"name": config.model, "parameters": model.num_parameters, "layers": model.num_layers,
-                      "dtype": config.dtype},
-            "device": self.device.name,
-            "memory": {"free_bytes": self.device.free_bytes, "weight_bytes": pool.weight_bytes,
-                       "kv_budget_bytes": pool.budget_bytes},
-            "limits": {name: getattr(config, name) for name in limits},
-            "kv_cache": {
-                "type": config.kv_cache_type, "dtype": config.kv_cache_dtype or config.dtype, "bytes": pool.kv_bytes,
-                "bytes_per_token": pool.bytes_per_token, "longest_sequence_tokens": self.longest_sequence,
-                "windows": windows,
-            },
-            "requests": requests,
-            "at_once": [found.as_dict() for found in self.fits],
-            "contiguous": {
-                "positions_per_request": contiguous.positions, "bytes_per_request": contiguous.bytes_per_request,
-                "by_memory": contiguous.fit, "at_once": contiguous.at_once,
-            },
-        }  # fmt: skip
-
 
 def study(config: RunConfig, requests: Sequence[TraceRequest] = (), memory_bytes: int | None = None) -> Study:
     """What fits with `config`. One request stands for any number of equal ones; several are a trace.
@@ -280,8 +333,7 @@ def admit(
     requests: Sequence[TraceRequest], limits: BatchingConfig, options: OutputOptions
 ) -> tuple[list[TraceRequest], list[str]]:
     """The requests that the engine admits, with the new tokens that it allows, and why it refuses the others."""
-    policy = find_policy(limits.effective_policy)(limits.max_batch_size)
-    admission = AdmissionLimits(limits, policy_may_pause=getattr(policy, "may_pause", True))
+    admission = AdmissionLimits(limits)
     admitted, refusals = list[TraceRequest](), list[str]()
     for row in requests:
         request = Request(

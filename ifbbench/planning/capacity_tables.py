@@ -1,4 +1,6 @@
-"""The output of `ifbbench capacity`: tables, and sentences on what limits the number of requests."""
+"""The output of `ifbbench capacity`: tables, sentences on what limits the number of requests, and JSON."""
+
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -6,9 +8,8 @@ from rich.table import Table
 
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
-from ifbbench.planning.capacity import Study
-from ifbbench.planning.concurrency import Fit
-from ifbbench.report.tables import LIMIT_NAMES
+from ifbbench.planning.capacity import Fit, Study
+from ifbbench.report.tables import LIMIT_NAMES, plain_table
 from ifbbench.report.units import NOTHING, count, significant
 
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -68,7 +69,7 @@ def _memory_table(study: Study) -> Table:
     table = Table.grid(padding=(0, 3))
     for style in ("dim", None, "dim", None):
         table.add_column(style=style)
-    per_block = sum(window.bytes_per_block for window in pool.windows)
+    per_block = sum(map(pool.bytes_per_block, pool.windows))
     blocks = [window.num_blocks for window in pool.windows]
     tokens = [window.num_blocks * window.attention_window.tokens_per_block for window in pool.windows]
     num_devices = study.config.tp_size * study.config.pp_size
@@ -82,11 +83,11 @@ def _memory_table(study: Study) -> Table:
          "Blocks", f"[bold]{_sum(blocks)}[/bold]"),
         ("", "", "Tokens", _sum(tokens)),
     ]  # fmt: skip
-    blocks_of_run = [window.layout.num_blocks for window in pool.windows]
+    blocks_of_run = [window.num_blocks for window in pool.layout.windows]
     if blocks_of_run != blocks:
         rows.append(("", "", "A run takes", f"{_sum(blocks_of_run)} blocks, a full batch"))
     if study.config.kv_host_cache_bytes:
-        host_blocks = _sum([window.layout.num_host_blocks for window in pool.windows])
+        host_blocks = _sum([window.num_host_blocks for window in pool.windows])
         rows.append(("On the host", memory(study.config.kv_host_cache_bytes), "Host blocks", host_blocks))
     for row in rows:
         table.add_row(*row)
@@ -110,17 +111,17 @@ def _requests_line(study: Study) -> str:
 
 def _fit_table(study: Study) -> Table:
     is_trace = len(study.requests) > 1
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    table.add_column("Policy")
-    for name in ("blocks\neach", "cache\nholds", "at\nonce", *(["packed\nin order"] if is_trace else [])):
-        table.add_column(name, justify="right")
+    packed = ["packed\nin order"] if is_trace else []
+    table = plain_table("Policy", "blocks\neach", "cache\nholds", "at\nonce", *packed, num_texts=1)
     table.add_column("bound by")
     for found in study.fits:
-        mean = float(found.mean_blocks)
+        case, mean = found.case, float(found.mean_blocks)
+        # Static batches (V1) form as under STATIC_BATCH.
+        policy = case.policy + (", v1" if case.is_static else "")
         table.add_row(
-            found.case.label + (f"[dim], {found.case.moment}[/dim]" if found.case.moment else ""),
+            policy + (f"[dim], {case.moment}[/dim]" if case.moment else ""),
             count(mean) if mean.is_integer() else significant(mean),
-            count(found.by_blocks),
+            count(found.by_limit[Limit.KV_BLOCKS]),
             f"[bold]{count(found.at_once)}[/bold]",
             *([count(found.first)] if is_trace else []),
             LIMIT_NAMES[found.bound_by],
@@ -152,13 +153,13 @@ def sentences(study: Study) -> list[str]:
 
 def _bound(study: Study, found: Fit) -> str:
     blocks = sum(window.num_blocks for window in study.pool.windows)
-    limits = {
-        Limit.KV_BLOCKS: (f"the KV cache ({count(blocks)} blocks)", found.by_blocks),
-        Limit.BATCH_SIZE: ("max_batch_size", found.by_batch_size),
-        Limit.NUM_TOKENS: (f"max_num_tokens ({count(study.limits.max_num_tokens)})", found.by_tokens),
+    names = {
+        Limit.KV_BLOCKS: f"the KV cache ({count(blocks)} blocks)",
+        Limit.BATCH_SIZE: "max_batch_size",
+        Limit.NUM_TOKENS: f"max_num_tokens ({count(study.limits.max_num_tokens)})",
     }
-    first, _ = limits.pop(found.bound_by)
-    (second, by_second), (third, by_third) = limits.values()
+    first = names.pop(found.bound_by)
+    (second, by_second), (third, by_third) = ((name, found.by_limit[limit]) for limit, name in names.items())
     is_static = study.limits.batching_type is BatchingType.V1
     which = "requests of the mean length" if len(study.requests) > 1 else "such requests"
     at_end = ", all at their full length," if found.case.moment else ""
@@ -191,3 +192,58 @@ def _contiguous(study: Study) -> str:
         f"In the same memory a contiguous cache ({count(study.limits.max_seq_len)} places{beams}, "
         f"{memory(contiguous.bytes_per_request)} a request) has room for {room}."
     )
+
+
+def figures(study: Study) -> dict[str, Any]:
+    """All figures and `sentences`, for JSON. Sizes are in bytes, tokens or blocks, as their names say."""
+    config, model, pool, contiguous = study.config, study.model, study.pool, study.contiguous
+    limits = ("policy", "type", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width",
+              "tokens_per_block", "enable_chunked_context")  # fmt: skip
+    requests = None
+    if study.requests:
+        means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")
+        # Prompts of mean length in an iteration without other requests.
+        prompts_per_iteration = study.limits.max_num_tokens / study.mean("prompt_len")
+        requests = {
+            "count": len(study.requests), "refused": study.refused, "prompts_per_iteration": prompts_per_iteration,
+            **{f"mean_{name}": study.mean(name) for name in means},
+        }  # fmt: skip
+    windows = [
+        {
+            "attention_window": window.attention_window.size, "sink_tokens": window.attention_window.sink,
+            "layers": len(window.layers), "bytes_per_token": len(window.layers) * pool.layer_bytes,
+            "bytes_per_block": pool.bytes_per_block(window), "blocks": window.num_blocks,
+            "tokens": window.num_blocks * window.attention_window.tokens_per_block,
+            "blocks_of_run": of_run.num_blocks, "host_blocks": of_run.num_host_blocks,
+        }
+        for window, of_run in zip(pool.windows, pool.layout.windows, strict=True)
+    ]  # fmt: skip
+    fits = [
+        {
+            "policy": found.case.policy, "moment": found.case.moment or None,
+            "mean_blocks_per_request": float(found.mean_blocks), "by_kv_blocks": found.by_limit[Limit.KV_BLOCKS],
+            "by_batch_size": found.by_limit[Limit.BATCH_SIZE], "by_num_tokens": found.by_limit[Limit.NUM_TOKENS],
+            "at_once": found.at_once, "bound_by": found.bound_by.value, "first_requests": found.first,
+        }
+        for found in study.fits
+    ]  # fmt: skip
+    return {
+        "model": {"name": config.model, "parameters": model.num_parameters, "layers": model.num_layers,
+                  "dtype": config.dtype},
+        "device": study.device.name,
+        "memory": {"free_bytes": study.device.free_bytes, "weight_bytes": pool.weight_bytes,
+                   "kv_budget_bytes": pool.budget_bytes},
+        "limits": {name: getattr(config, name) for name in limits},
+        "kv_cache": {
+            "type": config.kv_cache_type, "dtype": config.kv_cache_dtype or config.dtype, "bytes": pool.kv_bytes,
+            "bytes_per_token": pool.bytes_per_token, "longest_sequence_tokens": study.longest_sequence,
+            "windows": windows,
+        },
+        "requests": requests,
+        "at_once": fits,
+        "contiguous": {
+            "positions_per_request": contiguous.positions, "bytes_per_request": contiguous.bytes_per_request,
+            "by_memory": contiguous.fit, "at_once": contiguous.at_once,
+        },
+        "summary": sentences(study),
+    }  # fmt: skip

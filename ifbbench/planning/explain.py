@@ -14,10 +14,11 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
+from ifbbench.report.tables import plain_table
 from ifbbench.report.units import bar, percent
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
-from ifbbench.simulation.shard import MemoryPlan, plan_memory
+from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory
 from ifbbench.simulation.step_work import StepWork
 
 MAX_REQUESTS = 1_000_000
@@ -113,28 +114,16 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     max_batch_size = config.max_batch_size or DEFAULT_MAX_BATCH_SIZE
     config = config.with_values(max_seq_len=max_seq_len, max_batch_size=max_batch_size)
     config = resolve_limits(config, max_seq_len, hardware.is_cpu)
-    cost_model = CostModel(
-        model, hardware, dtype=config.weight_dtype, kv_cache_dtype=config.kv_cache_dtype, tp_size=config.tp_size,
-        pp_size=config.pp_size, cuda_graphs=cuda_graphs,
-    )  # fmt: skip
-    memory = plan_memory(
-        cost_model.shard, hardware, max_num_tokens=config.max_num_tokens, max_batch_size=max_batch_size,
-        kv_fraction=config.kv_cache_free_gpu_mem_fraction,
-    )  # fmt: skip
+    cost_model = CostModel(Shard.of_config(model, config), hardware, cuda_graphs)
+    memory = plan_memory(cost_model.shard, hardware, config)
     layout = cache_layout(config, model, memory_bytes=None)
     work = step.work(windows_of_layers(layout, model))
     return Explanation(
-        model=config.model,
-        cost_model=cost_model,
-        step=step,
-        work=work,
+        model=config.model, cost_model=cost_model, step=step, work=work,
         operations=tuple(operation for operation in cost_model.operations(work) if operation.seconds > 0),
-        device_ns=cost_model.device_ns(work),
-        host_ns=cost_model.host_ns(step.num_requests),
-        memory=memory,
-        kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token),
-        step_kv_tokens=step.kv_tokens(layout),
-    )
+        device_ns=cost_model.device_ns(work), host_ns=cost_model.host_ns(step.num_requests), memory=memory,
+        kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token), step_kv_tokens=step.kv_tokens(layout),
+    )  # fmt: skip
 
 
 def parse_step(context: Iterable[str], generation: Iterable[str]) -> Step:
@@ -142,8 +131,8 @@ def parse_step(context: Iterable[str], generation: Iterable[str]) -> Step:
 
     A chunk without `@START` is the first of its prompt. InputError for other texts, and for an empty batch.
     """
-    chunks = [_pair(part, "--context", "@", "LENGTH@START, as 512@0") for part in _parts(context)]
-    groups = [_pair(part, "--generation", "x", "REQUESTSxLENGTH, as 64x2048") for part in _parts(generation)]
+    chunks = _pairs(context, "--context", "@", "LENGTH@START, as 512@0")
+    groups = _pairs(generation, "--generation", "x", "REQUESTSxLENGTH, as 64x2048")
     step = Step(tuple((start, length) for length, start in chunks), tuple(groups))
     if not 0 < step.num_requests <= MAX_REQUESTS:
         raise InputError(
@@ -153,16 +142,15 @@ def parse_step(context: Iterable[str], generation: Iterable[str]) -> Step:
     return step
 
 
-def _parts(texts: Iterable[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",")]
-
-
-def _pair(text: str, option: str, separator: str, expected: str) -> tuple[int, int]:
-    """The two numbers of `text`. With the separator `@` the second is optional, and 0 by default."""
-    match = re.fullmatch(rf"(\d{{1,9}})(?:{separator}(\d{{1,9}}))?", text.lower())
-    if match is None or int(match[1]) < 1 or (match[2] is None and separator != "@"):
-        raise InputError(f"{option}: {text!r} is not valid; expected {expected}, several with commas between.")
-    return int(match[1]), int(match[2] or 0)
+def _pairs(texts: Iterable[str], option: str, separator: str, expected: str) -> list[tuple[int, int]]:
+    """The two numbers of each part. With the separator `@` the second is optional, and 0 by default."""
+    pairs = []
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        match = re.fullmatch(rf"(\d{{1,9}})(?:{separator}(\d{{1,9}}))?", part.lower())
+        if match is None or int(match[1]) < 1 or (match[2] is None and separator != "@"):
+            raise InputError(f"{option}: {part!r} is not valid; expected {expected}, several with commas between.")
+        pairs.append((int(match[1]), int(match[2] or 0)))
+    return pairs
 
 
 def print_explanation(explained: Explanation, console: Console) -> None:
@@ -264,9 +252,7 @@ def _reached(operation: OperationCost) -> str:
 def _memory_table(explained: Explanation) -> Group:
     memory, step_tokens = explained.memory, explained.step_kv_tokens
     left = memory.total - memory.runtime - memory.weights - memory.activations - memory.kv_cache
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    table.add_column("memory of a device")
-    table.add_column(scaled(memory.total, "B"), justify="right")
+    table = plain_table("memory of a device", scaled(memory.total, "B"), num_texts=1)
     table.add_column("")
     per_token = scaled(explained.cost_model.shard.kv_bytes_per_token, "B")
     rows = (

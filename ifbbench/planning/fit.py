@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from ifbbench.planning.measure import Sample
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
 from ifbbench.simulation.hardware import HardwareProfile
+from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork
 
 Floats = NDArray[np.float64]
-MakeCostModel = Callable[[HardwareProfile], CostModel]
-"""Makes the cost model of the measured model on a hardware profile."""
 
 # Generation steps with mean KV lengths in the same range of so many tokens make one point.
 KV_TOKENS_PER_POINT = 16
@@ -41,7 +40,7 @@ FIRST_DAMPING, MIN_DAMPING, MAX_DAMPING = 1e-2, 1e-9, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The median of samples with the same work. seconds: of the whole iteration; loop_s: see Sample."""
+    """The median of samples with the same work. seconds, loop_s: see Sample."""
 
     work: StepWork
     seconds: float
@@ -97,8 +96,8 @@ class FitError:
         return cls(float(np.median(errors)), float(np.quantile(errors, 0.9)), float(errors.max()))
 
 
-def fit(points: Sequence[Point], hardware: HardwareProfile, make_cost_model: MakeCostModel) -> HardwareProfile:
-    """`hardware` with the constants for which the predictions of the cost model are closest to `points`.
+def fit(points: Sequence[Point], hardware: HardwareProfile, shard: Shard) -> HardwareProfile:
+    """`hardware` with the constants for which the predictions for the model of `shard` are closest to `points`.
 
     The loop's own time is fitted first. All other constants are one fit of least squared relative errors: the shares of
     the device's peaks, the time to start a kernel, and the time added by each request. The unknowns are logarithms of
@@ -112,7 +111,7 @@ def fit(points: Sequence[Point], hardware: HardwareProfile, make_cost_model: Mak
     measured_s = np.array([point.seconds for point in points])
 
     def residuals(unknowns: Floats) -> Floats:
-        found_s = predicted_s(points, make_cost_model(_scaled(hardware, np.exp(unknowns))))
+        found_s = predicted_s(points, CostModel(shard, _scaled(hardware, np.exp(unknowns))))
         return np.concatenate([_tamed(np.log(found_s / measured_s)), HOLD * unknowns])
 
     unknowns = least_squares(residuals, np.zeros(len(FITTED_CONSTANTS) + 1))
@@ -172,10 +171,9 @@ def least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Float
             tried = residuals(unknowns + step)
             gain = float(values @ values - tried @ tried)
             damping = max(damping / 10, MIN_DAMPING) if gain > 0 else damping * 10
-        if gain <= 0:
-            break
-        has_converged = gain < CONVERGED * float(values @ values)
-        unknowns, values = unknowns + step, tried
-        if has_converged:
+        least_gain = CONVERGED * float(values @ values)
+        if gain > 0:
+            unknowns, values = unknowns + step, tried
+        if gain <= least_gain:
             break
     return unknowns

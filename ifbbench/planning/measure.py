@@ -17,7 +17,7 @@ from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.make_request import request_maker
+from ifbbench.replay.requests import request_maker
 from ifbbench.simulation.step_work import StepWork
 from ifbbench.workload.trace import Trace, TraceRequest
 
@@ -53,13 +53,9 @@ class Scenario:
         at_once = self.concurrency or len(self.lengths)
         longest = max(prompt_len + output_len for prompt_len, output_len in self.lengths)
         longest_pass = self.chunk_budget or max(prompt_len for prompt_len, _ in self.lengths)
-        blocks = at_once * ceil_div(longest, limits.tokens_per_block)
-        return (
-            at_once <= limits.max_batch_size
-            and longest_pass <= limits.max_num_tokens
-            and longest <= limits.max_seq_len
-            and blocks <= limits.num_blocks
-        )
+        has_room = at_once * ceil_div(longest, limits.tokens_per_block) <= limits.num_blocks
+        is_short = longest_pass <= limits.max_num_tokens and longest <= limits.max_seq_len
+        return at_once <= limits.max_batch_size and is_short and has_room
 
 
 def scenarios(limits: BatchingConfig, seed: int, *, passes: int = 2, quick: bool = False) -> list[Scenario]:
@@ -121,17 +117,13 @@ def _batch_sizes(largest: int, step: int) -> list[int]:
 class Sample:
     """One measured iteration.
 
-    executor_s: seconds in the executor. loop_s: seconds of the loop before it, from the end of the previous executor
-    step: recording and responses of the previous iteration, scheduling and packing of this one.
+    seconds: from the end of the previous executor step to the end of this one. loop_s: the part before the executor:
+    recording and responses of the previous iteration, scheduling and packing of this one.
     """
 
     work: StepWork
-    executor_s: float
+    seconds: float
     loop_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.executor_s + self.loop_s
 
 
 class TimingExecutor:
@@ -141,14 +133,12 @@ class TimingExecutor:
         self._executor = executor
         self._clock = clock
         self._start_s = clock.now()
-        self._batches: list[Batch] = []
-        self._submitted_s: list[float] = []
+        self._submitted: list[tuple[Batch, float]] = []
         self._done_s: list[float] = []
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
-        self._batches.append(batch)
-        self._submitted_s.append(self._clock.now())
+        self._submitted.append((batch, self._clock.now()))
         self._executor.submit(batch)
 
     def collect(self) -> StepOutputs:
@@ -164,8 +154,8 @@ class TimingExecutor:
         """One for each iteration; the first begins when this executor was made."""
         ends = pairwise([self._start_s, *self._done_s])
         return [
-            Sample(StepWork.of_batch(batch), executor_s=done_s - submitted_s, loop_s=submitted_s - before_s)
-            for batch, submitted_s, (before_s, done_s) in zip(self._batches, self._submitted_s, ends, strict=True)
+            Sample(StepWork.of_batch(batch), seconds=done_s - before_s, loop_s=submitted_s - before_s)
+            for (batch, submitted_s), (before_s, done_s) in zip(self._submitted, ends, strict=True)
         ]
 
 

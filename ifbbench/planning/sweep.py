@@ -27,16 +27,12 @@ Row = dict[str, Any]
 """One point in the table: its swept settings, `error`, the other settings, and the figures of its summary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One setting and the values it takes."""
-
-    name: str
-    values: tuple[Any, ...]
+Axes = Mapping[str, Sequence[Any]]
+"""The swept settings by name, and the values of each."""
 
 
-def parse_axis(text: str) -> Axis:
-    """The axis in `KEY=V1,V2,…`, where KEY is a setting's name or alias.
+def parse_axis(text: str) -> tuple[str, list[Any]]:
+    """The setting and its values in `KEY=V1,V2,…`, where KEY is a setting's name or alias.
 
     InputError for another form, an unknown setting, one that cannot be swept, and a value that is empty, out of range
     or given twice.
@@ -50,32 +46,29 @@ def parse_axis(text: str) -> Axis:
     values: list[Any] = []
     for value_text in (part.strip() for part in listed.split(",")):
         if not value_text:
-            raise InputError(f"--over {text}: a value is empty; expected {swept.expected()} between commas.")
+            raise InputError(f"--over {text}: a value is empty; give one between all commas.")
         value = swept.check(value_text)
         if swept.name == "policy":
             find_policy(value)
         if value in values:
             raise InputError(f"--over {text}: {value_text} is there twice; give each value once.")
         values.append(value)
-    return Axis(swept.name, tuple(values))
+    return swept.name, values
 
 
-def parse_axes(texts: Sequence[str]) -> list[Axis]:
-    """An axis for each text, in order. InputError as in `parse_axis`, and for no axis or two of one setting."""
-    if not texts:
-        raise InputError("A sweep needs at least one --over KEY=V1,V2,… such as max_batch_size=8,16,32.")
+def parse_axes(texts: Sequence[str]) -> Axes:
+    """The axes in order. InputError as in `parse_axis`, and for two axes of one setting."""
     axes = [parse_axis(text) for text in texts]
-    names = [axis.name for axis in axes]
+    names = [name for name, _ in axes]
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"--over {name} is given {names.count(name)} times; list all its values in one --over.")
-    return axes
+    return dict(axes)
 
 
-def grid(axes: Sequence[Axis]) -> list[Point]:
+def grid(axes: Axes) -> list[Point]:
     """Every combination of values; the last axis changes fastest."""
-    names = [axis.name for axis in axes]
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def point_label(point: Point) -> str:
@@ -158,7 +151,7 @@ class SweepResult:
 
 
 def run_sweep(
-    source: str | None, base: RunConfig, axes: Sequence[Axis], run_point: RunPoint, on_point: OnPoint
+    source: str | None, base: RunConfig, axes: Axes, run_point: RunPoint, on_point: OnPoint
 ) -> SweepResult:
     """Run every point of the grid of `axes`, with the other settings from `base`.
 
@@ -170,7 +163,7 @@ def run_sweep(
     for name in ("output_csv", "responses_json"):
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but a sweep makes many runs; use it with `ifbbench run`.")
-    over = [axis.name for axis in axes]
+    over = list(axes)
     directory = Path(base.output) if base.output else RESULTS / f"sweep-{'-'.join(over)}"
     points = grid(axes)
     configs = [base.with_values(**point, output=str(directory / point_label(point))) for point in points]

@@ -27,7 +27,7 @@ class Recorder:
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
     trace, in seconds on the run's clock. recording_format: suffix of the files of lines. statistics,
     iteration_stats_every, profile: see IterationEncoder. clock: files are flushed each second by it; real time if None,
-    even if the run has a virtual clock, so that a run that is killed loses no more than that.
+    even if the run has a virtual clock, so that a killed run loses at most this much.
     """
 
     def __init__(

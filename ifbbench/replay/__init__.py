@@ -1,1 +1,1 @@
-"""Replay: offers the requests of a trace to the batch manager when their time has come."""
+"""Replay: hands the requests of a trace to the engine as they arrive, and records the run."""

@@ -98,10 +98,10 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
 
-def plain_table(first: str, second: str, *numbers: str) -> Table:
-    """An empty table without lines: two columns of text, and columns of numbers, by their headings."""
-    table = Table(first, second, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for heading in numbers:
+def plain_table(*headings: str, num_texts: int = 2) -> Table:
+    """An empty table without lines: `num_texts` columns of text, and columns of numbers, by their headings."""
+    table = Table(*headings[:num_texts], box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in headings[num_texts:]:
         table.add_column(heading, justify="right")
     return table
 

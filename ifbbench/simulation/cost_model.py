@@ -1,12 +1,18 @@
-"""The cost model: the time of each operation of the transformer in an iteration."""
+"""The simulated device: a cost model of the transformer's operations, and an executor that takes the predicted time."""
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.model.config import ModelConfig
+from ifbbench.clock import VirtualClock
+from ifbbench.engine.active import Int64Array
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork
@@ -41,7 +47,7 @@ class OperationCost:
 
 
 class CostModel:
-    """The time of one iteration of `model` on `hardware`: the sum of the times of its operations.
+    """The time of one iteration of a model, divided as in `shard`, on `hardware`: the sum over its operations.
 
     - A matrix product computes and moves bytes: its weights once per iteration, whatever the batch. The two overlap in
       part, so it takes the root of the sum of their squares: close to the longer one, and 1.4 times either if they are
@@ -54,24 +60,21 @@ class CostModel:
       takes at least as long as the host needs to launch the kernels one by one.
 
     The host's time to schedule an iteration is added, or hidden with overlap: see `host_ns`.
-    InputError for a data type that the hardware does not compute in, and for a model that cannot be divided.
+    InputError for a data type of weights that the hardware does not compute in.
     """
 
-    def __init__(
-        self, model: ModelConfig, hardware: HardwareProfile, *, dtype: str, kv_cache_dtype: str | None = None,
-        tp_size: int = 1, pp_size: int = 1, cuda_graphs: bool = True,
-    ) -> None:  # fmt: skip
-        hardware.check_dtype(dtype)
-        self.shard = shard = Shard(model, dtype, kv_cache_dtype or hardware.kv_dtype(dtype), tp_size, pp_size)
+    def __init__(self, shard: Shard, hardware: HardwareProfile, cuda_graphs: bool = True) -> None:
+        hardware.check_dtype(shard.dtype)
+        self.shard = shard
         self.hardware = hardware
         self._cuda_graphs = cuda_graphs
-        share = hardware.constants
-        self._flops_per_s = hardware.matmul_flops_per_s("fp8" if dtype == "fp8" else shard.compute_dtype)
+        model, share = shard.model, hardware.constants
+        self._flops_per_s = hardware.matmul_flops_per_s("fp8" if shard.dtype == "fp8" else shard.compute_dtype)
         self._output_flops_per_s = hardware.matmul_flops_per_s(shard.compute_dtype)
         self._bytes_per_s = share.memory * hardware.memory_bandwidth
         self._network_bytes_per_s = share.network * hardware.link_bandwidth
-        per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if tp_size > 1 else 0)
-        self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * pp_size
+        per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if shard.tp_size > 1 else 0)
+        self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
         self._launch_ns = share.launch_s * self._kernels * NANOSECONDS
 
@@ -83,14 +86,15 @@ class CostModel:
         further_heads = max(0, shard.query_size // shard.kv_size - HIDDEN_QUERY_HEADS)
         reading_s = self._kv_bytes_per_token / (share.generation_attention * hardware.memory_bandwidth)
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
-        self._ns_of_tokens: dict[int, float] = {}
-        self._ns_of_outputs: dict[int, float] = {}
+        # Cached because the same numbers recur.
+        self._tokens_ns = cache(lambda tokens: NANOSECONDS * sum(cost.seconds for cost in self._of_tokens(tokens)))
+        self._outputs_ns = cache(lambda outputs: NANOSECONDS * sum(cost.seconds for cost in self._of_outputs(outputs)))
 
     # The time of an iteration.
 
     def device_ns(self, work: StepWork) -> int:
         """Nanoseconds of the devices for a batch, from its start in the first stage to its end in the last."""
-        busy = self._without_attention_ns(work.context_tokens + work.generation_tokens, work.outputs)
+        busy = self._tokens_ns(work.context_tokens + work.generation_tokens) + self._outputs_ns(work.outputs)
         busy += work.generation_kv_tokens * self._ns_per_kv_token
         if work.context_tokens:
             busy += self._context_attention_ns(work) + self._context_ns
@@ -103,7 +107,7 @@ class CostModel:
 
         generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`.
         """
-        busy = self._without_attention_ns(generation_tokens, generation_tokens)
+        busy = self._tokens_ns(generation_tokens) + self._outputs_ns(generation_tokens)
         times = busy + kv_tokens * self._ns_per_kv_token
         at_least = 0.0 if self._cuda_graphs else self._launch_ns
         rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)
@@ -128,18 +132,6 @@ class CostModel:
         return (*done, waiting)
 
     # Operations that depend on the numbers of tokens and outputs only.
-
-    def _without_attention_ns(self, tokens: int, outputs: int) -> float:
-        """Nanoseconds of these operations together, cached because the same numbers recur."""
-        of_tokens = self._ns_of_tokens.get(tokens)
-        if of_tokens is None:
-            seconds = sum(operation.seconds for operation in self._of_tokens(tokens))
-            of_tokens = self._ns_of_tokens[tokens] = NANOSECONDS * seconds
-        of_outputs = self._ns_of_outputs.get(outputs)
-        if of_outputs is None:
-            seconds = sum(operation.seconds for operation in self._of_outputs(outputs))
-            of_outputs = self._ns_of_outputs[outputs] = NANOSECONDS * seconds
-        return of_tokens + of_outputs
 
     def _of_tokens(self, tokens: int) -> tuple[OperationCost, ...]:
         """Operations on all tokens, in the order of the forward pass."""
@@ -221,3 +213,59 @@ class CostModel:
         seconds = keys * self._ns_per_kv_token / NANOSECONDS
         moved = keys * self._kv_bytes_per_token
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
+
+
+class SimulatedExecutor:
+    """A device that executes batches in order, each in the time that `cost_model` predicts.
+
+    Host and device run in parallel: `submit` takes the host's time, and the device starts when both the host and the
+    batch before are done. With overlap the host's time is therefore hidden behind the device's.
+
+    With pipeline parallelism a batch passes through the stages in as many micro batches as there are stages, or
+    requests if there are fewer. Once the pipeline is full every stage is busy, so an iteration takes as long as one
+    micro batch takes through all stages. Filling the pipeline after a pause is not counted.
+    """
+
+    def __init__(
+        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
+    ) -> None:
+        """windows: see `StepWork.of_windows`."""
+        self._cost_model = cost_model
+        self._stages = cost_model.shard.pp_size
+        self._windows = tuple(windows)
+        self._clock = clock
+        self._device_free_ns = 0
+        self._finish_ns: deque[int] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        """Start one batch."""
+        requests = len(batch.context) + len(batch.slots)
+        work = StepWork.of_windows(batch, self._windows)
+        if self._stages > 1:
+            work = work.part(min(self._stages, requests))
+        self._clock.advance(self._cost_model.host_ns(requests))
+        start_ns = max(self._clock.now_ns, self._device_free_ns)
+        self._device_free_ns = start_ns + self._cost_model.device_ns(work)
+        self._finish_ns.append(self._device_free_ns)
+
+    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
+        """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
+        alone generate. Only with one attention window for all layers."""
+        ((window, _),) = self._windows
+        count = len(positions)
+        parts = min(self._stages, count)
+        if window is None:
+            kv_tokens = int(np.add.reduce(positions)) + count * np.arange(1, steps + 1)
+        else:
+            lengths = positions + np.arange(1, steps + 1)[:, None]
+            kv_tokens = np.minimum(lengths, window).sum(axis=1)
+        device_ns = self._cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
+        return self._cost_model.host_ns(count), device_ns
+
+    def collect(self) -> StepOutputs:
+        """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
+        self._clock.wait_until_ns(self._finish_ns.popleft())
+        return NO_OUTPUTS
+
+    def close(self) -> None:
+        """There is nothing to release."""

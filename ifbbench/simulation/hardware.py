@@ -12,7 +12,6 @@ from ifbbench.config import HARDWARE_PROFILES
 from ifbbench.errors import InputError
 from ifbbench.fields import choice, did_you_mean, located, number, table, text
 
-PROFILES = HARDWARE_PROFILES
 ARCHITECTURES = Path(__file__).parent / "architectures"
 SUFFIX = ".toml"
 MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s", "context_s")
@@ -21,7 +20,7 @@ UNITS = {
     "memory_bytes": "bytes",
     "memory_bandwidth": "bytes/s",
     "cache_bytes": "bytes",
-    "link_bandwidth": "bytes/s and direction",
+    "link_bandwidth": "bytes/s in each direction",
     "host_iteration_s": "seconds of the host for each iteration",
     "host_request_s": "the same for each request in it",
 }
@@ -68,7 +67,7 @@ class HardwareProfile:
 
     title: the vendor's name of it. architecture: names the file that the constants come from.
     peak_flops: FLOP/s by data type, dense (without sparsity). memory_bytes: as CUDA reports it.
-    memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second and
+    memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
     direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
     iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
     """
@@ -106,14 +105,10 @@ class HardwareProfile:
         self.check_dtype(dtype)
         return self.peak_flops[dtype] * (self.constants.matmul_fp8 if dtype == "fp8" else self.constants.matmul)
 
-    def kv_dtype(self, dtype: str) -> str:
-        """Default data type of the KV cache beside weights in `dtype`."""
-        return "bf16" if dtype == "int4" else dtype
-
 
 def hardware_names() -> list[str]:
     """Names of the built-in profiles."""
-    return sorted(path.stem for path in PROFILES.glob(f"*{SUFFIX}"))
+    return sorted(path.stem for path in HARDWARE_PROFILES.glob(f"*{SUFFIX}"))
 
 
 def load_hardware(name_or_path: str) -> HardwareProfile:
@@ -122,7 +117,7 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
     InputError for an unknown name, and for a file with a missing or invalid value.
     """
     name = name_or_path.removeprefix("sim:")
-    path = Path(name) if name.endswith(SUFFIX) else PROFILES / f"{name.lower().replace('_', '-')}{SUFFIX}"
+    path = Path(name) if name.endswith(SUFFIX) else HARDWARE_PROFILES / f"{name.lower().replace('_', '-')}{SUFFIX}"
     if not path.is_file():
         names = hardware_names()
         raise InputError(

@@ -168,21 +168,23 @@ class MemoryPlan:
     kv_cache: int
 
 
-def plan_memory(
-    shard: Shard, hardware: HardwareProfile, *, max_num_tokens: int, max_batch_size: int, kv_fraction: float
-) -> MemoryPlan:
-    """How the memory of each device is divided. InputError if nothing is left for the KV cache."""
+def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> MemoryPlan:
+    """How the memory of each device is divided under the limits of `config`, which must be resolved.
+
+    InputError if nothing is left for the KV cache."""
     runtime = 0 if hardware.is_cpu else RUNTIME_BYTES + COLLECTIVE_BYTES * (shard.tp_size * shard.pp_size > 1)
-    weights, activations = shard.parameter_bytes, shard.activation_bytes(max_num_tokens, max_batch_size)
+    weights = shard.parameter_bytes
+    activations = shard.activation_bytes(config.max_num_tokens, config.max_batch_size or 1)
     left = hardware.memory_bytes - runtime - weights - activations
     if left <= 0:
         raise InputError(
             f"the model does not fit: of the {hardware.memory_bytes:,} bytes of {hardware.name}, weights in "
-            f"{shard.dtype} take {weights:,} on each device, activations of --max_num_tokens {max_num_tokens} "
+            f"{shard.dtype} take {weights:,} on each device, activations of --max_num_tokens {config.max_num_tokens} "
             f"{activations:,} and the runtime {runtime:,}. Raise --tp_size or --pp_size, or choose a smaller --dtype "
             "or another --device."
         )
-    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, int(kv_fraction * left))
+    kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
+    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache)
 
 
 def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> int:
@@ -192,8 +194,4 @@ def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunCo
     """
     hardware.check_dtype(config.weight_dtype)
     shard = Shard.of_config(model, config)
-    plan = plan_memory(
-        shard, hardware, max_num_tokens=config.max_num_tokens, max_batch_size=config.max_batch_size or 1,
-        kv_fraction=config.kv_cache_free_gpu_mem_fraction,
-    )  # fmt: skip
-    return shard.kv_bytes_of_all_devices(plan.kv_cache)
+    return shard.kv_bytes_of_all_devices(plan_memory(shard, hardware, config).kv_cache)

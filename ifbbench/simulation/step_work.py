@@ -60,8 +60,6 @@ class StepWork(NamedTuple):
     @classmethod
     def of_windows(cls, batch: Batch, windows: Sequence[tuple[int | None, float]]) -> "StepWork":
         """The work of `batch` in a mean layer. windows: attention windows and the share of the layers with each."""
-        if len(windows) == 1:
-            return cls.of_batch(batch, windows[0][0])
         return cls.mean([(cls.of_batch(batch, window), share) for window, share in windows])
 
     @classmethod

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.cli.console import progress_line
 from ifbbench.cli.main import main
-from ifbbench.cli.progress import progress_line
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
 
@@ -37,7 +37,7 @@ def runs(monkeypatch):
         pretended.calls.append((source, config, progress))
         return Result(Path(config.output), FIGURES, pretended.failed)
 
-    pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace)
+    pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
     monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("the report"))
     monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from ifbbench import __version__
 from ifbbench.cli.main import COMMANDS, main
-from ifbbench.config import settings
 from ifbbench.errors import IfbbenchError, InputError
 
 HEAVY = ("torch", "pandas", "matplotlib", "numpy", "triton", "transformers", "rich", "yaml")
@@ -138,13 +137,3 @@ def test_options_that_do_not_exist_are_explained_in_their_own_spelling(arguments
     done = CliRunner().invoke(main, arguments.split())
     assert done.exit_code == 2
     assert words in done.stderr
-
-
-def test_meanings_are_of_settings_and_hide_none():
-    from ifbbench.cli.options import MEANINGS, SENTENCES
-
-    names = {name for each in settings() for name in (each.name, *each.aliases)}
-    assert {ours.removeprefix("no_") for ours in MEANINGS} <= names
-    others = [word for words in (*MEANINGS.values(), *SENTENCES) for word in words.split()]
-    assert len(others) == len(set(others))
-    assert not names & set(others)

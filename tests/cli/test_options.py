@@ -157,7 +157,7 @@ def test_caches_that_cannot_be_are_refused_before_anything_is_written(arguments,
         (["--kv_cache_free_gpu_mem_fraction", "1.5"], ["at most 0.99"]),
     ],
 )
-def test_a_wrong_value_is_told_with_what_was_expected(arguments, words):
+def test_a_wrong_value_is_reported_with_what_was_expected(arguments, words):
     error = error_of(*arguments)
     assert all(word in error for word in words)
 
@@ -191,7 +191,7 @@ def test_the_command_line_wins_over_the_config_file(config_of, tmp_path):
         ("run.yaml", "max_batch: 8\n", ["'max_batch' is not a setting", "max_batch_size"]),
         ("run.yaml", "max_batch_size: 0\n", ["max_batch_size", "at least 1"]),
         ("run.yaml", "enable_chunked_context: perhaps\n", ["enable_chunked_context", "true or false"]),
-        ("run.yaml", "seed: [1, 2]\n", ["seed", "an integer", "list"]),
+        ("run.yaml", "seed: [1, 2]\n", ["seed is ['1', '2']", "an integer"]),
         ("run.yaml", "seed: 1\nrandom_seed: 2\n", ["seed is given twice"]),
         ("run.yaml", "- seed\n", ["a table of settings"]),
         ("run.yaml", "seed: [\n", ["not valid YAML"]),
@@ -199,7 +199,7 @@ def test_the_command_line_wins_over_the_config_file(config_of, tmp_path):
         ("run.ini", "seed = 1\n", [".toml, .yaml or .yml"]),
     ],
 )
-def test_a_bad_config_file_is_told_by_name(tmp_path, name, text, words):
+def test_a_bad_config_file_is_reported_by_name(tmp_path, name, text, words):
     path = tmp_path / name
     path.write_text(text)
     error = error_of("--config", str(path))

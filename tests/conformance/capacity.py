@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.policies import POLICY_CLASSES, LoraLimits
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 from tests.conformance.capacity_loop import CapacityLoop, Decided
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.policies import CapacityPolicy
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

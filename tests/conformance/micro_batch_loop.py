@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.micro_batch import MicroBatchScheduler
 from ifbbench.engine.policies import MaxRequests
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

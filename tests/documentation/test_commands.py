@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_calibration_as_documented_runs(tmp_path: Path, monkeypatch) -> None:
     for words in found:
         result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, result.output
+
+
+def test_no_run_directory_is_part_of_the_repository() -> None:
+    """A documented command would refuse to overwrite it."""
+    tracked = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git repository")
+    assert tracked.stdout.split() == ["results/README.md"]
 
 
 def test_benchmarks_that_the_pages_name_exist() -> None:

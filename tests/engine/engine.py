@@ -251,4 +251,4 @@ def assert_nothing_is_held(manager: TokenGenerationLoop) -> None:
     manager.kv_cache.check_consistency()
     assert len(manager.active) == 0
     assert manager.kv_cache.free_blocks == manager.config.num_blocks
-    assert manager.table.free_rows == manager.config.num_slots
+    assert len(manager.table.free_rows) == manager.config.num_slots

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import Sequence
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 from tests.engine import reference
 
 MAX_SEQ_LEN = 40

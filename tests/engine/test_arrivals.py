@@ -14,12 +14,12 @@ from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.model.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 
-COST_MODEL = CostModel(load_model_config("tiny"), load_hardware("h100-sxm"), dtype="bf16", kv_cache_dtype="bf16")
+COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
 MAX_INPUT_LEN = 60
 REFUSED = MAX_INPUT_LEN + 1
 CONFIG = BatchingConfig(
@@ -38,7 +38,6 @@ class Served:
     ) -> None:
         trace = Trace("t", [TraceRequest(i, at, prompt, new, new) for i, (at, prompt, new) in enumerate(rows)], "", "")
         clock = clock or VirtualClock()
-        is_virtual = isinstance(clock, VirtualClock)
         self.decisions: list[tuple[Any, ...]] = []
         self.errors: dict[int, str | None] = {}
         self.responses: list[int] = []
@@ -48,9 +47,10 @@ class Served:
             self.responses.append(response.request.request_id)
             client.send_response(response)
 
+        executor = SimulatedExecutor(COST_MODEL, clock) if isinstance(clock, VirtualClock) else NullExecutor()
         manager = TokenGenerationLoop(
-            config, SimulatedExecutor(COST_MODEL, clock) if is_virtual else NullExecutor(), clock, client.get_requests,
-            send_response, self, client.queued, next_change=client.next_arrival_s if knows_arrivals else None,
+            config, executor, clock, client.get_requests, send_response, self, client.queued,
+            next_change=client.next_arrival_s if knows_arrivals else None,
         )  # fmt: skip
         for _ in range(MAX_STEPS):
             if client.done:

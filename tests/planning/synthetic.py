@@ -1,4 +1,4 @@
-"""An engine whose iterations take what a known cost model says, more or less."""
+"""An engine that takes the time of a known cost model for each iteration, with noise."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ import numpy as np
 from ifbbench.api.engine import Engine, build_engine
 from ifbbench.clock import VirtualClock
 from ifbbench.config import RunConfig
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import HardwareProfile, load_hardware
+from ifbbench.simulation.shard import Shard
 
 DTYPE = "float32"
 
 
 def true_hardware() -> HardwareProfile:
-    """A machine quite unlike the built-in profile, from which a fit starts."""
+    """A machine with constants far from those of the built-in profile, from which a fit starts."""
     base = load_hardware("cpu")
     constants = replace(
         base.constants, matmul=0.2, memory=3.0, context_attention=0.9, generation_attention=0.1, kernel_s=2.5e-5
@@ -24,7 +24,7 @@ def true_hardware() -> HardwareProfile:
 
 
 class Disturbed(SimulatedExecutor):
-    """Takes a few per cent more or less, and now and then several times as long."""
+    """Iterations take a few per cent longer, and some take several times as long."""
 
     def __init__(
         self, cost_model: CostModel, clock: VirtualClock, seed: int, noise: float, disturbances: float
@@ -53,4 +53,4 @@ def synthetic_engine(noise: float = 0.0, disturbances: float = 0.0) -> Engine:
 
 
 def cost_model_of(engine: Engine, hardware: HardwareProfile) -> CostModel:
-    return CostModel(engine.model, hardware, dtype=DTYPE, kv_cache_dtype=DTYPE)
+    return CostModel(Shard(engine.model, DTYPE, DTYPE), hardware)

@@ -1,4 +1,4 @@
-"""`ifbbench calibrate`: its files, its errors, and runs that its profile simulates."""
+"""`ifbbench calibrate`: its files, its errors, and simulated runs with the calibrated profile."""
 
 import dataclasses
 import io
@@ -12,8 +12,7 @@ from rich.console import Console
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.planning.calibrate import Calibration, calibrate
-from ifbbench.planning.calibration_tables import print_calibration
+from ifbbench.planning.calibrate import Calibration, calibrate, print_calibration
 from ifbbench.planning.fit import Point
 from ifbbench.replay.run import run_trace
 from ifbbench.simulation.hardware import load_hardware, write_profile

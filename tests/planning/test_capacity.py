@@ -1,4 +1,4 @@
-"""The KV cache that memory and settings give, and where the memory is."""
+"""The size of the KV cache from memory and settings, and the device that has the memory."""
 
 import sys
 
@@ -28,8 +28,8 @@ def test_weights_and_the_free_fraction_come_first():
     (window,) = pool.windows
     assert pool.weight_bytes == TINY.num_parameters * 4
     assert pool.budget_bytes == (GIB - pool.weight_bytes) // 2
-    assert pool.bytes_per_token == window.bytes_per_token == 2 * 4 * 128 * 4
-    assert window.bytes_per_block == 32 * 4096
+    assert pool.bytes_per_token == 2 * 4 * 128 * 4
+    assert pool.bytes_per_block(window) == 32 * 4096
     assert window.num_blocks == -(-(pool.budget_bytes // 4096) // 32)
 
 
@@ -47,7 +47,7 @@ def test_a_device_may_give_the_cache_only_so_much():
 def test_a_run_takes_no_more_than_a_full_batch_can_fill():
     config = resolved(device="cpu", max_batch_size=2)
     pool = make_pool(config, TINY, Device("cpu", 100 * GIB, 2 * GIB, is_cpu=True))
-    assert pool.windows[0].layout.num_blocks == 2 * 512
+    assert pool.layout.windows[0].num_blocks == 2 * 512
     assert pool.windows[0].num_blocks == 2 * GIB // (4096 * 32)
 
 
@@ -68,7 +68,7 @@ def test_a_run_takes_no_more_than_a_full_batch_can_fill():
     ],
 )
 def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypatch):
-    """The weights are loaded when a run measures what is free; `capacity` takes them off."""
+    """A run measures free memory after the weights are loaded; `capacity` subtracts their size."""
     config = RunConfig(device="cpu", **settings)
     taken = dict.fromkeys(("loaded", "layout"))
     weight_bytes = TINY.num_parameters * DTYPE_BYTES["float32"]
@@ -79,7 +79,7 @@ def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypat
     limits = build_engine(config).limits
     pool = make_pool(resolved(device="cpu", **settings), TINY, find_device(config, free_bytes))
     assert pool.layout == taken["layout"]
-    assert limits.num_blocks == pool.windows[0].layout.num_blocks
+    assert limits.num_blocks == pool.layout.windows[0].num_blocks
 
 
 def test_a_size_in_tokens_needs_no_memory_and_yields_to_memory_that_is_given():
@@ -97,10 +97,11 @@ def test_without_memory_or_a_size_a_full_batch_fits():
 def test_windows_of_layers_share_the_memory():
     windows = "1024,99999"
     config = resolved(max_attention_window=windows, max_batch_size=4096)
-    long, short = make_pool(config, TINY, Device("here", GIB)).windows
+    pool = make_pool(config, TINY, Device("here", GIB))
+    long, short = pool.windows
     assert (long.attention_window.size, short.attention_window.size) == (16_384, 1024)
-    assert (long.layout.layers, short.layout.layers) == ((1, 3), (0, 2))
-    assert long.bytes_per_token == short.bytes_per_token == 2048
+    assert (long.layers, short.layers) == ((1, 3), (0, 2))
+    assert pool.bytes_per_block(long) == pool.bytes_per_block(short) == 32 * 2048
     assert long.num_blocks / short.num_blocks == pytest.approx(16, rel=0.01)
     config = resolved(max_tokens_in_paged_kvcache=1000, max_attention_window=windows)
     assert [window.num_blocks for window in make_pool(config, TINY, Device("here")).windows] == [32, 32]

@@ -10,8 +10,7 @@ from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import TOKENS_ONLY
-from ifbbench.planning.capacity import admit
-from ifbbench.planning.concurrency import POLICY_CASES, Fit, PolicyCase, contiguous_fit, fit
+from ifbbench.planning.capacity import POLICY_CASES, Fit, PolicyCase, admit, contiguous_fit, fit
 from ifbbench.workload.trace import TraceRequest
 from tests.engine import engine
 
@@ -71,7 +70,7 @@ def test_beams_share_full_prompt_blocks_and_take_a_token_each():
     config = limits(max_beam_width=4, max_num_tokens=100)
     found = fit_of(GUARANTEED, request(64, 32, beam_width=4), config)
     assert found.mean_blocks == 2 + 4
-    assert found.by_tokens == 1 + (100 - 64) // 4
+    assert found.by_limit[Limit.NUM_TOKENS] == 1 + (100 - 64) // 4
 
 
 def test_a_trace_is_packed_in_its_order():
@@ -92,7 +91,7 @@ def test_the_window_with_the_least_room_binds():
     short, long = (AttentionWindow(32, window, 20_000) for window in (64, 20_000))
     found = fit(GUARANTEED, [request(320, 320)], limits(), ((long, 1000), (short, 10)))
     assert found.mean_blocks == 2 + 20
-    assert found.by_blocks == 10 // 2
+    assert found.by_limit[Limit.KV_BLOCKS] == 10 // 2
 
 
 def test_a_contiguous_cache_has_room_for_the_longest_sequence_of_each():

@@ -1,4 +1,4 @@
-"""`ifbbench explain-step`: what it prints, and what it refuses."""
+"""`ifbbench explain-step`: its table, its JSON, and its errors."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The fit finds the times of a known machine again, noise and disturbances or not."""
+"""The fit recovers the times of a known machine, with and without noise and disturbances."""
 
 from pathlib import Path
 from statistics import median

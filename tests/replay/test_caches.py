@@ -36,7 +36,7 @@ def plain(trace: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Counter[CopyKind]:
-    """How many blocks of each kind executors were told to move."""
+    """How many blocks of each kind executors had to copy."""
     seen: Counter[CopyKind] = Counter()
     submit = ModelExecutor.submit
 
@@ -96,10 +96,10 @@ POLICIES = ("guaranteed_no_evict", "max_utilization")
 POOLS = {"ample": 640, "tight": 88}
 PARTIAL: dict[str, dict[str, Any]] = {
     "full blocks": {"enable_partial_reuse": False},
-    "parts that nobody uses": {"copy_on_partial_reuse": False},
+    "unused parts": {"copy_on_partial_reuse": False},
     "parts": {},
 }
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"enable_chunked_context": True, "max_num_tokens": 16},
     "overlap": {"enable_trt_overlap": True},
@@ -113,11 +113,11 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "pool", "partial", "way"), COMBINATIONS)
+@pytest.mark.parametrize(("policy", "pool", "partial", "mode"), COMBINATIONS)
 def test_reuse_makes_the_same_tokens(
-    policy: str, pool: str, partial: str, way: str, trace: Path, plain: Found, tmp_path: Path
+    policy: str, pool: str, partial: str, mode: str, trace: Path, plain: Found, tmp_path: Path
 ):
-    settings = {**PARTIAL[partial], **WAYS[way], "policy": policy, "max_tokens_in_paged_kvcache": POOLS[pool]}
+    settings = {**PARTIAL[partial], **MODES[mode], "policy": policy, "max_tokens_in_paged_kvcache": POOLS[pool]}
     found = run(trace, tmp_path / "run", enable_kv_cache_reuse=True, **settings)
     assert found.tokens == plain.tokens
     assert found.summary["prefix_hit_rate"] > 0
@@ -125,14 +125,14 @@ def test_reuse_makes_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    ("host_blocks", "way"), [(1, "whole"), (3, "whole"), (30, "whole"), (30, "chunked"), (30, "overlap")]
+    ("host_blocks", "mode"), [(1, "whole"), (3, "whole"), (30, "whole"), (30, "chunked"), (30, "overlap")]
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_blocks_come_back_from_the_host_as_they_were(
-    policy: str, host_blocks: int, way: str, trace: Path, plain: Found, tmp_path: Path, copies: Counter[CopyKind]
+    policy: str, host_blocks: int, mode: str, trace: Path, plain: Found, tmp_path: Path, copies: Counter[CopyKind]
 ):
     found = run(trace, tmp_path / "run", enable_kv_cache_reuse=True, policy=policy, max_tokens_in_paged_kvcache=88,
-                kv_host_cache_bytes=host_blocks * BYTES_PER_BLOCK, **WAYS[way])  # fmt: skip
+                kv_host_cache_bytes=host_blocks * BYTES_PER_BLOCK, **MODES[mode])  # fmt: skip
     assert found.tokens == plain.tokens
     assert copies[CopyKind.OFFLOAD] > 0
     if host_blocks == 30:
@@ -164,13 +164,13 @@ def test_nothing_is_reused_unless_asked_for(trace: Path, plain: Found, tmp_path:
 
 
 # The schedule. A null device makes no tokens; where prefixes have names its output has names too, where prompts are
-# recorded nobody can tell what its output is.
+# recorded its output is unknown.
 
 
-def digests(trace: Path, folder: Path, policy: str, pool: str, partial: str, way: str) -> tuple[str, str]:
+def digests(trace: Path, folder: Path, policy: str, pool: str, partial: str, mode: str) -> tuple[str, str]:
     """Of a real run and of one without a model."""
     settings = {
-        **PARTIAL[partial], **WAYS[way], "policy": policy, "max_tokens_in_paged_kvcache": POOLS[pool],
+        **PARTIAL[partial], **MODES[mode], "policy": policy, "max_tokens_in_paged_kvcache": POOLS[pool],
         "enable_kv_cache_reuse": True, "kv_host_cache_bytes": 6 * BYTES_PER_BLOCK,
     }  # fmt: skip
     real = run(trace, folder / "real", **settings)
@@ -179,19 +179,19 @@ def digests(trace: Path, folder: Path, policy: str, pool: str, partial: str, way
     return real.digest, null.digest
 
 
-@pytest.mark.parametrize(("policy", "pool", "partial", "way"), COMBINATIONS)
+@pytest.mark.parametrize(("policy", "pool", "partial", "mode"), COMBINATIONS)
 def test_the_schedule_with_reuse_is_that_without_a_model(
-    policy: str, pool: str, partial: str, way: str, named_trace: Path, tmp_path: Path
+    policy: str, pool: str, partial: str, mode: str, named_trace: Path, tmp_path: Path
 ):
-    real, null = digests(named_trace, tmp_path, policy, pool, partial, way)
+    real, null = digests(named_trace, tmp_path, policy, pool, partial, mode)
     assert real == null
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", ["whole", "chunked"])
+@pytest.mark.parametrize("mode", ["whole", "chunked"])
 @pytest.mark.parametrize("pool", ["ample", "tight"])
-def test_the_same_with_recorded_prompts(policy: str, pool: str, way: str, trace: Path, tmp_path: Path):
-    real, null = digests(trace, tmp_path, policy, pool, "parts", way)
+def test_the_same_with_recorded_prompts(policy: str, pool: str, mode: str, trace: Path, tmp_path: Path):
+    real, null = digests(trace, tmp_path, policy, pool, "parts", mode)
     assert real == null
 
 
@@ -228,12 +228,12 @@ def test_a_cyclic_window_sees_what_a_linear_one_does(
 def test_windows_make_the_same_tokens_however_they_are_run(windows: str, sink: int, trace: Path, tmp_path: Path):
     settings: dict[str, Any] = {"max_attention_window": windows, "sink_token_len": sink}
     expected = run(trace, tmp_path / "expected", max_batch_size=1, **settings).tokens
-    ways: list[dict[str, Any]] = [
-        WAYS["chunked"], WAYS["overlap"], {"type": "v1"},
+    modes: list[dict[str, Any]] = [
+        MODES["chunked"], MODES["overlap"], {"type": "v1"},
         {"max_tokens_in_paged_kvcache": 48, "policy": "max_utilization"},
     ]  # fmt: skip
-    for number, way in enumerate(ways):
-        assert run(trace, tmp_path / str(number), **settings, **way).tokens == expected, way
+    for number, mode in enumerate(modes):
+        assert run(trace, tmp_path / str(number), **settings, **mode).tokens == expected, mode
 
 
 @pytest.mark.parametrize("windows", ["13", "12,31"])
@@ -248,11 +248,11 @@ def test_windows_of_a_contiguous_cache(windows: str, sink: int, trace: Path, tmp
 
 @pytest.mark.parametrize("mode", ["cyclic", "linear"])
 def test_reuse_with_a_window_makes_the_same_tokens(mode: str, trace: Path, tmp_path: Path):
-    """Some sequences come round, others share blocks."""
+    """The window of some sequences wraps, others share blocks."""
     settings: dict[str, Any] = {"max_attention_window": "50", "window_mode": mode}
     expected = run(trace, tmp_path / "expected", **settings)
-    for name in ("tight", *PARTIAL, *WAYS):
-        more = {"max_tokens_in_paged_kvcache": 88} if name == "tight" else PARTIAL.get(name, WAYS.get(name, {}))
+    for name in ("tight", *PARTIAL, *MODES):
+        more = {"max_tokens_in_paged_kvcache": 88} if name == "tight" else PARTIAL.get(name, MODES.get(name, {}))
         found = run(trace, tmp_path / name, enable_kv_cache_reuse=True, **settings, **more)
         assert found.tokens == expected.tokens, name
         assert name == "tight" or found.summary["prefix_hit_rate"] > 0, name

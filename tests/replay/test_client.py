@@ -1,4 +1,4 @@
-"""The client of a replay: who is handed out when, with concurrency and emulated static batches, and what comes back."""
+"""The client of a replay: which requests it hands out when, with concurrency and emulated static batches."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
-from ifbbench.errors import InputError
-from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.static_emulation import StaticEmulation
+from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
 from ifbbench.workload.trace import Trace, TraceRequest
 
 ALL = -1
@@ -34,7 +32,7 @@ def tokens(*ids):
 
 
 class Engine:
-    """Takes what it is handed and answers when told to; counts how often it looked in vain."""
+    """Takes what it is handed and answers when `answer` is called; counts how often there was nothing to take."""
 
     def __init__(self, *arrivals_s, streaming=False, **options):
         self.clock = VirtualClock()
@@ -268,12 +266,6 @@ def test_emulation_never_spins(timeout_s):
 
 
 # From settings.
-
-
-def test_emulation_and_concurrency_contradict_each_other():
-    config = RunConfig(static_emulated_batch_size=2, concurrency=2)
-    with pytest.raises(InputError, match="leave out one"):
-        make_client(config, trace_at(0.0), VirtualClock(), make_request)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Before a run, the user reads how many requests it will refuse, why, and which setting lets them in."""
+"""Before a run, the user reads how many requests it will refuse, why, and which setting admits them."""
 
 import json
 import random
@@ -68,7 +68,7 @@ def test_as_many_are_announced_as_are_refused(seed: int, tmp_path: Path, caplog:
         ({"prompt_len": 4, "beam_width": 3}, ["--max_beam_width", "2"], "A larger --max_beam_width"),
     ],
 )
-def test_the_setting_that_lets_requests_in_is_named(
+def test_the_setting_that_admits_requests_is_named(
     row: dict[str, Any], options: list[str], advice: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = write_trace(tmp_path / "t.jsonl", [{"output_len": 2} | row, {"prompt_len": 2, "output_len": 2}])

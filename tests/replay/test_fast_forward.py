@@ -19,17 +19,17 @@ from ifbbench.model.named_models import load_model_config
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.executor import SimulatedExecutor
+from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 
-COST_MODEL = CostModel(load_model_config("tiny"), load_hardware("h100-sxm"), dtype="bf16", kv_cache_dtype="bf16")
+COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
 FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
 
 
 class CountingRecorder(Recorder):
-    """Knows how many iterations came together with others."""
+    """Counts the iterations that were advanced together with others."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -213,7 +213,7 @@ def test_an_attention_window_costs_what_it_costs_one_by_one(tmp_path: Path) -> N
 
 
 def test_the_records_of_a_stretch_are_those_of_its_iterations(tmp_path: Path) -> None:
-    """What is printed or told to callbacks, where each iteration is asked for on its own."""
+    """What is printed or passed to callbacks, one iteration at a time."""
     apart: list[IterationRecord] = []
     together: list[IterationRecord] = []
 

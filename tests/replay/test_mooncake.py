@@ -12,7 +12,7 @@ from ifbbench.replay.run import run_trace
 # input_length, output_length, hash_ids (512 tokens each), and how many of its tokens others before it have computed.
 ROWS = [
     (1024, 2, [0, 1], 0),
-    # The first one's prompt; its output is nobody else's.
+    # The first one's prompt; its output is unique.
     (1100, 3, [0, 1, 2], 1024),
     # The same prompt again: its last token is always computed.
     (1024, 1, [0, 1], 1023),

@@ -6,14 +6,12 @@ from array import array
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
-from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.static_emulation import StaticEmulation
+from ifbbench.replay.client import ReplayClient, StaticEmulation
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 
@@ -52,7 +50,7 @@ def test_no_look_ahead_hides_a_higher_priority(seed: int) -> None:
     client = ReplayClient(trace, clock, make_request)
     active = ActiveRequests(RequestTable(max_active + LOOK_AHEAD))
     admission = Admission(
-        AdmissionLimits(BatchingConfig("", max_active, 8, 100, 99, 32, 100), policy_may_pause=False), max_active,
+        AdmissionLimits(BatchingConfig("guaranteed_no_evict", max_active, 8, 100, 99, 32, 100)), max_active,
         client.get_requests, lambda request, error: pytest.fail(error),
         client.next_arrival_s, client.next_priority,
     )  # fmt: skip

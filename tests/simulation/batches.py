@@ -1,9 +1,22 @@
-"""Batches by their lengths alone."""
+"""Batches by their lengths alone, and cost models by the names of model and device."""
 
 import numpy as np
 
 from ifbbench.engine.batch import Batch, ContextChunk
 from ifbbench.engine.request import Request
+from ifbbench.model.named_models import load_model_config
+from ifbbench.simulation.cost_model import CostModel
+from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.shard import Shard
+
+
+def cost_model(
+    model: str, hardware: str, dtype: str, kv_cache_dtype: str | None = None, tp_size: int = 1, pp_size: int = 1,
+    cuda_graphs: bool = True,
+) -> CostModel:  # fmt: skip
+    kv_cache_dtype = kv_cache_dtype or ("bf16" if dtype == "int4" else dtype)
+    shard = Shard(load_model_config(model), dtype, kv_cache_dtype, tp_size, pp_size)
+    return CostModel(shard, load_hardware(hardware), cuda_graphs)
 
 
 def batch_of(chunks, kv_lengths, beam_width=1, padded=False) -> Batch:

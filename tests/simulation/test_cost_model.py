@@ -1,4 +1,4 @@
-"""The cost model: its sums, its limits, and that more work never takes less time."""
+"""The cost model: sums of operations, hardware limits, and monotonic times."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
-from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
-from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.step_work import StepWork
+from tests.simulation.batches import cost_model
 
 SETUPS = (
     ("llama-3.1-8b", "h100-sxm", {"dtype": "fp8"}),
@@ -21,7 +20,7 @@ SETUPS = (
     ("tiny", "cpu", {"dtype": "float32"}),
 )
 MODELS = {
-    f"{model} on {device} {options}": CostModel(load_model_config(model), load_hardware(device), **options)
+    f"{model} on {device} {options}": cost_model(model, device, **options)
     for model, device, options in SETUPS
 }
 any_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
@@ -108,7 +107,7 @@ def test_a_chunk_costs_more_the_later_it_is():
 
 
 def test_weights_are_read_once_whatever_the_batch():
-    """With few tokens the products wait for their weights, with many for their arithmetic."""
+    """With few tokens the products are bound by reading weights, with many by arithmetic."""
     model = MODELS["llama-3.1-8b on h100-sxm {'dtype': 'fp8'}"]
     limits = {}
     for tokens in (1, 16, 4096):
@@ -120,17 +119,15 @@ def test_weights_are_read_once_whatever_the_batch():
 
 
 def test_smaller_weights_are_quicker_to_read():
-    shape, hardware = load_model_config("llama-3.1-8b"), load_hardware("h100-sxm")
     work = StepWork.of_lengths([], [100] * 4)
 
-    times = [CostModel(shape, hardware, dtype=dtype).device_ns(work) for dtype in ("bf16", "fp8", "int4")]
+    times = [cost_model("llama-3.1-8b", "h100-sxm", dtype=dtype).device_ns(work) for dtype in ("bf16", "fp8", "int4")]
     assert times == sorted(times, reverse=True)
 
 
 def test_tensor_parallelism_splits_the_work_and_adds_all_reduces():
-    shape, hardware = load_model_config("llama-3.3-70b"), load_hardware("h100-sxm")
     work = StepWork.of_lengths([(0, 4096, True)], [1000] * 64)
-    one, eight = (_times(CostModel(shape, hardware, dtype="fp8", tp_size=size), work) for size in (1, 8))
+    one, eight = (_times(cost_model("llama-3.3-70b", "h100-sxm", dtype="fp8", tp_size=size), work) for size in (1, 8))
 
     assert one["all-reduces"] == 0 < eight["all-reduces"]
     assert eight["down product"] == pytest.approx(one["down product"] / 8, rel=0.1)
@@ -138,27 +135,25 @@ def test_tensor_parallelism_splits_the_work_and_adds_all_reduces():
 
 
 def test_more_devices_than_key_heads_keep_a_head_each():
-    shape, hardware = load_model_config("llama-3.3-70b"), load_hardware("h100-sxm")
     work = StepWork.of_lengths([], [1000] * 64)
+    models = (cost_model("llama-3.3-70b", "h100-sxm", dtype="fp8", tp_size=size) for size in (8, 16))
     eight, sixteen = (
-        next(operation.bytes for operation in CostModel(shape, hardware, dtype="fp8", tp_size=size).operations(work)
-             if operation.name == "generation attention") for size in (8, 16)
-    )  # fmt: skip
+        next(operation.bytes for operation in model.operations(work) if operation.name == "generation attention")
+        for model in models
+    )
     assert eight == sixteen > 0
 
 
 def test_a_batch_takes_as_long_through_a_pipeline_but_for_the_hops():
-    shape, hardware = load_model_config("llama-3.3-70b"), load_hardware("h100-sxm")
     work = StepWork.of_lengths([], [1000] * 64)
-    one, four = (CostModel(shape, hardware, dtype="fp8", pp_size=size) for size in (1, 4))
+    one, four = (cost_model("llama-3.3-70b", "h100-sxm", dtype="fp8", pp_size=size) for size in (1, 4))
 
     assert one.device_ns(work) < four.device_ns(work) < 1.1 * one.device_ns(work)
 
 
 def test_without_cuda_graph_the_host_launches_one_kernel_after_the_other():
-    shape, hardware = load_model_config("qwen3-0.6b"), load_hardware("h100-sxm")
     work = StepWork.of_lengths([], [10])
-    with_graph, without = (CostModel(shape, hardware, dtype="bf16", cuda_graphs=graphs) for graphs in (True, False))
+    with_graph, without = (cost_model("qwen3-0.6b", "h100-sxm", "bf16", cuda_graphs=graphs) for graphs in (True, False))
 
     waited = _times(without, work)["waiting for launches"]
     assert waited > 0 == _times(with_graph, work)["waiting for launches"]
@@ -182,4 +177,4 @@ def test_the_host_takes_time_for_each_request():
 )
 def test_what_does_not_go_is_refused(options, message):
     with pytest.raises(InputError, match=message):
-        CostModel(load_model_config("llama-3.1-8b"), load_hardware("a100-80gb-sxm"), **options)
+        cost_model("llama-3.1-8b", "a100-80gb-sxm", **options)

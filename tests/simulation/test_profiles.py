@@ -1,12 +1,13 @@
-"""Hardware profiles and built-in models: complete, sane, and refused with a clear message where they are not."""
+"""Hardware profiles and built-in models: plausible values, and the errors for unknown names and invalid files."""
 
 import json
 
 import pytest
 
+from ifbbench.config import HARDWARE_PROFILES
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import built_in_models, load_model_config
-from ifbbench.simulation.hardware import PROFILES, hardware_names, load_hardware
+from ifbbench.simulation.hardware import hardware_names, load_hardware
 
 WANTED_HARDWARE = {
     "h100-sxm", "h200-sxm", "a100-80gb-sxm", "a100-40gb", "l40s", "l4", "a10g", "b200", "rtx-4090", "cpu",
@@ -37,7 +38,7 @@ def test_profile_is_sane(name):
 
 @pytest.mark.parametrize("name", sorted(WANTED_HARDWARE))
 def test_profile_says_where_its_figures_come_from(name):
-    assert (PROFILES / f"{name}.toml").read_text(encoding="utf-8").startswith("# ")
+    assert (HARDWARE_PROFILES / f"{name}.toml").read_text(encoding="utf-8").startswith("# ")
 
 
 def test_gpus_of_a_generation_share_their_constants():
@@ -63,7 +64,7 @@ def test_ampere_multiplies_no_8_bits(name):
 
 
 def test_a_profile_of_ones_own_may_replace_constants(tmp_path):
-    text = (PROFILES / "h100-sxm.toml").read_text(encoding="utf-8")
+    text = (HARDWARE_PROFILES / "h100-sxm.toml").read_text(encoding="utf-8")
     path = tmp_path / "mine.toml"
     path.write_text(f"{text}\n[constants]\nmemory = 0.5\n\n[calibration]\nmedian_error = 0.03\n", encoding="utf-8")
 
@@ -87,7 +88,7 @@ def test_a_profile_of_ones_own_may_replace_constants(tmp_path):
     ],
 )
 def test_a_bad_profile_is_refused_by_file_and_key(tmp_path, old, new, message):
-    text = (PROFILES / "h100-sxm.toml").read_text(encoding="utf-8")
+    text = (HARDWARE_PROFILES / "h100-sxm.toml").read_text(encoding="utf-8")
     assert old in text
     path = tmp_path / "bad.toml"
     path.write_text(text.replace(old, new), encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Some published figures, and the policies on an oversubscribed cache. `tests.benchmarks.published` has all of them."""
+"""Predictions against some published figures, and the policies with too small a cache.
+
+All figures are in `tests.benchmarks.published`.
+"""
 
 import pytest
 

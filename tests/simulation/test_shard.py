@@ -1,4 +1,4 @@
-"""What fits into simulated memory."""
+"""How the memory of a simulated device is divided, and models that do not fit."""
 
 import json
 
@@ -13,9 +13,7 @@ from ifbbench.simulation.shard import Shard, kv_memory_bytes, plan_memory
 
 def _plan(model="llama-3.1-8b", hardware="h100-sxm", dtype="fp8", fraction=0.9, **options):
     shard = Shard(load_model_config(model), dtype, "fp8" if dtype == "fp8" else "bf16", **options)
-    return plan_memory(
-        shard, load_hardware(hardware), max_num_tokens=8192, max_batch_size=2048, kv_fraction=fraction
-    )  # fmt: skip
+    return plan_memory(shard, load_hardware(hardware), _config(kv_cache_free_gpu_mem_fraction=fraction))
 
 
 def _config(**values) -> RunConfig:

@@ -1,14 +1,11 @@
-"""The work of a step, compared with counting query-key pairs one by one, and the least work of a batch."""
+"""The work of an iteration, compared with counting query-key pairs one by one, and the least work of a batch."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.model.named_models import load_model_config
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.step_work import StepWork, least_work
-from tests.simulation.batches import batch_of
+from tests.simulation.batches import batch_of, cost_model
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.booleans()), max_size=4)
 WINDOWS = st.none() | st.integers(1, 50)
@@ -56,7 +53,7 @@ def test_padded_prompts_are_as_long_as_the_longest():
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("name", ["tiny", "llama-3.1-8b", "qwen3-0.6b"])
 def test_flops_are_those_of_all_operations_and_bytes_are_fewer(name: str, work: StepWork) -> None:
-    model = CostModel(load_model_config(name), load_hardware("h100-sxm"), dtype="bf16")
+    model = cost_model(name, "h100-sxm", "bf16")
     operations = model.operations(work)
     least = least_work(model.shard, work)
     assert least.flops == pytest.approx(sum(operation.flops for operation in operations), rel=1e-12)
@@ -64,11 +61,11 @@ def test_flops_are_those_of_all_operations_and_bytes_are_fewer(name: str, work: 
 
 
 def test_bytes_of_one_generation_step_by_hand() -> None:
-    shard = CostModel(load_model_config("llama-3.1-8b"), load_hardware("h100-sxm"), dtype="bf16").shard
+    shard = cost_model("llama-3.1-8b", "h100-sxm", "bf16").shard
     weights = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336) + 4096 * 128_256
     assert least_work(shard, StepWork.of_lengths([], [500])).bytes == 2 * weights + 501 * 131_072
 
 
 def test_nothing_asks_for_nothing() -> None:
-    shard = CostModel(load_model_config("tiny"), load_hardware("h100-sxm"), dtype="bf16").shard
+    shard = cost_model("tiny", "h100-sxm", "bf16").shard
     assert least_work(shard, StepWork()) == (0.0, 0.0)

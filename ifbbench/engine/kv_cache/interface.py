@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.active import IntArray
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens
-from ifbbench.engine.request_table import IntArray
 
 if TYPE_CHECKING:
     from ifbbench.engine.kv_cache.manager import StepsAhead
@@ -72,7 +72,7 @@ class KvCache(ABC):
 
     @abstractmethod
     def plan_release(self) -> Any:
-        """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after all of them."""
+        """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after them."""
 
     def missing_block(self, request: "Request") -> Any:
         """The first full block of the prompt that is not stored, equal for two requests if and only if they lack the

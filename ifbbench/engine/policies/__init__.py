@@ -13,11 +13,18 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
-from ifbbench.engine.policies.max_requests import MaxRequests
+from ifbbench.engine.config import CONTIGUOUS_POLICY
+from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict, StaticBatch
 from ifbbench.engine.policies.max_utilization import MaxUtilization
-from ifbbench.engine.policies.policy import CapacityDecision, CapacityPolicy, LeftOut, Limit, LoraLimits, Pause
-from ifbbench.engine.policies.static_batch import StaticBatch
+from ifbbench.engine.policies.policy import (
+    CapacityDecision,
+    CapacityPolicy,
+    LeftOut,
+    Limit,
+    LoraLimits,
+    MaxRequests,
+    Pause,
+)
 from ifbbench.errors import IfbbenchError, InputError
 
 __all__ = [
@@ -46,7 +53,7 @@ def find_policy(name: str) -> PolicyFactory:
     instantiated."""
     if name in POLICY_CLASSES:
         return POLICY_CLASSES[name]
-    if name == MaxRequests.NAME:  # chosen with a cache without blocks, not by a user
+    if name == CONTIGUOUS_POLICY:  # chosen with a cache without blocks, not by a user
         return MaxRequests
     target = _from_module(name) if ":" in name else _from_entry_point(name)
     _check(name, target)
@@ -69,16 +76,15 @@ def describe_failure(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_importlib(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)
+        if not (frame.filename.startswith("<frozen importlib") or frame.filename == importlib.__file__)
+    ]  # fmt: skip
     users = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
     if not users and isinstance(error, ImportError):
         return text
     frame = (users or frames)[-1]
     return f"{text} ({frame.filename}, line {frame.lineno})"
-
-
-def _is_of_importlib(filename: str) -> bool:
-    return filename.startswith("<frozen importlib") or filename == importlib.__file__
 
 
 def _from_module(name: str) -> Any:

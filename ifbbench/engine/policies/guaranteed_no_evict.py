@@ -1,4 +1,7 @@
-"""GUARANTEED_NO_EVICT: a request starts only if the blocks to complete it are certain. No request is ever paused."""
+"""GUARANTEED_NO_EVICT: a request starts only if the blocks to complete it are certain. No request is ever paused.
+
+STATIC_BATCH: the same while no request is in generation; then the batch runs until all its requests are complete.
+"""
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -25,7 +28,7 @@ class GuaranteedNoEvict:
 
     may_pause = False
     is_steady = True
-    _delays_for_reuse = True
+    _is_static = False
 
     def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
         self.max_num_requests = max_num_requests
@@ -33,16 +36,13 @@ class GuaranteedNoEvict:
 
     def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         decision = CapacityDecision(held=active.generation[self.max_num_requests :])
-        if active.context and self._considers_context(active):
-            self._admit(decision, active, kv_cache)
-        elif active.context:
+        if active.context and self._is_static and active.generation:
             decision.left_out = LeftOut(active.context[0], Limit.STATIC_BATCH)
+        elif active.context:
+            self._admit(decision, active, kv_cache)
         if decision.held and (decision.left_out is None or decision.held[0].order < decision.left_out.request.order):
             decision.left_out = LeftOut(decision.held[0], Limit.BATCH_SIZE)
         return decision
-
-    def _considers_context(self, active: ActiveRequests) -> bool:
-        return True
 
     def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCache) -> None:
         running = active.generation_rows[: self.max_num_requests]
@@ -52,33 +52,35 @@ class GuaranteedNoEvict:
             for request in active.generation[: self.max_num_requests]:
                 pages.claim(request)
         only_started = False
-        delay = ReuseDelay(active, kv_cache) if self._delays_for_reuse and kv_cache.reuse.enabled else None
+        # All members of a static batch start together, so that none can wait for blocks of another.
+        delay = ReuseDelay(active, kv_cache) if kv_cache.reuse.enabled and not self._is_static else None
         admitted, room = decision.admitted, self.max_num_requests - len(running)
         for request in active.context:
             if only_started and not request.has_started:
                 continue
             if delay is not None and delay.should_wait(request):
-                _leave_out(decision, LeftOut(request, Limit.REUSE_DELAY))
+                decision.leave_out(request, Limit.REUSE_DELAY)
                 continue
             if len(admitted) >= room:
-                _leave_out(decision, LeftOut(request, Limit.BATCH_SIZE))
+                decision.leave_out(request, Limit.BATCH_SIZE)
                 return
             needed = kv_cache.blocks_to_completion(request)
             if needed > available:
-                _leave_out(decision, LeftOut(request, Limit.KV_BLOCKS))
+                decision.leave_out(request, Limit.KV_BLOCKS)
                 if len(running) or admitted:
                     return
                 only_started = True
                 continue
             if pages is not None:
                 if not pages.fits(request):
-                    _leave_out(decision, LeftOut(request, Limit.LORA_PAGES))
+                    decision.leave_out(request, Limit.LORA_PAGES)
                     continue
                 pages.claim(request)
             available -= needed
             admitted.append(request)
 
 
-def _leave_out(decision: CapacityDecision, left_out: LeftOut) -> None:
-    if decision.left_out is None:
-        decision.left_out = left_out
+class StaticBatch(GuaranteedNoEvict):
+    """GUARANTEED_NO_EVICT that considers context requests only when no request is in generation."""
+
+    _is_static = True

@@ -11,7 +11,6 @@ from ifbbench.engine.kv_cache.interface import BlockCount, KvCache
 from ifbbench.engine.policies.policy import (
     NO_LORA,
     CapacityDecision,
-    LeftOut,
     Limit,
     LoraLimits,
     LoraPages,
@@ -61,39 +60,42 @@ class _Walk:
         self.active = active
         self.kv_cache = kv_cache
         self.pages = LoraPages(policy.lora)
-        self.counts_pages = bool(policy.lora.pages_per_task)
         self.plan = kv_cache.plan_release()
         self.decision = CapacityDecision(generation_first=False)
-        self.context = active.context
         self.started_generation = len(active.generation)
-        self.generation = active.generation
         self.started_context = [request for request in active.context if request.has_started]
         self.claimed: BlockCount = 0
         self.scheduled = 0
 
     def run(self, generation: list[tuple[Request, BlockCount]]) -> CapacityDecision:
         """Walk the context requests and `generation` (each with the blocks it needs) in order."""
-        pending = ((request, self.kv_cache.first_chunk_need(request)) for request in self.context)
+        pending = ((request, self.kv_cache.first_chunk_need(request)) for request in self.active.context)
         end: tuple[float, int] | None = None
         delay = ReuseDelay(self.active, self.kv_cache)
         for request, need in merge(pending, generation, key=lambda entry: entry[0].order):
             if (end is None or request.order < end) and delay.should_wait(request):
-                self._leave_out(request, Limit.REUSE_DELAY)
+                self.decision.leave_out(request, Limit.REUSE_DELAY)
                 continue
             while True:
                 if end is not None and request.order >= end:
-                    self._leave_out(request, Limit.KV_BLOCKS)
+                    self.decision.leave_out(request, Limit.KV_BLOCKS)
                     return self.decision
                 limit = self._missing(request, need)
                 if limit is None:
                     break
                 victim = self._last_started()
                 if victim is None or victim.order < request.order:
-                    self._leave_out(request, limit)
+                    self.decision.leave_out(request, limit)
                     return self.decision
                 self._pause(Pause(victim, request, limit))
                 end = victim.order
-            self._schedule(request, need)
+            self.scheduled += 1
+            self.claimed += need
+            self.pages.claim(request)
+            if request.in_context:
+                self.decision.admitted.append(request)
+                # It may get no tokens and still claim blocks, which a generation request may need next.
+                self.decision.stands_until_block = True
         return self.decision
 
     def _missing(self, request: Request, need: BlockCount) -> Limit | None:
@@ -101,22 +103,13 @@ class _Walk:
             return Limit.BATCH_SIZE
         if self.claimed + need > self.plan.free_blocks:
             return Limit.KV_BLOCKS
-        if self.counts_pages and not self.pages.fits(request):
+        if not self.pages.fits(request):
             return Limit.LORA_PAGES
         return None
 
-    def _schedule(self, request: Request, need: BlockCount) -> None:
-        self.scheduled += 1
-        self.claimed += need
-        self.pages.claim(request)
-        if request.in_context:
-            self.decision.admitted.append(request)
-            # It may get no tokens and still claim blocks, which a generation request may need next.
-            self.decision.stands_until_block = True
-
     def _last_started(self) -> Request | None:
-        tails = [self.started_context[-1:], self.generation[self.started_generation - 1 : self.started_generation]]
-        return max((tail[0] for tail in tails if tail), key=_ORDER, default=None)
+        last_generation = self.active.generation[max(self.started_generation - 1, 0) : self.started_generation]
+        return max(self.started_context[-1:] + last_generation, key=_ORDER, default=None)
 
     def _pause(self, pause: Pause) -> None:
         if pause.victim.in_context:
@@ -125,8 +118,3 @@ class _Walk:
             self.started_generation -= 1
         self.plan.release(pause.victim.slot)
         self.decision.paused.append(pause)
-
-    def _leave_out(self, request: Request, limit: Limit) -> None:
-        """Record the first request left out. One that is paused is recorded by its pause."""
-        if self.decision.left_out is None and all(pause.victim is not request for pause in self.decision.paused):
-            self.decision.left_out = LeftOut(request, limit)

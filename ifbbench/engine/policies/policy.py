@@ -65,6 +65,11 @@ class CapacityDecision:
     generation_first: bool = True
     stands_until_block: bool = False
 
+    def leave_out(self, request: Request, limit: Limit) -> None:
+        """Record the first request left out. One that is paused is recorded by its pause."""
+        if self.left_out is None and all(pause.victim is not request for pause in self.paused):
+            self.left_out = LeftOut(request, limit)
+
 
 class CapacityPolicy(Protocol):
     """A capacity scheduler policy: reads the active requests and the cache, and changes neither.
@@ -135,3 +140,23 @@ class ReuseDelay:
             return True
         self._expected.add(missing)
         return False
+
+
+class MaxRequests:
+    """MAX_REQUESTS: runs the first `max_num_requests` of the list. For a cache without blocks to count."""
+
+    may_pause = False
+
+    def __init__(self, max_num_requests: int) -> None:
+        self.max_num_requests = max_num_requests
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache | None = None) -> CapacityDecision:
+        if len(active) <= self.max_num_requests:
+            return CapacityDecision(admitted=list(active.context), generation_first=False)
+        first, others = (requests := list(active))[: self.max_num_requests], requests[self.max_num_requests :]
+        return CapacityDecision(
+            admitted=[request for request in first if request.in_context],
+            held=[request for request in others if not request.in_context],
+            left_out=LeftOut(others[0], Limit.BATCH_SIZE),
+            generation_first=False,
+        )

@@ -4,13 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 
 SIZE = 4
 PROMPT = [1, 2, 3, 4, 5]

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
 from ifbbench.engine.request import Request
-from ifbbench.engine.request_table import RequestTable
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -1,4 +1,4 @@
-"""Real runs in every way of batching: the same greedy tokens, and what each way promises."""
+"""Real runs with every batching type: the same greedy tokens, and the properties of each type."""
 
 import json
 from pathlib import Path

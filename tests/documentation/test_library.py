@@ -1,4 +1,4 @@
-"""The code of the README runs, and does what the text around it says."""
+"""The code of docs/library.md runs, and does what the text around it says."""
 
 import json
 import re
@@ -10,12 +10,13 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "library.md"
 
 
 def code_with(text: str) -> str:
-    """The one Python example of the README that has `text` in it."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    """The one Python example of the page that has `text` in it."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     (found,) = (block for block in blocks if text in block)
     return str(found)
 
@@ -24,7 +25,7 @@ def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None
     (tmp_path / "example.py").write_text(code_with("get_inference_requests"))
     answer = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
-        env={"PYTHONPATH": str(README.parent), "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )  # fmt: skip
     lines = answer.stdout.splitlines()
     for request_id, tokens in ((1, 8), (4, 3 + 5)):
@@ -52,18 +53,3 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
     requests = [json.loads(line) for line in Path("run/requests.jsonl").read_text().splitlines()]
     started = sorted(requests, key=lambda row: row["first_scheduled_s"])
     assert [row["output_len"] for row in started] == sorted(lengths)
-
-
-def test_the_first_example_draws_the_committed_picture_in_a_clone(tmp_path: Path, monkeypatch) -> None:
-    """Its output directory is not part of the repository, so the command works where the repository was cloned."""
-    text = " ".join(README.read_text(encoding="utf-8").split())
-    commands = re.search(r"`(ifbbench run documentation [^`]*)`", text)
-    assert commands is not None
-    tracked = subprocess.run(["git", "ls-files", "results"], cwd=README.parent, capture_output=True, text=True)
-    assert tracked.stdout == ""
-    monkeypatch.chdir(tmp_path)
-    for command in commands[1].split("&&"):
-        result = CliRunner().invoke(main, command.split()[1:])
-        assert result.exit_code == 0, result.output
-    assert (README.parent / "docs/images/timeline.png").is_file()
-    assert list(Path("results/documentation/charts").glob("timeline.*"))

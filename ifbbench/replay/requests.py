@@ -1,0 +1,110 @@
+"""The engine's requests of a trace: how they are made of its rows, and which of them the engine will refuse."""
+
+import numpy as np
+
+from ifbbench.api.engine import Engine
+from ifbbench.config import RunConfig
+from ifbbench.engine.admission import AdmissionLimits, Refusal
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
+from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
+from ifbbench.replay.client import MakeRequest
+from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
+from ifbbench.workload.trace import Trace, TraceRequest, columns_of
+
+RECORDED = "recorded token ids"
+
+
+def request_maker(engine: Engine) -> MakeRequest:
+    """The function from (index, row) to a request for `engine`; it draws prompts that the trace does not record."""
+    config, makes_tokens = engine.config, engine.makes_tokens
+    end_tokens = engine.model.eos_token_ids if config.stop_at_end_token else ()
+    if config.eos_id is not None and config.eos_id >= 0:
+        end_tokens = (*end_tokens, config.eos_id)
+    usual_stop = StopConditions(end_tokens)
+    options = OutputOptions(
+        streaming=config.streaming,
+        return_log_probs=config.return_log_probs,
+        return_context_logits=config.return_context_logits,
+        return_generation_logits=config.return_generation_logits,
+        exclude_input_from_output=config.exclude_input_in_output_seq,
+        pad_id=max(config.eos_id or 0, 0) if config.pad_id is None else config.pad_id,
+    )
+
+    def sampling(row: TraceRequest) -> SamplingParams:
+        # Each request has a seed of its own, so that its tokens do not depend on the others.
+        return SamplingParams(
+            config.temperature, config.top_k, config.top_p, config.seed + row.request_id, config.repetition_penalty,
+            config.length_penalty, EarlyStopping(config.early_stopping),
+        )  # fmt: skip
+
+    def make_request(index: int, row: TraceRequest) -> Request:
+        return Request(
+            row.request_id,
+            row.prompt_len,
+            row.max_new_tokens,
+            output_len=row.output_len,
+            prompt_tokens=prompt_tokens(row, engine.model.vocab_size, config.seed) if makes_tokens else None,
+            index=index,
+            priority=row.priority,
+            beam_width=config.beam_width or row.beam_width,
+            lora_task_id=row.lora_task_id,
+            sampling=sampling(row) if makes_tokens else GREEDY,
+            options=options,
+            stop=StopConditions(end_tokens + row.stop_ids) if row.stop_ids else usual_stop,
+            reuse=_symbols(row, index) if engine.limits.reuse.enabled and not makes_tokens else NO_IDENTITY,
+        )
+
+    return make_request
+
+
+def _symbols(row: TraceRequest, index: int) -> ReuseIdentity:
+    """Symbols in the place of tokens, where no model makes any. Those of an output are unique, so that blocks with
+    output in them are stored, and found as rarely, as with a model."""
+    if row.prompt_tokens is None:
+        return ReuseIdentity(runs=symbolic_runs(row, index), output_symbol=output_symbol(index, 0))
+    # Recorded ids are numbers too, but are not to be found by the symbols of other rows.
+    runs = [(token, 1) for token in row.prompt_tokens]
+    return ReuseIdentity(cache_salt=RECORDED, runs=runs, output_symbol=output_symbol(index, 0))
+
+
+def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -> list[tuple[Refusal, int]]:
+    """How many requests the engine will refuse by each limit of their size, with the refusal of one of them.
+
+    Of the requests with equal prompt lengths only the longest output is checked, unless that is refused."""
+    admission = AdmissionLimits(limits)
+    columns = columns_of(trace.requests)
+    beams = np.full(len(columns), config.beam_width or 1)
+    if columns.max_beam_width > 1 and config.beam_width is None:
+        beams = np.fromiter((request.beam_width for request in trace), np.int64, len(trace))
+    sizes = np.stack([beams, np.asarray(columns.prompt_len), np.asarray(columns.max_new_tokens)])
+    sizes = sizes[:, np.lexsort(sizes[::-1])]
+    is_longest = np.append((sizes[:2, 1:] != sizes[:2, :-1]).any(axis=0), True)
+    num_equal = np.diff(np.flatnonzero(is_longest), prepend=-1)
+    is_refused = [admission.refusal_by_size(prompt, new, beam, config.streaming) is not None
+                  for beam, prompt, new in zip(*sizes[:, is_longest].tolist(), strict=True)]  # fmt: skip
+    found: dict[str, tuple[Refusal, int]] = {}
+    distinct, counts = np.unique(sizes[:, np.repeat(is_refused, num_equal)], axis=1, return_counts=True)
+    for beam, prompt, new, count in zip(*distinct.tolist(), counts.tolist(), strict=True):
+        if refusal := admission.refusal_by_size(prompt, new, beam, config.streaming):
+            first, so_far = found.get(refusal.limit, (refusal, 0))
+            found[refusal.limit] = (first, so_far + count)
+    return list(found.values())
+
+
+def advice(refusal: Refusal, config: RunConfig) -> str:
+    """Which setting admits the requests that a limit refuses. config: resolved."""
+    limit = refusal.limit
+    if limit == "max_input_len" and not config.enable_chunked_context and config.max_input_len == config.max_num_tokens:
+        can_chunk = config.type != "v1" and config.kv_cache_type == "paged"
+        if can_chunk and config.max_num_tokens >= (config.context_chunk_unit or config.tokens_per_block):
+            return "--enable_chunked_context admits them."
+        return "A larger --max_num_tokens admits them."
+    return {
+        "max_input_len": "A larger --max_input_len admits them.",
+        "max_seq_len": "A larger --max_seq_len admits them, or --max_prompt_len truncates them.",
+        "max_beam_width": "A larger --max_beam_width admits them.",
+        "kv_blocks": "A larger KV cache (--max_tokens_in_paged_kvcache, --kv_cache_free_gpu_mem_fraction) or a smaller "
+        "--reserve admits them.",
+        "streaming": "--enable_chunked_context admits them.",
+    }.get(limit, "")
