@@ -8,9 +8,17 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ifbbench.api.callbacks import Callbacks, GetInferenceRequests, PollStopSignals, ReturnStats, SendResponse
+from ifbbench.api.client import (
+    MAX_FAILURES,
+    Callbacks,
+    GetInferenceRequests,
+    InferenceRequest,
+    PollStopSignals,
+    ReturnStats,
+    SendResponse,
+    engine_request,
+)
 from ifbbench.api.engine import build_engine
-from ifbbench.api.inference_request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig, from_mapping
@@ -26,8 +34,6 @@ from ifbbench.model.config import ModelConfig
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
-# Failed steps in a row after which the loop ends.
-MAX_FAILURES = 3
 # A program that ends without close() waits so long for the iteration in flight.
 EXIT_TIMEOUT_S = 5.0
 
@@ -68,21 +74,14 @@ class BatchManager:
     """
 
     def __init__(
-        self,
-        executor_or_model: Executor | str | Path,
-        model_type: str,
-        max_beam_width: int,
-        scheduler_policy: str,
-        get_inference_requests: GetInferenceRequests,
-        send_response: SendResponse,
-        poll_stop_signals: PollStopSignals | None = None,
-        return_batch_manager_stats: ReturnStats | None = None,
-        optional_params: Mapping[str, Any] | None = None,
-        *,
-        start: bool = True,
+        self, executor_or_model: Executor | str | Path, model_type: str, max_beam_width: int, scheduler_policy: str,
+        get_inference_requests: GetInferenceRequests, send_response: SendResponse,
+        poll_stop_signals: PollStopSignals | None = None, return_batch_manager_stats: ReturnStats | None = None,
+        optional_params: Mapping[str, Any] | None = None, *, start: bool = True,
     ) -> None:
         settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params or {})
-        limits, executor, self._owned_executor = _engine(executor_or_model, settings)
+        limits, executor = _engine(executor_or_model, settings)
+        self._owned_executor = None if executor is executor_or_model else executor
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
         self._callbacks = Callbacks(
             get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
@@ -222,28 +221,24 @@ class BatchManager:
                 request, keep = self._truncations.get()
                 if (known := request.reuse.known()) is not None:
                     self._loop.kv_cache.truncate(known, request.prompt_len, keep)
-            worked = self._iteration()
-            for request_id, error in self._callbacks.take_undelivered():
-                self._loop.stop(request_id, error)
+            iterations = self._callbacks.num_iterations
+            try:
+                worked = self._loop.step()
+                if self._callbacks.num_iterations > iterations:
+                    self._failures = 0
+            except ExecutorFailed as error:
+                self._failures += 1
+                if self._failures >= MAX_FAILURES:
+                    raise
+                _log.exception("%s; its requests had an error response", error)
+                worked = True
+            for request_id, problem in self._callbacks.take_undelivered():
+                self._loop.stop(request_id, problem)
             if self._callbacks.failure is not None:
                 raise self._callbacks.failure
             return worked
         finally:
             self._in_step = False
-
-    def _iteration(self) -> bool:
-        iterations = self._callbacks.num_iterations
-        try:
-            worked = self._loop.step()
-        except ExecutorFailed as error:
-            self._failures += 1
-            if self._failures >= MAX_FAILURES:
-                raise
-            _log.exception("%s; its requests had an error response", error)
-            return True
-        if self._callbacks.num_iterations > iterations:
-            self._failures = 0
-        return worked
 
 
 def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Mapping[str, Any]) -> RunConfig:
@@ -255,19 +250,16 @@ def _settings(model_type: str, max_beam_width: int, policy: str, optional_params
     return from_mapping({**flat, **cache, **named})
 
 
-def _engine(
-    executor_or_model: Executor | str | Path, settings: RunConfig
-) -> tuple[BatchingConfig, Executor, Executor | None]:
-    """The limits, the executor, and the executor again if the manager must close it."""
+def _engine(executor_or_model: Executor | str | Path, settings: RunConfig) -> tuple[BatchingConfig, Executor]:
     if isinstance(executor_or_model, str | Path):
         # No recorder would take the times of a profile.
         settings = settings.with_values(model=str(executor_or_model), profile=False)
         engine = build_engine(settings, settings.max_beam_width or 1)
-        return engine.limits, engine.executor, engine.executor
+        return engine.limits, engine.executor
     for name in ("max_seq_len", "max_tokens_in_paged_kvcache"):
         if getattr(settings, name) is None:
             raise InputError(f"{name}: expected among the optional parameters; an executor does not report its size.")
     resolved = resolve_limits(settings, settings.max_seq_len or 0, on_cpu=True)
     # The size of the cache is given, so the layers of the model do not matter.
     layout = cache_layout(resolved, ModelConfig.tiny(), memory_bytes=None)
-    return batching_config(resolved, layout, vocab_size=None), executor_or_model, None
+    return batching_config(resolved, layout, vocab_size=None), executor_or_model

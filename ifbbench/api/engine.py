@@ -10,22 +10,20 @@ from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, 
 from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import Batch, Executor, WarmingExecutor
+from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
-from ifbbench.execution.null import NullExecutor
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
-from ifbbench.simulation.step_work import LeastWork, StepWork, least_work
+from ifbbench.simulation.step_work import StepWork, least_work
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -91,7 +89,7 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     import torch
 
     from ifbbench.execution import build, host
-    from ifbbench.execution.device import DeviceSpeed
+    from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
@@ -103,17 +101,16 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     loaded = build.load_model(resolved)
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded))
+    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device))
     limits = batching_config(resolved, layout, model.vocab_size)
-    steps = _step_profile(resolved, model, layout) if config.profile else None
-    executor = build.make_executor(
-        loaded, limits.num_slots, limits.max_seq_len, layout=layout, kv_cache_dtype=resolved.kv_cache_dtype,
-        profile=steps,
-    )  # fmt: skip
-    profile = None
+    steps, profile = None, None
+    if config.profile:
+        shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
+        steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
+    executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
+                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps)  # fmt: skip
     if steps is not None:
-        speed = DeviceSpeed.measured(device, loaded.dtype)
-        profile = Profile(steps, speed.flops_per_s, speed.bytes_per_s)
+        profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
     return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
                   makes_tokens=True, profile=profile)  # fmt: skip
 
@@ -135,15 +132,6 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         cost_model = CostModel(Shard.of_config(model, resolved), hardware)
         executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False)
-
-
-def _step_profile(config: RunConfig, model: ModelConfig, layout: CacheLayout) -> StepProfile:
-    shard, windows = Shard.of_config(model, config), windows_of_layers(layout, model)
-
-    def work_of(batch: Batch) -> LeastWork:
-        return least_work(shard, StepWork.of_windows(batch, windows))
-
-    return StepProfile(work_of)
 
 
 def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:

@@ -38,10 +38,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     _check_beams(config)
     max_seq_len = config.max_seq_len or model_max_seq_len
     if max_seq_len > model_max_seq_len:
-        raise InputError(
-            f"--max_seq_len: {max_seq_len} is more than the {model_max_seq_len} positions of model {config.model}; "
-            "give a smaller one."
-        )
+        raise InputError(f"--max_seq_len: {max_seq_len} is more than the {model_max_seq_len} positions of model "
+                         f"{config.model}; give a smaller one.")
     longest = max_seq_len - 1
     if not config.enable_chunked_context:
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
@@ -73,32 +71,24 @@ def _as_batching_type_needs(config: RunConfig) -> RunConfig:
 def _check_settings(config: RunConfig) -> None:
     """Raise InputError for settings that contradict each other, or that the device does not support."""
     if config.concurrency is not None and config.static_emulated_batch_size is not None:
-        raise InputError(
-            "--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; leave out one of "
-            "them."
-        )
+        raise InputError("--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; "
+                         "leave out one of them.")
     if config.enable_chunked_context and config.max_num_tokens < _resolved(config.context_chunk_unit):
-        raise InputError(
-            f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of {config.context_chunk_unit} "
-            "tokens; raise it, or lower --context_chunk_unit (default: --tokens_per_block)."
-        )
+        raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of "
+                         f"{config.context_chunk_unit} tokens; raise it, or lower --context_chunk_unit (default: "
+                         "--tokens_per_block).")
     if config.hardware is None:
         for name in ("tp_size", "pp_size"):
             if getattr(config, name) > 1:
-                raise InputError(
-                    f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it out, or choose "
-                    "--device sim:PROFILE."
-                )
+                raise InputError(f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it "
+                                 "out, or choose --device sim:PROFILE.")
         if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
             where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
-            raise InputError(
-                f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
-                "--device sim:PROFILE."
-            )
+            raise InputError(f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
+                             "--device sim:PROFILE.")
     if config.profile and config.makes_no_tokens:
-        raise InputError(
-            f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave it out."
-        )
+        raise InputError(f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave "
+                         "it out.")
     if config.profile and config.iteration_stats_every > 1:
         raise InputError("--profile: needs the times of every iteration; leave out --iteration_stats_every.")
     for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
@@ -106,32 +96,25 @@ def _check_settings(config: RunConfig) -> None:
             raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")
     is_contiguous = config.kv_cache_type == "contiguous"
     if is_contiguous and config.policy == "max_utilization":
-        raise InputError(
-            "--kv_cache_type contiguous: policy max_utilization pauses for blocks, and there are none; choose another "
-            "--policy (it then counts requests only) or a paged cache."
-        )
+        raise InputError("--kv_cache_type contiguous: policy max_utilization pauses for blocks, and there are none; "
+                         "choose another --policy (it then counts requests only) or a paged cache.")
     if is_contiguous and config.enable_chunked_context:
         raise InputError("--enable_chunked_context: works with a paged cache; leave it out, or --kv_cache_type.")
     has_windows = len(set(parse_windows(config.max_attention_window))) > 1
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or has_windows):
-            raise InputError(
-                f"--{name}: works with a paged cache and one attention window; leave it out, or the other setting."
-            )
+            raise InputError(f"--{name}: works with a paged cache and one attention window; leave it out, or the "
+                             "other setting.")
 
 
 def _check_beams(config: RunConfig) -> None:
     max_beam_width = config.max_beam_width or 1
     if config.beam_width is not None and config.beam_width > max_beam_width:
-        raise InputError(
-            f"--max_beam_width: {max_beam_width} is less than --beam_width {config.beam_width}; raise it or leave it "
-            "out."
-        )
+        raise InputError(f"--max_beam_width: {max_beam_width} is less than --beam_width {config.beam_width}; raise "
+                         "it or leave it out.")
     if config.max_num_tokens < max_beam_width:
-        raise InputError(
-            f"--max_num_tokens: {config.max_num_tokens} is less than the {max_beam_width} beams of one request, each "
-            "of which runs a token in an iteration; raise it."
-        )
+        raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than the {max_beam_width} beams of one "
+                         "request, each of which runs a token in an iteration; raise it.")
     if max_beam_width == 1:
         return
     reasons = {
@@ -142,10 +125,8 @@ def _check_beams(config: RunConfig) -> None:
     }
     for name, reason in reasons.items():
         if reason:
-            raise InputError(
-                f"--{name}: refused with beam width above 1 (here {max_beam_width}), because {reason}; leave one of "
-                "them out."
-            )
+            raise InputError(f"--{name}: refused with beam width above 1 (here {max_beam_width}), because {reason}; "
+                             "leave one of them out.")
 
 
 def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | None) -> BatchingConfig:
@@ -155,9 +136,8 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
     for name in ("eos_id", "pad_id"):
         token = getattr(config, name)
         if vocab_size is not None and token is not None and token >= vocab_size:
-            raise InputError(
-                f"--{name}: {token} is not a token id of model {config.model}; expected at most {vocab_size - 1}."
-            )
+            raise InputError(f"--{name}: {token} is not a token id of model {config.model}; expected at most "
+                             f"{vocab_size - 1}.")
     first = layout.windows[0]
     is_limited = len(layout.windows) > 1 or first.attention_window.size < _resolved(config.max_seq_len)
     return BatchingConfig(
@@ -218,10 +198,8 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
                          max_tokens, blocks, size)  # fmt: skip
         windows.append(WindowLayout(tuple(members), attention, blocks, host[window].secondary))
     if min(window.num_blocks for window in windows) < 1:
-        raise InputError(
-            f"no memory for a single KV cache block of {size} tokens; raise --kv_cache_free_gpu_mem_fraction, free "
-            "memory, or choose a smaller model."
-        )
+        raise InputError(f"no memory for a single KV cache block of {size} tokens; raise "
+                         "--kv_cache_free_gpu_mem_fraction, free memory, or choose a smaller model.")
     return CacheLayout(tuple(windows), is_contiguous=config.kv_cache_type == "contiguous")
 
 
@@ -246,10 +224,8 @@ def parse_windows(text: str | None) -> tuple[int, ...]:
         return ()
     parts = [part.strip() for part in text.strip("[]() ").split(",")]
     if not all(re.fullmatch(r"[0-9]{1,9}", part) and int(part) > 0 for part in parts):
-        raise InputError(
-            f"--max_attention_window: {text!r} is not valid; expected a number of tokens of at least 1, or several "
-            "separated by commas, which the layers take in turn."
-        )
+        raise InputError(f"--max_attention_window: {text!r} is not valid; expected a number of tokens of at least 1, "
+                         "or several separated by commas, which the layers take in turn.")
     return tuple(map(int, parts))
 
 
@@ -258,17 +234,14 @@ def _layers_of_window(config: RunConfig, model: ModelConfig, longest: int) -> di
     sequence, count as one."""
     asked = parse_windows(config.max_attention_window) or (model.sliding_window or longest,)
     if model.sliding_window is not None and max(asked) > model.sliding_window:
-        raise InputError(
-            f"--max_attention_window: {max(asked)} is more than the sliding window of model {config.model}; expected "
-            f"at most {model.sliding_window} (tokens). Lower it or leave it out."
-        )
+        raise InputError(f"--max_attention_window: {max(asked)} is more than the sliding window of model "
+                         f"{config.model}; expected at most {model.sliding_window} (tokens). Lower it or leave it "
+                         "out.")
     layers: dict[int, list[int]] = {}
     for layer in range(model.num_layers):
         layers.setdefault(min(asked[layer % len(asked)], longest), []).append(layer)
     for window in layers:
         if config.sink_token_len >= window:
-            raise InputError(
-                f"--sink_token_len: {config.sink_token_len} first tokens fill the attention window of {window}; "
-                "expected fewer than its tokens. Lower it, or raise --max_attention_window."
-            )
+            raise InputError(f"--sink_token_len: {config.sink_token_len} first tokens fill the attention window of "
+                             f"{window}; expected fewer than its tokens. Lower it, or raise --max_attention_window.")
     return dict(sorted(layers.items(), reverse=True))

@@ -228,3 +228,16 @@ class BatchBuilder:
             # The prompt's last block may be private to each beam even if it is full.
             private_from=np.array([max(request.prompt_len - size, 0) for request in requests], np.int32),
         )
+
+
+class NullExecutor:
+    """An Executor that makes no tokens: those of requests stay symbolic."""
+
+    def submit(self, batch: Batch) -> None:
+        pass
+
+    def collect(self) -> StepOutputs:
+        return NO_OUTPUTS
+
+    def close(self) -> None:
+        pass

@@ -1,6 +1,5 @@
 """From settings to an executor: device, data types, model, memory for the KV cache, and the executor itself."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,31 +15,21 @@ from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.device import free_bytes, needing_memory
 from ifbbench.execution.host import MAX_CPU_KV_BYTES
-from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.execution.model_executor import ModelExecutor, TimedExecutor
 from ifbbench.execution.step_profile import StepProfile
-from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
 from ifbbench.model.llama import LlamaModel, make_model
 from ifbbench.model.named_models import load_model_config, weights_path
 from ifbbench.model.weights import load_weights, random_weights
 
+# Of weights, activations, embeddings, norms and the output layer; all but the layers' weights are bfloat16 with fp8.
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Of keys and values in the cache; fp8 is e4m3 without scales.
 KV_CACHE_DTYPES = TORCH_DTYPES | {"fp8": torch.float8_e4m3fn}
 # The first GPUs with fp8 in matrix units and Triton: Ada, then Hopper.
 FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 NO_ROWS = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model with its weights on a device. dtype: of its computation."""
-
-    config: ModelConfig
-    model: LlamaModel
-    device: torch.device
-    dtype: torch.dtype
 
 
 def choose_device(config: RunConfig) -> torch.device:
@@ -53,16 +42,6 @@ def choose_device(config: RunConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
-
-
-def compute_dtype(config: RunConfig) -> torch.dtype:
-    """Of activations, embeddings, norms and the output layer: bfloat16 with fp8 weights."""
-    return torch.bfloat16 if config.weight_dtype == "fp8" else TORCH_DTYPES[config.weight_dtype]
-
-
-def product_maker(config: RunConfig) -> MakeProduct:
-    """The function that makes a matrix product of a weight of the layers."""
-    return Fp8Linear if config.weight_dtype == "fp8" else make_linear
 
 
 def check_data_types(config: RunConfig, model: ModelConfig, device: torch.device) -> None:
@@ -94,38 +73,38 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
                          "--dtype, or --device sim:PROFILE.")
 
 
-def load_model(config: RunConfig) -> LoadedModel:
+def load_model(config: RunConfig) -> LlamaModel:
     """The model that `config` names, on its device. A built-in shape gets random weights from `config.seed`.
 
     OutOfMemory if the weights do not fit, InputError if the device does not support the data types.
     """
-    device, dtype = choose_device(config), compute_dtype(config)
+    device, dtype = choose_device(config), TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)
     model_config, path = load_model_config(config.model), weights_path(config.model)
     check_data_types(config, model_config, device)
-    make_product = product_maker(config)
+    make_product: MakeProduct = Fp8Linear if config.weight_dtype == "fp8" else make_linear
     doing = f"loading the weights of {config.model} in {config.weight_dtype}"
     with torch.inference_mode(), needing_memory(doing, "choose a smaller model or --dtype", device):
         if path is None:
             weights = random_weights(model_config, config.seed, device, dtype, make_product)
         else:
             weights = load_weights(model_config, path, device, dtype, make_product)
-        return LoadedModel(model_config, make_model(model_config, weights), device, dtype)
+        return make_model(model_config, weights)
 
 
-def kv_memory(config: RunConfig, loaded: LoadedModel) -> int:
+def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device) -> int:
     """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory.
 
     On CUDA the peak of the largest batch is subtracted first; on a CPU the limit is 2 GiB. config: with resolved
     limits. OutOfMemory if the largest batch does not fit.
     """
-    if loaded.device.type == "cuda":
-        longest = min(config.max_num_tokens, loaded.config.max_position_embeddings)
+    if device.type == "cuda":
+        longest = min(config.max_num_tokens, model.config.max_position_embeddings)
         doing = f"measuring the memory of the largest batch, {longest:,} tokens"
         advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
-        with needing_memory(doing, advice, loaded.device):
-            activations = activation_bytes(loaded.model, longest, config.tokens_per_block)
-        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(loaded.device) - activations))
-    return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(loaded.device), MAX_CPU_KV_BYTES))
+        with needing_memory(doing, advice, device):
+            activations = activation_bytes(model, longest, config.tokens_per_block)
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations))
+    return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(device), MAX_CPU_KV_BYTES))
 
 
 def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) -> int:
@@ -151,7 +130,7 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
 
 
 def make_executor(
-    loaded: LoadedModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
+    model: LlamaModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
     profile: StepProfile | None = None,
 ) -> ModelExecutor:
     """An executor with the KV cache `layout` for up to `num_slots` sequences at a time.
@@ -164,6 +143,6 @@ def make_executor(
     advice = "lower --kv_cache_free_gpu_mem_fraction or --max_tokens_in_paged_kvcache"
     if layout.is_contiguous:
         size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
-    with needing_memory(f"allocating the KV cache of {size}", advice, loaded.device):
+    with needing_memory(f"allocating the KV cache of {size}", advice, model.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        return make(loaded.model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)
+        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)

@@ -18,6 +18,7 @@ from ifbbench.model.attention import LayerInputs
 from ifbbench.model.attention_plan import plan_window
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import ContiguousKvCache, PagedKvCache
+from ifbbench.model.llama import LlamaModel
 from ifbbench.model.tensors import to_device
 
 KvCacheStorage = PagedKvCache | ContiguousKvCache
@@ -26,14 +27,9 @@ KvCacheStorage = PagedKvCache | ContiguousKvCache
 RowCopy = tuple[KvCacheStorage, Tensor, Tensor]
 
 
-def one_window_layout(
-    config: ModelConfig, num_blocks: int, tokens_per_block: int, max_seq_len: int | None = None
-) -> CacheLayout:
-    """A layout with one linear window for all layers: the model's sliding window, or the longest sequence.
-
-    max_seq_len: default: the model's positions.
-    """
-    longest = max_seq_len or config.max_position_embeddings
+def one_window_layout(config: ModelConfig, num_blocks: int, tokens_per_block: int) -> CacheLayout:
+    """A layout with one linear window for all layers: the model's sliding window, or all its positions."""
+    longest = config.max_position_embeddings
     size = min(config.sliding_window or longest, longest)
     attention = AttentionWindow(tokens_per_block, size, longest, is_cyclic=False)
     return CacheLayout((WindowLayout(tuple(range(config.num_layers)), attention, num_blocks),))
@@ -41,18 +37,20 @@ def one_window_layout(
 
 @dataclass(frozen=True, slots=True)
 class CacheWindow:
-    """The cache of the layers that share an attention window. tables: block tables that replace those of batches."""
+    """The cache of the layers that share an attention window. index: of the window in the layout and in batches.
+    tables: block tables that replace those of batches."""
 
+    index: int
     layers: tuple[int, ...]
     attention: AttentionWindow
     cache: KvCacheStorage
     tables: IntArray | None = None
 
-    def tables_of(self, batch: Batch, index: int) -> IntArray:
-        """Block tables [slots, beams, blocks per sequence] of this window, which has number `index` in the batch."""
+    def tables_of(self, batch: Batch) -> IntArray:
+        """Block tables [slots, beams, blocks per sequence] of this window."""
         if self.tables is not None:
             return self.tables
-        return batch.window_tables[index - 1] if index else batch.block_tables
+        return batch.window_tables[self.index - 1] if self.index else batch.block_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +66,10 @@ class CacheWindows:
     """The KV cache of all layers."""
 
     def __init__(
-        self, config: ModelConfig, layout: CacheLayout, num_slots: int, device: torch.device, dtype: torch.dtype,
-        kv_cache_dtype: torch.dtype | None = None, *, uses_kernels: bool = False, attends_in_place: bool = False,
+        self, model: LlamaModel, layout: CacheLayout, num_slots: int, kv_cache_dtype: torch.dtype | None = None
     ) -> None:
-        """kv_cache_dtype: in memory; `dtype` if None. uses_kernels: plan batches for the Triton kernels.
-        attends_in_place: whether the model's operations read keys and values from the blocks themselves. ValueError if
-        `layout` does not fit the model."""
+        """kv_cache_dtype: in memory; the model's data type if None. ValueError if `layout` does not fit the model."""
+        config, device, dtype = model.config, model.device, model.dtype
         layers = sorted(layer for window in layout.windows for layer in window.layers)
         if layers != list(range(config.num_layers)):
             raise ValueError(f"a cache layout of the layers {layers} for a model of {config.num_layers} layers")
@@ -83,35 +79,34 @@ class CacheWindows:
         self._device = device
         self._num_layers = config.num_layers
         self._is_contiguous = layout.is_contiguous
-        self._attends_in_place = attends_in_place
+        self._attends_in_place = model.operations.attends_in_place
         self._shapes = None
         paged_cache = PagedKvCache
-        if uses_kernels:  # these import Triton, which is not installed everywhere
+        if model.uses_kernels:  # these import Triton, which is not installed everywhere
             from ifbbench.model.kernel_llama import KernelPagedCache, KernelShapes, plan_paged_batch
 
             paged_cache = KernelPagedCache
             self._shapes, self._plan_paged_batch = KernelShapes.of(config, device, dtype), plan_paged_batch
 
-        def window_of(window: WindowLayout) -> CacheWindow:
+        def window_of(index: int, window: WindowLayout) -> CacheWindow:
             attention = window.attention_window
             if not layout.is_contiguous:
-                paged = paged_cache(
-                    config, window.num_blocks, attention.tokens_per_block, device, dtype,
-                    kv_cache_dtype=kv_cache_dtype, layers=window.layers, num_host_blocks=window.num_host_blocks,
-                )  # fmt: skip
-                return CacheWindow(window.layers, attention, paged)
+                paged = paged_cache(config, window.num_blocks, attention.tokens_per_block, device, dtype,
+                                    kv_cache_dtype=kv_cache_dtype, layers=window.layers,
+                                    num_host_blocks=window.num_host_blocks)  # fmt: skip
+                return CacheWindow(index, window.layers, attention, paged)
             # One block a sequence, as long as the longest sequence.
             beams = attention.max_beam_width
             storage = ContiguousKvCache(config, num_slots * beams, attention.max_seq_len, device, dtype,
                                         kv_cache_dtype=kv_cache_dtype, layers=window.layers)  # fmt: skip
             tables = np.arange(num_slots * beams, dtype=np.int32).reshape(num_slots, beams, 1)
-            return CacheWindow(window.layers, attention.contiguous(), storage, tables)
+            return CacheWindow(index, window.layers, attention.contiguous(), storage, tables)
 
-        self.windows = tuple(map(window_of, layout.windows))
+        self.windows = tuple([window_of(index, window) for index, window in enumerate(layout.windows)])
 
     def max_beams(self, batch: Batch) -> int:
         """Rows that each slot has in the block tables of every window."""
-        return int(self.windows[0].tables_of(batch, 0).shape[1])
+        return int(self.windows[0].tables_of(batch).shape[1])
 
     def warm_up(self) -> None:
         """Compile the kernels that copy blocks and rows: copies one onto itself."""
@@ -125,28 +120,22 @@ class CacheWindows:
         """The copies that `batch` needs. Reads the block tables before it returns."""
         if batch.beam_width == 1:
             return CacheMoves(batch.copies)
-        before = [
-            self._row_copy(window, *rows_to_copy(batch, window.tables_of(batch, index), window.attention))
-            for index, window in enumerate(self.windows)
-        ]
-        return CacheMoves(batch.copies, tuple(before), self._shared_prompts(batch, packed))
+        before = tuple([self._row_copy(window, *rows_to_copy(batch, window.tables_of(batch), window.attention))
+                        for window in self.windows])  # fmt: skip
+        return CacheMoves(batch.copies, before, self._shared_prompts(batch, packed))
 
     def move_before(self, moves: CacheMoves) -> None:
         """Copy blocks, then the keys and values of beams that continue others."""
         if moves.blocks:
             caches = [window.cache for window in self.windows if isinstance(window.cache, PagedKvCache)]
             copy_blocks(moves.blocks, caches, self._device)
-        _copy_rows(moves.before)
-
-    def move_after(self, moves: CacheMoves) -> None:
-        """Copy keys and values of prompts to the other beams of a contiguous cache."""
-        _copy_rows(moves.after)
+        copy_rows(moves.before)
 
     def layer_inputs(self, batch: Batch, packed: PackedBatch) -> tuple[LayerInputs, ...]:
         """The inputs of each layer; attention is planned once a window. Reads the block tables before it returns."""
         inputs: dict[int, LayerInputs] = {}
-        for index, window in enumerate(self.windows):
-            tables = table_rows(window.tables_of(batch, index))
+        for window in self.windows:
+            tables = table_rows(window.tables_of(batch))
             rows = cache_rows(packed, tables, window)
             if self._shapes is not None:
                 paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.attention,
@@ -168,8 +157,8 @@ class CacheWindows:
         if not self._is_contiguous or not batch.context:
             return ()
         copies = []
-        for index, window in enumerate(self.windows):
-            rows = cache_rows(packed, table_rows(window.tables_of(batch, index)), window)
+        for window in self.windows:
+            rows = cache_rows(packed, table_rows(window.tables_of(batch)), window)
             rows = rows[: len(packed.context_tokens)]
             beams = np.arange(1, batch.beam_width)[:, None] * window.attention.tokens_per_block
             copies.append(self._row_copy(window, np.tile(rows, batch.beam_width - 1), (rows + beams).ravel()))
@@ -182,7 +171,8 @@ class CacheWindows:
         return to_device(array, self._device)
 
 
-def _copy_rows(copies: tuple[RowCopy, ...]) -> None:
+def copy_rows(copies: tuple[RowCopy, ...]) -> None:
+    """Do `copies`, one by one."""
     for cache, sources, destinations in copies:
         if len(sources):
             cache.copy_rows(sources, destinations)

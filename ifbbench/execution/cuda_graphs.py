@@ -98,7 +98,7 @@ class GenerationGraphs:
         Reads the block tables before it returns.
         """
         size = self._sizes[bisect_left(self._sizes, len(batch.slots))]
-        tables = [table_rows(window.tables_of(batch, index)) for index, window in enumerate(self._windows)]
+        tables = [table_rows(window.tables_of(batch)) for window in self._windows]
         if not self._table_widths:
             self._table_widths = [table.shape[1] for table in tables]
         numbers = [

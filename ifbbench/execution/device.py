@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -61,22 +60,6 @@ def needing_memory(doing: str, advice: str, device: torch.device) -> Iterator[No
         asked = f"{found[1]} more were asked for" if found else "more was asked for"
         raise OutOfMemory(f"{device} is out of memory while {doing}: {asked}, and {free_bytes(device):,} bytes are "
                           f"free; {advice}.") from error
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpeed:
-    """Speed of large operations, measured in about a second.
-
-    flops_per_s: of a square matrix product. bytes_per_s: of a copy, bytes read and written.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-
-    @classmethod
-    def measured(cls, device: torch.device, dtype: torch.dtype) -> "DeviceSpeed":
-        """That of `device`, with products in `dtype`."""
-        return cls(matmul_flops_per_s(device, dtype), copy_bytes_per_s(device))
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

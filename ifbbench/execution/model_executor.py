@@ -1,24 +1,26 @@
-"""The executor that runs a model with PyTorch."""
+"""The executor that runs a model with PyTorch, and its variant that measures where time is spent (`--profile`)."""
 
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.clock import WallClock
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, BeamCandidates, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
-from ifbbench.execution.cache_windows import CacheMoves, CacheWindows
+from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory
 from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack
 from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, RepetitionPenalty, Sampler, best_candidates
+from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.model.tensors import to_device
 
@@ -43,9 +45,7 @@ class ModelExecutor:
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
-            self._cache = CacheWindows(model.config, layout, num_slots, model.device, model.dtype, kv_cache_dtype,
-                                       uses_kernels=model.uses_kernels,
-                                       attends_in_place=model.operations.attends_in_place)  # fmt: skip
+            self._cache = CacheWindows(model, layout, num_slots, kv_cache_dtype)
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or model.config.max_position_embeddings)
@@ -120,10 +120,9 @@ class ModelExecutor:
             return self._launch(prepared)()
 
     def _needing_memory(self, doing: str) -> AbstractContextManager[None]:
-        return needing_memory(
-            doing, "lower --kv_cache_free_gpu_mem_fraction, --max_num_tokens or --max_batch_size, or choose a smaller "
-            "model or --dtype", self._model.device,
-        )  # fmt: skip
+        advice = ("lower --kv_cache_free_gpu_mem_fraction, --max_num_tokens or --max_batch_size, or choose a smaller "
+                  "model or --dtype")  # fmt: skip
+        return needing_memory(doing, advice, self._model.device)
 
     # Preparation: reads requests and block tables, and depends on no earlier batch.
 
@@ -167,8 +166,8 @@ class ModelExecutor:
             self._optional.assign(owner.slot, owner.options)
         self._cache.move_before(batch.moves)
         logits = batch.forward(self._generation_tokens(batch))
-        self._cache.move_after(batch.moves)
-        return OutputsInFlight(self._outputs(batch, logits), self._model.device).wait
+        copy_rows(batch.moves.after)
+        return self._outputs(batch, logits).wait
 
     def _generation_tokens(self, batch: "PreparedBatch") -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""
@@ -176,18 +175,18 @@ class ModelExecutor:
             return self._on_device(batch.beams.tokens.astype(np.int64).ravel())
         return self._newest.index_select(0, batch.slots)
 
-    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> "DeviceOutputs":
-        packed, num_output_rows = batch.packed, len(batch.packed.output_rows)
+    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> "OutputsInFlight":
+        packed, device, num_output_rows = batch.packed, logits.device, len(batch.packed.output_rows)
         context_logits = {} if batch.context_rows is None else batch.context_rows.split(logits[num_output_rows:])
         logits = logits[:num_output_rows]
         generation_logits = self._optional.generation_logits(logits, packed, batch.beam_width)
         if batch.beams is not None:
-            scores = to_device(batch.beams.scores.copy(), self._model.device)
+            scores = to_device(batch.beams.scores.copy(), device)
             candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
-            return DeviceOutputs(None, candidates, None, context_logits, generation_logits)
+            return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates)
         tokens = self._choose(logits, packed)
         log_probs = self._optional.log_probs(logits, tokens, packed)
-        return DeviceOutputs(tokens, None, log_probs, context_logits, generation_logits)
+        return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs)
 
     def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
         """The new tokens, int64 [outputs], which become the newest of their slots."""
@@ -243,33 +242,27 @@ class PreparedBatch:
     forward: ModelPass
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceOutputs:
-    """`StepOutputs` as tensors on the device. candidates: tokens, beams and scores."""
-
-    tokens: Tensor | None
-    candidates: tuple[Tensor, Tensor, Tensor] | None = None
-    log_probs: Tensor | None = None
-    context_logits: dict[int, Tensor] = field(default_factory=dict)
-    generation_logits: dict[int, Tensor] = field(default_factory=dict)
-
-
 class OutputsInFlight:
     """Copies of a batch's outputs to the host, enqueued right behind the batch.
 
     Enqueued when collected, they would wait for the batches submitted in between.
     """
 
-    def __init__(self, outputs: DeviceOutputs, device: torch.device) -> None:
-        self._tokens = None if outputs.tokens is None else _to_host(outputs.tokens, torch.int32)
+    def __init__(
+        self, device: torch.device, context_logits: dict[int, Tensor], generation_logits: dict[int, Tensor],
+        tokens: Tensor | None = None, log_probs: Tensor | None = None,
+        candidates: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """The fields of `StepOutputs` as tensors on `device`. candidates: tokens, beams and scores."""
+        self._context_logits = {index: _to_host(part, torch.float32) for index, part in context_logits.items()}
+        self._generation_logits = {index: _to_host(part, torch.float32) for index, part in generation_logits.items()}
+        self._tokens = None if tokens is None else _to_host(tokens, torch.int32)
+        self._log_probs = None if log_probs is None else _to_host(log_probs, torch.float32)
         self._candidates: tuple[Tensor, Tensor, Tensor] | None = None
-        if outputs.candidates is not None:
-            tokens, beams, scores = outputs.candidates
-            self._candidates = (_to_host(tokens, torch.int32), _to_host(beams, torch.int32),
+        if candidates is not None:
+            ids, beams, scores = candidates
+            self._candidates = (_to_host(ids, torch.int32), _to_host(beams, torch.int32),
                                 _to_host(scores, torch.float32))  # fmt: skip
-        self._log_probs = None if outputs.log_probs is None else _to_host(outputs.log_probs, torch.float32)
-        self._context_logits = _floats_to_host(outputs.context_logits)
-        self._generation_logits = _floats_to_host(outputs.generation_logits)
         self._arrived = torch.Event(device) if device.type == "cuda" else None
         if self._arrived is not None:
             self._arrived.record()
@@ -293,5 +286,44 @@ def _to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).to("cpu", non_blocking=True)
 
 
-def _floats_to_host(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    return {index: _to_host(tensor, torch.float32) for index, tensor in tensors.items()}
+class TimedExecutor(ModelExecutor):
+    """A `ModelExecutor` that adds its times to `profile`."""
+
+    def __init__(self, *arguments: Any, profile: StepProfile, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._profile = profile
+        self._clock = WallClock()
+
+    def _prepare(self, batch: Batch) -> PreparedBatch:
+        step, start_s = self._profile.begin(batch), self._clock.now()
+        prepared = super()._prepare(batch)
+        step.prepare_s += self._clock.now() - start_s
+        return prepared
+
+    def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
+        step, started, start_s = self._profile.of(batch.iteration), self._event(), self._clock.now()
+        wait = super()._launch(batch)
+        took_s, ended = self._clock.now() - start_s, self._event()
+        if ended is None:
+            step.device_s += took_s
+        else:
+            step.launch_s += took_s
+
+        def wait_and_time() -> StepOutputs:
+            start_s = self._clock.now()
+            outputs = wait()
+            step.collect_s += self._clock.now() - start_s
+            if started is not None and ended is not None:
+                ended.synchronize()
+                step.device_s += started.elapsed_time(ended) / 1000
+            return outputs
+
+        return wait_and_time
+
+    def _event(self) -> torch.Event | None:
+        """An event recorded now in the work of a GPU. None on a CPU, where the work is done when the call returns."""
+        if self._model.device.type == "cpu":
+            return None
+        event = torch.Event(self._model.device, enable_timing=True)
+        event.record()
+        return event

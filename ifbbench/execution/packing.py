@@ -122,9 +122,7 @@ class ContextRows:
     @classmethod
     def of(cls, batch: Batch, packed: PackedBatch) -> "ContextRows | None":
         """Those of `batch`; None if no request asks."""
-        chunks = tuple(
-            index for index, chunk in enumerate(batch.context) if chunk.request.options.return_context_logits
-        )
+        chunks = tuple([i for i, chunk in enumerate(batch.context) if chunk.request.options.return_context_logits])
         if not chunks:
             return None
         lengths = tuple(batch.context[index].length for index in chunks)

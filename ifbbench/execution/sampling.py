@@ -15,7 +15,7 @@ from torch import Tensor
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.packing import Int64Array, PackedBatch
-from ifbbench.model.tensors import to_device
+from ifbbench.model.tensors import to_device, to_device_together
 
 FloatArray = NDArray[np.float64]
 # From logits [rows, vocabulary] and tokens, int64 [rows], to the tokens' log-probabilities, float32 [rows].
@@ -90,9 +90,8 @@ class KernelSampler(Sampler):
         super().__init__(num_slots)
         # Triton is not installed everywhere.
         from ifbbench.kernels.token_choice import choose_tokens
-        from ifbbench.model.tensors import to_device_together
 
-        self._choose_tokens, self._on_device_together = choose_tokens, to_device_together
+        self._choose_tokens = choose_tokens
 
     def choose(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
         """See `Sampler.choose`."""
@@ -102,7 +101,7 @@ class KernelSampler(Sampler):
         narrow = temperatures.astype(np.float32), self._top_p[slots].astype(np.float32)
         # Sent as int32: one element for a number of four bytes, two for eight.
         columns = [values.view(np.int32) for values in (self._uniforms(slots, positions), *narrow)]
-        uniform, temperature, top_p, top_k = self._on_device_together([*columns, self._top_k[slots]], logits.device)
+        uniform, temperature, top_p, top_k = to_device_together([*columns, self._top_k[slots]], logits.device)
         return self._choose_tokens(logits, temperature.view(torch.float32), top_k, top_p.view(torch.float32),
                                    uniform.view(torch.float64))  # fmt: skip
 

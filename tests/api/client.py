@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ifbbench import InferenceRequest
-from ifbbench.api.inference_request import Tensors
+from ifbbench.api.client import Tensors
 
 # Long enough for a busy machine; what waits so long hangs.
 PATIENCE_S = 30.0

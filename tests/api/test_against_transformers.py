@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ifbbench import BatchManager, InferenceRequest, SamplingParams
-from ifbbench.api.inference_request import Tensors
+from ifbbench.api.client import Tensors
 from ifbbench.engine.sampling_params import EarlyStopping
 
 VOCABULARY = 61

@@ -3,10 +3,10 @@
 import pytest
 
 from ifbbench import BatchManager
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.errors import InputError
-from ifbbench.execution.null import NullExecutor
 from tests.api.client import Client
 from tests.api.managers import prompt_of, request_of
 

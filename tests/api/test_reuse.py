@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ifbbench import BatchManager, InferenceRequest, Retention, RetentionRange
-from ifbbench.api.inference_request import Tensors
+from ifbbench.api.client import Tensors
 from ifbbench.errors import InputError
 
 PROMPT = [*range(20, 60)]

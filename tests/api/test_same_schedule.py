@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ifbbench.api.callbacks import Callbacks
+from ifbbench.api.client import Callbacks
 from ifbbench.engine.records import IterationRecord
 from ifbbench.recording.recorder import ScheduleDigest
 from tests.api.client import Client

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ifbbench import InferenceRequest, SamplingParams
-from ifbbench.api.inference_request import Tensors
+from ifbbench.api.client import Tensors
 from tests.api.client import Client
 from tests.api.managers import CountingExecutor, manager_of, tiny_manager_of
 

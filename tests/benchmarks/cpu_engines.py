@@ -24,10 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ifbbench.execution.device import DeviceSpeed
 from ifbbench.recording import environment
 from tests.benchmarks.cpu_engine_runs import ENGINES
-from tests.benchmarks.cpu_limit import Limit, limit, matrix_flops_per_s, read_bytes_per_s
+from tests.benchmarks.cpu_limit import DeviceSpeed, Limit, limit, matrix_flops_per_s, read_bytes_per_s
 from tests.benchmarks.cpu_task import DTYPES, Task, Tokens, gguf_path
 
 MODELS: dict[str, dict[str, int]] = {

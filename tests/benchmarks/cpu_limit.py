@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ifbbench.api.engine import build_engine
-from ifbbench.engine.batch import Batch
-from ifbbench.execution.device import DeviceSpeed
-from ifbbench.execution.null import NullExecutor
+from ifbbench.engine.batch import Batch, NullExecutor
 from ifbbench.model.linear import make_linear
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.shard import Shard
@@ -27,6 +25,14 @@ from tests.benchmarks.cpu_task import MAX_NUM_TOKENS, Task
 SIZE = 2048
 NUM_WEIGHTS = 32
 REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpeed:
+    """Of large operations. flops_per_s: of a square matrix product. bytes_per_s: read from memory."""
+
+    flops_per_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)

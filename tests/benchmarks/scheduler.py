@@ -10,13 +10,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from ifbbench.clock import WallClock
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import POLICY_CLASSES
 from ifbbench.engine.records import IterationStatistics, Observer, Unobserved
 from ifbbench.engine.request import Request
-from ifbbench.execution.null import NullExecutor
 from ifbbench.recording.environment import hardware, versions
 from ifbbench.recording.recorder import Recorder
 

@@ -7,11 +7,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.clock import VirtualClock, WallClock
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.execution.null import NullExecutor
 from ifbbench.model.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor

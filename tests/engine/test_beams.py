@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
-from ifbbench.execution.null import NullExecutor
 from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run
 from tests.engine.executors import SpyExecutor
 from tests.engine.scripted_beams import VOCAB, ScriptedBeams, score, searched_alone

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.manager import SchedulerStalled
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
-from ifbbench.execution.null import NullExecutor
 from tests.engine.engine import CheckingExecutor, run, token_of, with_tokens
 
 SMALL = BatchingConfig(

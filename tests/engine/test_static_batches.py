@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
-from ifbbench.execution.null import NullExecutor
 from tests.engine.engine import (
     CheckingExecutor,
     Loop,

@@ -1,6 +1,5 @@
 """From settings to a loaded model and the size of its KV cache."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -53,26 +52,26 @@ def test_a_config_without_weights_beside_it_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> build.LoadedModel:
+def loaded() -> LlamaModel:
     return build.load_model(RunConfig(device="cpu"))
 
 
 def test_kv_memory_follows_the_fraction_of_free_memory_up_to_a_limit(
-    loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig(kv_cache_free_gpu_mem_fraction=0.5)
     monkeypatch.setattr(device, "available_host_bytes", lambda: 1000)
-    assert build.kv_memory(config, loaded) == 500
+    assert build.kv_memory(config, loaded, loaded.device) == 500
     monkeypatch.setattr(device, "available_host_bytes", lambda: 10**15)
-    assert build.kv_memory(config, loaded) == 2 * 1024**3
+    assert build.kv_memory(config, loaded, loaded.device) == 2 * 1024**3
 
 
-def test_this_machine_has_memory(loaded: build.LoadedModel) -> None:
-    assert build.kv_memory(RunConfig(), loaded) > 1_000_000
+def test_this_machine_has_memory(loaded: LlamaModel) -> None:
+    assert build.kv_memory(RunConfig(), loaded, loaded.device) > 1_000_000
 
 
 def test_what_the_largest_batch_takes_is_no_room_for_a_cache_on_a_gpu(
-    loaded: build.LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model runs on the CPU here, and a fake CUDA device reports its memory."""
     rows = []
@@ -87,9 +86,8 @@ def test_what_the_largest_batch_takes_is_no_room_for_a_cache_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12_000, 80_000))
-    on_gpu = dataclasses.replace(loaded, device=torch.device("cuda"))
     config = RunConfig(max_num_tokens=300, kv_cache_free_gpu_mem_fraction=0.5)
-    assert build.kv_memory(config, on_gpu) == (12_000 - 2_000) // 2
+    assert build.kv_memory(config, loaded, torch.device("cuda")) == (12_000 - 2_000) // 2
     assert rows == [300]
 
 

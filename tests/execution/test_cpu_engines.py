@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ifbbench.execution.device import DeviceSpeed
 from ifbbench.model.gguf_file import GgufFile
 from tests.benchmarks.cpu_engine_runs import ENGINES
 from tests.benchmarks.cpu_engines import Measured, figures, make_checkpoint
-from tests.benchmarks.cpu_limit import Limit, limit, schedule
+from tests.benchmarks.cpu_limit import DeviceSpeed, Limit, limit, schedule
 from tests.benchmarks.cpu_llama_cpp import Sequence, TokenBatch
 from tests.benchmarks.cpu_task import DTYPES, MAX_BATCH_SIZE, MAX_NUM_TOKENS, NUM_REQUESTS, Task, gguf_path
 

@@ -8,7 +8,8 @@ import torch
 from ifbbench.api.engine import build_engine
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.execution.build import check_data_types, compute_dtype, product_maker
+from ifbbench.execution import build
+from ifbbench.execution.build import check_data_types
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.linear import Fp8Linear, make_linear
 from ifbbench.model.weights import random_weights
@@ -54,10 +55,20 @@ def test_a_cpu_has_fp8_in_its_cache_only(monkeypatch: pytest.MonkeyPatch) -> Non
         build_engine(RunConfig(device="auto", dtype="fp8"))
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [
+    ("fp8", (torch.bfloat16, Fp8Linear)), ("bf16", (torch.bfloat16, make_linear)),
+    ("float32", (torch.float32, make_linear)),
+])
+def test_a_model_is_loaded_in_these_types(dtype: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(build, "check_data_types", lambda *arguments: None)
+    monkeypatch.setattr(build, "random_weights", lambda *arguments: asked.append(arguments[-2:]))
+    monkeypatch.setattr(build, "make_model", lambda config, weights: None)
+    build.load_model(RunConfig(device="cpu", dtype=dtype))
+    assert asked == [expected]
+
+
 def test_what_the_weights_are_made_of() -> None:
-    fp8, bf16 = RunConfig(dtype="fp8"), RunConfig(dtype="bf16")
-    assert (compute_dtype(fp8), compute_dtype(bf16)) == (torch.bfloat16, torch.bfloat16)
-    assert (product_maker(fp8), product_maker(bf16)) == (Fp8Linear, make_linear)
     weights = random_weights(TINY, 0, torch.device("cpu"), torch.bfloat16, Fp8Linear)
     layer = weights.layers[0]
     products = (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)

@@ -1,6 +1,5 @@
 """A device that runs out of memory: every place where it can says what was being done, and what to lower."""
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -45,10 +44,11 @@ def test_loading_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = dataclasses.replace(build.load_model(SMALL_RUN), device=torch.device("cuda"))
+    model = build.load_model(SMALL_RUN)
     monkeypatch.setattr(build, "activation_bytes", out_of_memory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (123_456_789, 10**12))
-    expect(lambda: build.kv_memory(SMALL_RUN, loaded), "the largest batch, 8,192 tokens", "--max_num_tokens")
+    expect(lambda: build.kv_memory(SMALL_RUN, model, torch.device("cuda")),
+           "the largest batch, 8,192 tokens", "--max_num_tokens")
 
 
 @pytest.mark.parametrize(("kind", "words"), [
@@ -61,7 +61,7 @@ def test_making_the_cache(kind: str, words: list[str], monkeypatch: pytest.Monke
 
 
 def test_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = driver_of(build.load_model(SMALL_RUN).model, 2, 8, 40)
+    driver = driver_of(build.load_model(SMALL_RUN), 2, 8, 40)
     first, second = requests_of([(9, 2), (5, 1)], 100)
     first.slot, second.slot = 0, 1
     driver.step([(first, 9)], [])

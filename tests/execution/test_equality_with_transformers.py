@@ -70,7 +70,7 @@ def test_tiny_model_by_name_is_seeded_and_not_degenerate() -> None:
     for seed in (1, 1, 2):
         loaded = load_model(RunConfig(device="cpu", seed=seed))
         requests = requests_of([(12, 24), (40, 24)], loaded.config.vocab_size)
-        driver_of(loaded.model, 2, 32, 64).run(requests)
+        driver_of(loaded, 2, 32, 64).run(requests)
         outputs.append([request.outputs for request in requests])
     assert outputs[0] == outputs[1] != outputs[2]
     assert all(len(set(tokens)) > 12 for tokens in outputs[0])
@@ -82,11 +82,11 @@ def test_half_precision_runs(dtype: str) -> None:
     requests = requests_of([(12, 4), (40, 4)], loaded.config.vocab_size)
     requests[0].sampling = SamplingParams(repetition_penalty=1.5)
     requests[0].options = OutputOptions(False, True, True, True)
-    driver_of(loaded.model, 2, 16, 64).run(requests, largest_chunk=16)
+    driver_of(loaded, 2, 16, 64).run(requests, largest_chunk=16)
     assert all(len(request.outputs) == 4 for request in requests)
     logits = requests[0].numbers.generation_logits()
     assert logits is not None
     assert logits.dtype == np.float32
     beams = requests_of([(12, 4), (40, 4)], loaded.config.vocab_size, beam_width=2)
-    driver_of(loaded.model, 2, 16, 64, max_beams=2).run(beams, largest_chunk=16)
+    driver_of(loaded, 2, 16, 64, max_beams=2).run(beams, largest_chunk=16)
     assert all(len(request.search.final()) == 2 for request in beams)

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, NullExecutor, StepOutputs
 from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.model_executor import ModelExecutor
-from ifbbench.execution.null import NullExecutor
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights

@@ -36,7 +36,7 @@ def test_generation_of_transformers(tmp_path: Path, is_cyclic: bool, largest_chu
 def test_logits_of_transformers(tmp_path: Path, layout: CacheLayout | None) -> None:
     model, reference = mistral_checkpoint(tmp_path, WINDOW)
     (request,) = requests_of([(30, 12)], model.config.vocab_size)
-    driver = layout_driver(model, layout or one_window_layout(model.config, 60, 4, 60), 1)
+    driver = layout_driver(model, layout or one_window_layout(model.config, 60, 4), 1)
     request.slot = 0
     driver.step([(request, 30)], [])
     seen = list(model.last_logits)
@@ -52,6 +52,6 @@ def test_the_models_window_is_kept_without_being_told(tmp_path: Path) -> None:
     assert model.config.sliding_window == WINDOW
     (window,) = ModelExecutor(model, one_window_layout(model.config, 20, 4), 1)._cache.windows
     assert window.attention.size == WINDOW
-    (window,) = ModelExecutor(model, one_window_layout(model.config, 20, 4, WINDOW), 1)._cache.windows
-    assert not window.attention.is_limited
-    assert window.attention.is_straight(torch.arange(WINDOW + 1).numpy()).all()
+    attention = AttentionWindow(4, WINDOW, WINDOW, is_cyclic=False)
+    assert not attention.is_limited
+    assert attention.is_straight(torch.arange(WINDOW + 1).numpy()).all()

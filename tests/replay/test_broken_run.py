@@ -11,8 +11,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from ifbbench.cli.main import main
-from ifbbench.engine.batch import Batch
-from ifbbench.execution.null import NullExecutor
+from ifbbench.engine.batch import Batch, NullExecutor
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.replay.client import ReplayClient
 
