@@ -14,10 +14,10 @@ from ifbbench.engine.kv_cache.copies import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.layout import CacheLayout, WindowLayout
 from ifbbench.engine.request_table import IntArray
 from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
-from ifbbench.model.attention import LayerInputs
 from ifbbench.model.attention_plan import plan_window
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import ContiguousKvCache, PagedKvCache
+from ifbbench.model.llama import LayerInputs
 from ifbbench.model.tensors import to_device
 
 KvCacheStorage = PagedKvCache | ContiguousKvCache
@@ -151,7 +151,7 @@ class CacheWindows:
             if self._shapes is not None:
                 paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.attention,
                                                self._shapes, self._device)  # fmt: skip
-                layer = LayerInputs(window.cache, paged.cache_rows, (), paged=paged)
+                layer = LayerInputs(window.cache, paged.cache_rows, paged)
             else:
                 in_place = self._attends_in_place and window.cache.is_readable_in_place
                 # Padding has no keys in the cache, so nothing of it can be read in place.
@@ -159,7 +159,7 @@ class CacheWindows:
                     packed.real_spans if in_place else packed.spans, tables, window.attention, self._device,
                     num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,
                 )  # fmt: skip
-                layer = LayerInputs(window.cache, self._tensor(rows), plan.after, plan.before, plan.in_place)
+                layer = LayerInputs(window.cache, self._tensor(rows), plan)
             inputs.update(dict.fromkeys(window.layers, layer))
         return tuple(inputs[layer] for layer in range(self._num_layers))
 

@@ -18,17 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.attention_parts import (
+from ifbbench.kernels.launch import (
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
+    AttentionTiles,
     as_operand,
     cache_offsets,
     in_window,
     key_positions,
+    launching,
     load_keys_and_values,
+    padded_size,
     softmax_step,
+    upcasts,
 )
-from ifbbench.kernels.launch import AttentionTiles, launching, padded_size, upcasts
 
 Int64Array = NDArray[np.int64]
 # Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's

@@ -15,16 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.attention_parts import (
+from ifbbench.kernels.launch import (
+    MAX_SPLITS,
     TABLE_ARGUMENTS,
     WINDOW_ARGUMENTS,
+    AttentionTiles,
     as_operand,
     cache_offsets,
     key_positions,
+    launching,
     load_keys_and_values,
+    padded_size,
     softmax_step,
+    upcasts,
 )
-from ifbbench.kernels.launch import MAX_SPLITS, AttentionTiles, launching, padded_size, upcasts
 
 
 @triton.jit

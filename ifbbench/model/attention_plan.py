@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
-from ifbbench.model.attention import AttentionGroup
 from ifbbench.model.operations import SpansInPlace
 from ifbbench.model.tensors import to_device
 
@@ -60,8 +59,36 @@ class QuerySpans:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """One attention call over `num_spans` spans, padded to the same numbers of queries and keys.
+
+    query_rows: [spans · queries], packed row of each query; padding repeats the span's last.
+    output_rows: [spans · queries], row of each result; padding goes to the row behind the batch's last.
+    block_ids: [spans, blocks], blocks whose first `num_block_keys` places hold the keys; a slice if each span has one
+    block and they are consecutive. None if keys are given one by one: those in the cache by `cache_rows` [spans, keys],
+    followed by those of the batch itself by their packed rows `own_rows` [spans · keys]; None where there are none.
+    mask: [spans, 1, queries, keys], true where a query sees a key; None if causality alone hides keys.
+    """
+
+    num_spans: int
+    query_rows: Tensor
+    output_rows: Tensor
+    block_ids: Tensor | slice | None
+    mask: Tensor | None
+    num_block_keys: int = 0
+    cache_rows: Tensor | None = None
+    own_rows: Tensor | None = None
+
+    @property
+    def has_one_query(self) -> bool:
+        """Whether each span has one query, as in the generation phase."""
+        return self.mask is not None and len(self.query_rows) == self.num_spans
+
+
+@dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """before: calls that read the cache before the batch is stored. after, in_place: calls after that."""
+    """The calls of a window. before: those that read the cache before the batch is stored. after, in_place: the others.
+    """
 
     before: tuple[AttentionGroup, ...]
     after: tuple[AttentionGroup, ...]

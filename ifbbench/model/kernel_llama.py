@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.cache import addresses, copy_rows, copy_rows_buffered, rotate_and_write, row_bytes
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention, plan_tiles
 from ifbbench.kernels.generation_attention import generation_attention
 from ifbbench.kernels.launch import (
@@ -19,12 +18,19 @@ from ifbbench.kernels.launch import (
     generation_tiles,
     multiprocessors,
 )
-from ifbbench.kernels.rows import add_rms_norm, swiglu
-from ifbbench.model.attention import LayerInputs, PagedBatch
+from ifbbench.kernels.rows import (
+    add_rms_norm,
+    addresses,
+    copy_rows,
+    copy_rows_buffered,
+    rotate_and_write,
+    row_bytes,
+    swiglu,
+)
 from ifbbench.model.attention_plan import Int64Array, QuerySpans
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import PagedKvCache
-from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.llama import ForwardInputs, LayerInputs, LlamaModel, PagedBatch
 from ifbbench.model.tensors import to_device, to_device_together
 from ifbbench.model.weights import LayerWeights, ModelWeights
 
@@ -101,7 +107,7 @@ def plan_paged_batch(
 
 
 class KernelLlama(LlamaModel):
-    """`LlamaModel` for a GPU, with kernels between matrix products. Its batches need `LayerInputs.paged`."""
+    """`LlamaModel` for a GPU, with kernels between matrix products. Its batches are planned by `plan_paged_batch`."""
 
     uses_kernels = True
 
@@ -129,8 +135,8 @@ class KernelLlama(LlamaModel):
         self, index: int, layer: LayerWeights, normed: Tensor, positions: Tensor, inputs: LayerInputs
     ) -> Tensor:
         """Attention output [tokens, heads · head size]."""
-        config, batch = self.config, inputs.paged
-        assert batch is not None, "a batch planned for PyTorch's attention"
+        config, batch = self.config, inputs.plan
+        assert isinstance(batch, PagedBatch), "a batch planned for PyTorch's attention"
         heads = layer.query_key_value(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         cache = inputs.cache.blocks(index)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.model.attention import AttentionGroup
-from ifbbench.model.attention_plan import QuerySpans, plan_attention
+from ifbbench.model.attention_plan import AttentionGroup, QuerySpans, plan_attention
 
 CPU = torch.device("cpu")
 
