@@ -5,22 +5,19 @@ attention, as is necessary where the window wraps and overwrites keys that the c
 
 A program computes `rows` rows of one chunk for one KV head: rows // group queries with all `group` query heads that
 share the KV head, so that each key is loaded once for all of them. It processes the keys tile by tile with the online
-softmax of `attention_parts.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. Programs
+softmax of `launch.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. Programs
 start in order, so the longest tiles come first: a long one at the end would leave other multiprocessors idle.
 """
 
 import math
 
-import numpy as np
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.launch import (
-    TABLE_ARGUMENTS,
-    WINDOW_ARGUMENTS,
+    NOT_SPECIALISED,
     AttentionTiles,
     as_operand,
     cache_offsets,
@@ -33,31 +30,12 @@ from ifbbench.kernels.launch import (
     upcasts,
 )
 
-Int64Array = NDArray[np.int64]
 # Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's
 # first token (equal to the number of cached tokens), row of the block tables.
 TILE_FIELDS = 5
 
 
-def plan_tiles(
-    first_rows: Int64Array, lengths: Int64Array, starts: Int64Array, table_rows: Int64Array, queries_per_tile: int
-) -> NDArray[np.int32]:
-    """Chunks cut into tiles of at most `queries_per_tile` queries: int32 [tiles, 5] (see TILE_FIELDS), longest first.
-
-    All arrays are [chunks]. first_rows: packed row of the first token. lengths: number of tokens. starts: position of
-    the first token, equal to the number of cached tokens. table_rows: row of the block tables.
-    """
-    counts = -(-lengths // queries_per_tile)
-    owners = np.repeat(np.arange(len(lengths)), counts)
-    done = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries_per_tile
-    tiles = np.stack([
-        first_rows[owners] + done, np.minimum(lengths[owners] - done, queries_per_tile), starts[owners] + done,
-        starts[owners], table_rows[owners],
-    ], axis=1)
-    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 1]), kind="stable")].astype(np.int32)
-
-
-@triton.jit(do_not_specialize=[*TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _context_kernel(
     output: tl.tensor, queries: tl.tensor, keys: tl.tensor, values: tl.tensor, key_cache: tl.tensor,
     value_cache: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor, scale: tl.tensor,
@@ -153,9 +131,8 @@ def context_attention(
     queries, output: [tokens, heads, head size]. keys, values: [tokens, KV heads, head size], of the batch, with the
     same strides. key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the
     queries' type or a narrower one. In all of these the values of a head are contiguous.
-    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read. tiles: int32 [tiles, 5], by
-    `plan_tiles` with `shape.rows` // (heads / KV heads) queries a tile.
-    KernelError if it cannot be run.
+    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read. tiles: int32 [tiles, 5] (see
+    TILE_FIELDS), of at most `shape.rows` // (heads / KV heads) queries, longest first. KernelError if it cannot be run.
     """
     if len(tiles) == 0:
         return

@@ -17,8 +17,7 @@ from torch import Tensor
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.kernels.launch import (
     MAX_SPLITS,
-    TABLE_ARGUMENTS,
-    WINDOW_ARGUMENTS,
+    NOT_SPECIALISED,
     AttentionTiles,
     as_operand,
     cache_offsets,
@@ -37,7 +36,7 @@ def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constex
     return tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS) * KEYS
 
 
-@triton.jit(do_not_specialize=["num_splits", *TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
+@triton.jit(do_not_specialize=["num_splits", *NOT_SPECIALISED])
 def _generation_kernel(
     output: tl.tensor, part_logs: tl.tensor, queries: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
     block_tables: tl.tensor, table_rows: tl.tensor, lengths: tl.tensor, scale: tl.tensor,

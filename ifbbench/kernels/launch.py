@@ -1,8 +1,11 @@
-"""Launching kernels: tile sizes, the number of splits, and errors that name the kernel and its tensors.
+"""Code shared by the kernels: errors that name the kernel, tile sizes, and the steps that both attention kernels have.
 
 Tile sizes are computed, not tuned at run time, so that a start is quick. They are bound on a multiprocessor by shared
 memory (227 KiB on Hopper (9.0), 163 KiB on A100 (8.0), about 99 KiB on other chips of 8.x) and by the 255 registers of
 a thread, of which the float32 result tile, rows × head size, takes most.
+
+Several consecutive queries together see the sink and a range that ends with the last query: numbered from 0, key number
+j is position j if j < sink, else j + shift, with shift = max(0, first query's position + 1 − window size).
 """
 
 from collections.abc import Iterator
@@ -25,6 +28,9 @@ SMALLEST_SPLIT = 256
 MAX_SPLITS = 64
 # Programs of the generation kernel per multiprocessor; two, so that one computes while the other waits for memory.
 PROGRAMS_PER_MULTIPROCESSOR = 2
+# Parameters of the attention kernels that differ from batch to batch: specialised, each value that is 1 or divisible by
+# 16 would compile another kernel. Strides of block tables [sequences, blocks], and `AttentionWindow.numbers`.
+NOT_SPECIALISED = ("table_stride", "entry_stride", "window_size", "sink", "bubble", "capacity")
 
 
 class KernelError(IfbbenchError, RuntimeError):
@@ -129,12 +135,6 @@ def choose_num_splits(num_kv_heads: int, max_keys: int, total_keys: int, num_mul
     """
     share = -(-total_keys * num_kv_heads // (num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR))
     return max(1, min(MAX_SPLITS, -(-max_keys // max(share, SMALLEST_SPLIT))))
-
-
-# Kernel parameters that differ from batch to batch: specialised, each value that is 1 or divisible by 16 would compile
-# another kernel. Those of `AttentionWindow.numbers`, and the strides of block tables [sequences, blocks].
-WINDOW_ARGUMENTS = ("window_size", "sink", "bubble", "capacity")
-TABLE_ARGUMENTS = ("table_stride", "entry_stride")
 
 
 @triton.jit

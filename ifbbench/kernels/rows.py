@@ -1,4 +1,7 @@
-"""Kernels that process a row per token: residual sum with RMS norm, SwiGLU, and conversion to eight-bit floats."""
+"""Kernels bound by memory: the steps of a layer between its matrix products, and writes and copies in the KV cache.
+
+A row is a token's values, or its keys or values in one layer of the cache.
+"""
 
 from collections.abc import Sequence
 
@@ -10,6 +13,15 @@ from torch import Tensor
 from ifbbench.kernels.launch import launching, warps_per_row
 
 COLUMNS_PER_PROGRAM = 1024
+# 16 heads of 128 values are a tile of 16 × 64 pairs: 8 pairs for each of 128 threads.
+HEADS_PER_PROGRAM = 16
+# LIMIT of data types that need no clamping. A cast to an eight-bit type gives NaN for values beyond its range.
+NO_LIMIT = 0.0
+# Bytes that a program copies: 16 for each of 128 threads, four times.
+PIECE = 8192
+WORD = 4
+# Size of the buffer of `copy_rows_buffered`; larger copies process some pools at a time.
+BUFFER_BYTES = 1 << 28
 
 
 @triton.jit
@@ -120,17 +132,6 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype, smallest_maximum: float) -> 
                 LARGEST_VALUE=torch.finfo(dtype).max, SMALLEST=smallest_maximum, num_warps=warps_per_row(width),
             )
     return quantised, scales
-
-
-# 16 heads of 128 values are a tile of 16 × 64 pairs: 8 pairs for each of 128 threads.
-HEADS_PER_PROGRAM = 16
-# LIMIT of data types that need no clamping. A cast to an eight-bit type gives NaN for values beyond its range.
-NO_LIMIT = 0.0
-# Bytes that a program copies: 16 for each of 128 threads, four times.
-PIECE = 8192
-WORD = 4
-# Size of the buffer of `copy_rows_buffered`; larger copies process some pools at a time.
-BUFFER_BYTES = 1 << 28
 
 
 @triton.jit

@@ -51,19 +51,16 @@ class StoredValues:
 
 
 class HostPool:
-    """Blocks in host memory: for each device tensor one of [host blocks · tokens per block, KV heads, head size].
+    """Blocks in host memory: for each device tensor one of [host blocks, values of a block].
 
     For a CUDA device it is pinned, and copies are queued on the device's current stream, ordered with the batches that
     write and read the blocks. The host never reads the memory, so it does not wait.
     """
 
-    def __init__(self, storages: Sequence[Tensor], num_blocks: int, tokens_per_block: int) -> None:
-        """storages: the device's tensors, [rows, KV heads, head size]."""
-        pinned = any(storage.device.type == "cuda" for storage in storages)
-        rows = num_blocks * tokens_per_block
-        self._num_blocks = num_blocks
-        self.pools = [torch.zeros((rows, *storage.shape[1:]), dtype=storage.dtype, pin_memory=pinned)
-                      for storage in storages]
+    def __init__(self, storages: Sequence[Tensor], num_blocks: int) -> None:
+        """storages: the device's tensors, [device blocks, values of a block]."""
+        self.pools = [torch.zeros((num_blocks, storage.shape[1]), dtype=storage.dtype,
+                                  pin_memory=storage.device.type == "cuda") for storage in storages]
 
     def store(self, storages: Sequence[Tensor], blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy `blocks` of each of `storages` [device blocks, values of a block] to `host_blocks`, all different."""
@@ -72,9 +69,8 @@ class HostPool:
         runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
         for pool, storage in zip(self.pools, storages, strict=True):
             chosen = storage.index_select(0, sources)
-            in_blocks = pool.view(self._num_blocks, -1)
             for first, last, host in runs:
-                in_blocks[host : host + last - first].copy_(chosen[first:last], non_blocking=True)
+                pool[host : host + last - first].copy_(chosen[first:last], non_blocking=True)
 
     def load(self, storages: Sequence[Tensor], host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy `host_blocks` to `blocks`, all different, of each of `storages` [device blocks, values of a block]."""
@@ -83,8 +79,7 @@ class HostPool:
         destinations = to_device(np.asarray(blocks, dtype=np.int64)[order], device)
         runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
         for pool, storage in zip(self.pools, storages, strict=True):
-            in_blocks = pool.view(self._num_blocks, -1)
-            pieces = [in_blocks[host : host + last - first].to(device, non_blocking=True) for first, last, host in runs]
+            pieces = [pool[host : host + last - first].to(device, non_blocking=True) for first, last, host in runs]
             storage.index_copy_(0, destinations, torch.cat(pieces))
 
 
@@ -119,7 +114,7 @@ class PagedKvCache:
                     for layer in (range(config.num_layers) if layers is None else layers)}
 
         self._keys, self._values = storages(), storages()
-        self._host = HostPool(self._all(), num_host_blocks, tokens_per_block) if num_host_blocks else None
+        self._host = HostPool(self._all_in_blocks(), num_host_blocks) if num_host_blocks else None
 
     @property
     def is_readable_in_place(self) -> bool:
@@ -144,17 +139,16 @@ class PagedKvCache:
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values of the blocks `sources` [blocks] to `destinations` [blocks], as `copy_rows`."""
-        for storage in self._all():
-            blocks = self._as_blocks(storage)
+        for blocks in self._all_in_blocks():
             blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy keys and values of `blocks` to `host_blocks`, all different, in all layers."""
-        self._host_pool().store([self._as_blocks(storage) for storage in self._all()], blocks, host_blocks)
+        self._host_pool().store(self._all_in_blocks(), blocks, host_blocks)
 
     def onboard(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy keys and values of `host_blocks` to `blocks`, all different, in all layers."""
-        self._host_pool().load([self._as_blocks(storage) for storage in self._all()], host_blocks, blocks)
+        self._host_pool().load(self._all_in_blocks(), host_blocks, blocks)
 
     def gather(self, layer: int, block_ids: Tensor | slice, num_keys: int = -1) -> tuple[Tensor, Tensor]:
         """Keys and values of sequences with the blocks `block_ids` [sequences, blocks], all tokens of these blocks.
@@ -162,11 +156,12 @@ class PagedKvCache:
         Each is [sequences, KV heads, blocks · tokens per block, head size], a transposed view of a copy.
         """
         assert isinstance(block_ids, Tensor), "slices are planned for a contiguous cache only"
-        return self._gather(self._keys[layer], block_ids), self._gather(self._values[layer], block_ids)
+        # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).
+        return self._gathered(self._in_blocks(self._keys[layer]), self._in_blocks(self._values[layer]), block_ids)
 
     def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the cache rows `rows` [sequences, keys], each [sequences, KV heads, keys, head size]."""
-        return self._gather_rows(self._keys[layer], rows), self._gather_rows(self._values[layer], rows)
+        return self._gathered(self._keys[layer], self._values[layer], rows)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values as views [blocks, tokens per block, KV heads, head size], in the data type in memory."""
@@ -174,20 +169,19 @@ class PagedKvCache:
                         for storage in (self._keys, self._values))
         return keys, values
 
-    def _gather(self, storage: Tensor, block_ids: Tensor) -> Tensor:
-        # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).
-        blocks = self._as_blocks(storage).index_select(0, block_ids.flatten())
-        return self._stored.unpacked(blocks).view(block_ids.shape[0], -1, *self._heads).transpose(1, 2)
-
-    def _gather_rows(self, storage: Tensor, rows: Tensor) -> Tensor:
-        chosen = self._stored.unpacked(storage.index_select(0, rows.flatten()))
-        return chosen.view(*rows.shape, *self._heads).transpose(1, 2)
+    def _gathered(self, keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = (self._stored.unpacked(storage.index_select(0, indices.flatten())) for storage in (keys, values))
+        gathered = [part.view(indices.shape[0], -1, *self._heads).transpose(1, 2) for part in chosen]
+        return gathered[0], gathered[1]
 
     def _all(self) -> list[Tensor]:
         return [*self._keys.values(), *self._values.values()]
 
-    def _as_blocks(self, storage: Tensor) -> Tensor:
+    def _in_blocks(self, storage: Tensor) -> Tensor:
         return storage.view(self.num_blocks + 1, -1)
+
+    def _all_in_blocks(self) -> list[Tensor]:
+        return list(map(self._in_blocks, self._all()))
 
     def _host_pool(self) -> HostPool:
         if self._host is None:

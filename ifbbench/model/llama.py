@@ -23,7 +23,7 @@ class PagedBatch:
     """Inputs of the attention kernels in addition to queries, keys and values. All tensors are int32, on the device.
 
     num_context_rows: packed rows of the context chunks, which come before the generation tokens. tiles: [tiles, 5], of
-    the chunks (see `ifbbench.kernels.context_attention.plan_tiles`). block_tables: [sequences, blocks]. table_rows,
+    the chunks (see `ifbbench.kernels.context_attention.TILE_FIELDS`). block_tables: [sequences, blocks]. table_rows,
     lengths: [generation tokens], row of the block tables, and number of keys including the token's own. cache_rows:
     [tokens], where keys and values are stored before attention; negative: not stored. late_rows: [context rows], where
     those of the chunks are stored after their attention, because they overwrite keys that it reads; None if there are
@@ -204,7 +204,7 @@ def _attend_group(
     layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvStorage, group: AttentionGroup, output: Tensor
 ) -> None:
     group_keys, group_values = _keys_and_values(layer, keys, values, cache, group)
-    if group.has_one_query:
+    if group.mask is not None and len(group.query_rows) == group.num_spans:
         result = _attend_one_query(queries.index_select(0, group.query_rows), group_keys, group_values, group.mask)
     else:
         # enable_gqa: the CPU kernel reads shared KV heads in place, as fast as if they had been repeated.
@@ -215,22 +215,18 @@ def _attend_group(
     output.index_copy_(0, group.output_rows, result.reshape(-1, *queries.shape[1:]))
 
 
-def _attend_one_query(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_one_query(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention [spans, KV heads, query heads per KV head, head size] of one query per span.
 
     The query heads that share a KV head are passed as queries of one head, so that keys and values are read once.
     queries: [spans, heads, head size]; keys, values: [spans, KV heads, keys, head size].
     """
     shared = queries.view(queries.shape[0], keys.shape[1], -1, queries.shape[2])
-    if queries.device.type == "cpu" and queries.dtype.itemsize == 2 and mask is not None:
-        return _attend_in_16_bits(shared, keys, values, mask)
-    return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask)
-
-
-def _attend_in_16_bits(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention as matrix products in 16 bits with the softmax in float32: on a CPU two to twenty times as fast as
-    PyTorch's fused kernel, which converts every key to float32."""
-    scores = torch.matmul(queries, keys.contiguous().transpose(2, 3)).float().mul_(queries.shape[-1] ** -0.5)
+    if queries.device.type != "cpu" or queries.dtype.itemsize != 2:
+        return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask)
+    # Matrix products in 16 bits with the softmax in float32: on a CPU two to twenty times as fast as PyTorch's fused
+    # kernel, which converts every key to float32.
+    scores = torch.matmul(shared, keys.contiguous().transpose(2, 3)).float().mul_(queries.shape[-1] ** -0.5)
     weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
     return torch.matmul(weights, values.contiguous())
 
