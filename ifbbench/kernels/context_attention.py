@@ -22,7 +22,6 @@ from ifbbench.kernels.launch import (
     as_operand,
     cache_offsets,
     in_window,
-    key_positions,
     launching,
     load_keys_and_values,
     padded_size,
@@ -79,7 +78,7 @@ def _context_kernel(
     for first in tl.range(0, num_cached, KEYS, num_stages=CACHED_STAGES):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_cached
-        positions = key_positions(numbers, shift, sink)
+        positions = numbers + tl.where(numbers < sink, 0, shift)
         offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
                                 capacity, TOKENS_PER_BLOCK, IS_CYCLIC)
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
@@ -107,7 +106,7 @@ def _context_kernel(
     for first in range(first_masked, num_visible, KEYS):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_visible
-        positions = key_positions(numbers, shift, sink)
+        positions = numbers + tl.where(numbers < sink, 0, shift)
         offsets = (positions - num_cached_positions).to(tl.int64) * key_stride
         key_tile, value_tile = load_keys_and_values(keys, values, offsets, is_real, queries.dtype.element_ty, HEAD_SIZE,
                                                     WIDTH, UPCAST)

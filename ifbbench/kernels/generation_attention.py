@@ -21,7 +21,6 @@ from ifbbench.kernels.launch import (
     AttentionTiles,
     as_operand,
     cache_offsets,
-    key_positions,
     launching,
     load_keys_and_values,
     padded_size,
@@ -73,7 +72,7 @@ def _generation_kernel(
     for first in range(first_key, tl.minimum(first_key + keys_per_split, num_keys), KEYS):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_keys
-        positions = key_positions(numbers, shift, sink)
+        positions = numbers + tl.where(numbers < sink, 0, shift)
         offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
                                 capacity, TOKENS_PER_BLOCK, IS_CYCLIC)
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,

@@ -138,12 +138,6 @@ def choose_num_splits(num_kv_heads: int, max_keys: int, total_keys: int, num_mul
 
 
 @triton.jit
-def key_positions(numbers: tl.tensor, shift: tl.tensor, sink: tl.tensor) -> tl.tensor:
-    """Position of each key number."""
-    return numbers + tl.where(numbers < sink, 0, shift)
-
-
-@triton.jit
 def cache_offsets(
     positions: tl.tensor, is_real: tl.tensor, table: tl.tensor, entry_stride: tl.tensor, block_stride: tl.tensor,
     place_stride: tl.tensor, sink: tl.tensor, bubble: tl.tensor, capacity: tl.tensor, TOKENS_PER_BLOCK: tl.constexpr,
@@ -162,9 +156,7 @@ def cache_offsets(
 
 
 @triton.jit
-def in_window(
-    positions: tl.tensor, query_positions: tl.tensor, window_size: tl.tensor, sink: tl.tensor
-) -> tl.tensor:
+def in_window(positions: tl.tensor, query_positions: tl.tensor, window_size: tl.tensor, sink: tl.tensor) -> tl.tensor:
     """Whether the window shows each query [rows] each key [keys], causality aside: [rows, keys]."""
     recent = positions[None, :] > query_positions[:, None] - (window_size - sink)
     return (positions < sink)[None, :] | recent

@@ -135,9 +135,7 @@ def quantise_rows(rows: Tensor, dtype: torch.dtype, smallest_maximum: float) -> 
 
 
 @triton.jit
-def _store(
-    cache: tl.tensor, offsets: tl.tensor, numbers: tl.tensor, is_value: tl.tensor, LIMIT: tl.constexpr
-) -> None:
+def _store(cache: tl.tensor, offsets: tl.tensor, numbers: tl.tensor, is_value: tl.tensor, LIMIT: tl.constexpr) -> None:
     """Store float32 `numbers` in the cache's type, clamped to ±LIMIT if it is not NO_LIMIT."""
     if LIMIT > 0:
         numbers = tl.minimum(tl.maximum(numbers, -LIMIT), LIMIT)
@@ -270,9 +268,7 @@ def copy_rows(sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_ro
         )
 
 
-def copy_rows_buffered(
-    sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_row: int, max_rows: int
-) -> None:
+def copy_rows_buffered(sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_row: int, max_rows: int) -> None:
     """As `copy_rows`, but all sources in a pool are read into a buffer before any destination in it is written."""
     pool_bytes = len(moves) * max_rows * bytes_per_row
     if pool_bytes == 0:

@@ -1,4 +1,4 @@
-"""The attention calls of an iteration, planned once per attention window and used by each of its layers.
+"""The attention calls of an iteration with PyTorch or the C kernels, planned once per attention window.
 
 Sequences in a mixed batch have very different lengths, and a call to scaled dot product attention takes one padded
 rectangle of queries and keys. Sequences of similar length share a call, which needs few calls and little padding.
@@ -48,9 +48,7 @@ class QuerySpans:
 
     def select(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> "QuerySpans":
         """The spans at these indices, or where this mask is true."""
-        return QuerySpans(
-            self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.table_rows[chosen]
-        )
+        return QuerySpans(self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.table_rows[chosen])
 
     @property
     def ends(self) -> Int64Array:
@@ -82,8 +80,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The calls of a window. before: those that read the cache before the batch is stored. after, in_place: the others.
-    """
+    """The calls of a window. before: they read the cache before the batch is stored. after, in_place: the others."""
 
     before: tuple[AttentionGroup, ...]
     after: tuple[AttentionGroup, ...]
@@ -206,6 +203,7 @@ def _cached_group(
     mask = torch.arange(num_keys, device=device) <= _on_device(positions, device)[:, None, :, None]
     first = int(block_ids[0, 0])
     last = first + len(block_ids)
+    # Consecutive blocks as a slice, which the cache reads as a view.
     is_slice = is_contiguous and np.array_equal(block_ids[:, 0], np.arange(first, last))
     blocks = slice(first, last) if is_slice else _on_device(block_ids, device)
     return AttentionGroup(len(spans.lengths), query_rows, output_rows, blocks, mask, num_keys)
@@ -258,9 +256,7 @@ class _VisiblePlan:
         return AttentionGroup(len(spans.lengths), query_rows, output_rows, block_ids=None, mask=mask,
                               cache_rows=cache_rows, own_rows=own_rows)
 
-    def _key_positions(
-        self, first: Int64Array, last: Int64Array, shifts: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
+    def _key_positions(self, first: Int64Array, last: Int64Array, shifts: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Positions of the keys number `first` to `last` − 1 of each span, [spans, keys], twice: padded with the last
         one, and with a position that no query sees."""
         numbers = first[:, None] + np.arange(int((last - first).max()))

@@ -56,11 +56,9 @@ class KernelShapes:
         """The shapes for `config` on `device`. Narrower types in the cache use those of `dtype`."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
         group = config.num_heads // config.num_kv_heads
-        return cls(
-            context_tiles(config.head_dim, dtype.itemsize, capability),
-            generation_tiles(config.head_dim, group, dtype.itemsize),
-            group, config.num_kv_heads, multiprocessors(device),
-        )
+        context = context_tiles(config.head_dim, dtype.itemsize, capability)
+        generation = generation_tiles(config.head_dim, group, dtype.itemsize)
+        return cls(context, generation, group, config.num_kv_heads, multiprocessors(device))
 
     @property
     def queries_per_tile(self) -> int:
@@ -162,17 +160,11 @@ class KernelLlama(LlamaModel):
 class KernelPagedCache(PagedKvCache):
     """`PagedKvCache` on a GPU, copied by a kernel for all layers at once, which also accesses host memory directly."""
 
-    def __init__(
-        self, config: ModelConfig, num_blocks: int, tokens_per_block: int, device: torch.device, dtype: torch.dtype,
-        **options: Any,
-    ) -> None:
-        """options: of `PagedKvCache`."""
-        super().__init__(config, num_blocks, tokens_per_block, device, dtype, **options)
-        pools = self._all()
-        self._device = device
-        self._row_bytes = row_bytes(pools[0])
-        self._device_addresses = addresses(pools, device)
-        self._host_addresses = addresses(self._host.pools if self._host else [], device)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._row_bytes = row_bytes(self._all()[0])
+        self._device_addresses = addresses(self._all(), self._device)
+        self._host_addresses = addresses(self._host, self._device)
 
     def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
         moves = torch.stack([sources, destinations, torch.ones_like(sources)], dim=1)
@@ -192,7 +184,7 @@ class KernelPagedCache(PagedKvCache):
     def _copy_blocks(
         self, source_pools: Tensor, sources: Sequence[int], destination_pools: Tensor, destinations: Sequence[int]
     ) -> None:
-        self._host_pool()  # ValueError if there is none
+        self._check_host_blocks()
         size = self.tokens_per_block
         rows = [np.asarray(blocks, dtype=np.int64) * size for blocks in (sources, destinations)]
         moves = to_device(np.stack([*rows, np.full(len(rows[0]), size)], axis=1), self._device)

@@ -214,62 +214,44 @@ class _ConfigJson:
         bias = self._boolean("attention_bias")
         longest = self._integer("max_position_embeddings")
         window = self._integer("sliding_window", longest) if self._family.has_window else longest
+        # In transformers 5 and before.
+        rotary = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        rope = _ConfigJson(table(rotary, "rope_scaling"), self._family)
         return ModelConfig(
-            vocab_size=self._integer("vocab_size"),
-            hidden_size=hidden_size,
+            vocab_size=self._integer("vocab_size"), hidden_size=hidden_size,
             num_layers=self._integer("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
             max_position_embeddings=longest,
             rms_norm_eps=self._number("rms_norm_eps", 1e-6),
-            rope_theta=self._rope_theta(),
-            rope_scaling=self._rope_scaling(),
+            rope_theta=(rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA),
+            rope_scaling=self._rope_scaling(rope),
             tie_word_embeddings=self._boolean("tie_word_embeddings"),
             attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
-            attention_output_bias=bias or is_gpt2,
-            mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
+            attention_output_bias=bias or is_gpt2, mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
             eos_token_ids=self._eos_token_ids(),
             sliding_window=window if window < longest else None,
-            query_key_norm=self._family.query_key_norm,
-            architecture=self._family.architecture,
+            query_key_norm=self._family.query_key_norm, architecture=self._family.architecture,
             activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
         )
 
-    def _rope(self) -> "_ConfigJson":
-        """The rotary settings: `rope_parameters` in transformers 5, `rope_scaling` before."""
-        rope = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        return _ConfigJson(table(rope, "rope_scaling"), self._family)
-
-    def _rope_theta(self) -> float:
-        rope = self._rope()
-        return (rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA)
-
-    def _rope_scaling(self) -> RopeScaling | None:
-        rope = self._rope()
+    def _rope_scaling(self, rope: "_ConfigJson") -> RopeScaling | None:
         match rope._values.get("rope_type", rope._values.get("type", "default")):
             case "default":
                 return None
             case "linear":
                 return LinearRopeScaling(rope._number("factor"))
             case "llama3":
-                return Llama3RopeScaling(
-                    factor=rope._number("factor"),
-                    low_freq_factor=rope._number("low_freq_factor"),
-                    high_freq_factor=rope._number("high_freq_factor"),
-                    original_max_position_embeddings=rope._integer("original_max_position_embeddings"),
-                )
+                factor, low, high = map(rope._number, ("factor", "low_freq_factor", "high_freq_factor"))
+                return Llama3RopeScaling(factor, low, high, rope._integer("original_max_position_embeddings"))
             case "yarn":
                 _check_expected(rope._values, {"mscale": None, "mscale_all_dim": None, "truncate": True},
                                 "rope_scaling.")
                 factor, longest = rope._number("factor"), self._integer("max_position_embeddings")
                 return YarnRopeScaling(
-                    factor=factor,
-                    original_max_position_embeddings=rope._integer("original_max_position_embeddings", longest),
+                    factor, rope._integer("original_max_position_embeddings", longest),
                     attention_factor=rope._number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
-                    beta_fast=rope._number("beta_fast", 32.0),
-                    beta_slow=rope._number("beta_slow", 1.0),
+                    beta_fast=rope._number("beta_fast", 32.0), beta_slow=rope._number("beta_slow", 1.0),
                 )
             case kind:
                 raise unexpected("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")
