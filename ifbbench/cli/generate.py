@@ -24,7 +24,7 @@ def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | 
 
     from ifbbench.api.engine import build_engine
     from ifbbench.api.engine import generate as run
-    from ifbbench.model.tokenizer import load_tokenizer
+    from ifbbench.model.named_models import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]

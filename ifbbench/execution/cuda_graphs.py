@@ -19,9 +19,8 @@ from ifbbench.engine.batch import Batch
 from ifbbench.execution.cache_windows import CacheWindow, cache_rows
 from ifbbench.execution.packing import ModelPass, PackedBatch, table_rows
 from ifbbench.kernels.context_attention import TILE_FIELDS
-from ifbbench.model.attention import LayerInputs, PagedBatch
 from ifbbench.model.kernel_llama import NOWHERE, KernelLlama
-from ifbbench.model.llama import ForwardInputs
+from ifbbench.model.llama import ForwardInputs, LayerInputs, PagedBatch
 from ifbbench.model.tensors import packed_on_host, unpacked
 
 # From 8 on, each size is at most 1.5 times the one before, so that at most a third of a batch is padding.
@@ -172,7 +171,7 @@ class _Graph:
                 tables.view(width, size).t(), everyone.int(), ends, rows, None,
                 model.shapes.num_splits(np.full(size, max_keys)),
             )  # fmt: skip
-            inputs.update(dict.fromkeys(window.layers, LayerInputs(window.cache, rows, (), paged=paged)))
+            inputs.update(dict.fromkeys(window.layers, LayerInputs(window.cache, rows, paged)))
         layers = tuple(inputs[layer] for layer in range(model.config.num_layers))
         forward_inputs = ForwardInputs(self._tokens, positions, everyone, layers)
         self._replay = record(lambda: model.forward(forward_inputs))

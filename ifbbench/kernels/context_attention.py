@@ -5,56 +5,36 @@ attention, as is necessary where the window wraps and overwrites keys that the c
 
 A program computes `rows` rows of one chunk for one KV head: rows // group queries with all `group` query heads that
 share the KV head, so that each key is loaded once for all of them. It processes the keys tile by tile with the online
-softmax of `attention_parts.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. Programs
+softmax of `launch.softmax_step`; of the chunk's own keys, only tiles on the diagonal need a mask. Programs
 start in order, so the longest tiles come first: a long one at the end would leave other multiprocessors idle.
 """
 
 import math
 
-import numpy as np
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.attention_parts import (
-    TABLE_ARGUMENTS,
-    WINDOW_ARGUMENTS,
+from ifbbench.kernels.launch import (
+    NOT_SPECIALISED,
+    AttentionTiles,
     as_operand,
     cache_offsets,
     in_window,
-    key_positions,
+    launching,
     load_keys_and_values,
+    padded_size,
     softmax_step,
+    upcasts,
 )
-from ifbbench.kernels.launch import AttentionTiles, launching, padded_size, upcasts
 
-Int64Array = NDArray[np.int64]
 # Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's
 # first token (equal to the number of cached tokens), row of the block tables.
 TILE_FIELDS = 5
 
 
-def plan_tiles(
-    first_rows: Int64Array, lengths: Int64Array, starts: Int64Array, table_rows: Int64Array, queries_per_tile: int
-) -> NDArray[np.int32]:
-    """Chunks cut into tiles of at most `queries_per_tile` queries: int32 [tiles, 5] (see TILE_FIELDS), longest first.
-
-    All arrays are [chunks]. first_rows: packed row of the first token. lengths: number of tokens. starts: position of
-    the first token, equal to the number of cached tokens. table_rows: row of the block tables.
-    """
-    counts = -(-lengths // queries_per_tile)
-    owners = np.repeat(np.arange(len(lengths)), counts)
-    done = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries_per_tile
-    tiles = np.stack([
-        first_rows[owners] + done, np.minimum(lengths[owners] - done, queries_per_tile), starts[owners] + done,
-        starts[owners], table_rows[owners],
-    ], axis=1)
-    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 1]), kind="stable")].astype(np.int32)
-
-
-@triton.jit(do_not_specialize=[*TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _context_kernel(
     output: tl.tensor, queries: tl.tensor, keys: tl.tensor, values: tl.tensor, key_cache: tl.tensor,
     value_cache: tl.tensor, block_tables: tl.tensor, tiles: tl.tensor, scale: tl.tensor,
@@ -98,7 +78,7 @@ def _context_kernel(
     for first in tl.range(0, num_cached, KEYS, num_stages=CACHED_STAGES):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_cached
-        positions = key_positions(numbers, shift, sink)
+        positions = numbers + tl.where(numbers < sink, 0, shift)
         offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
                                 capacity, TOKENS_PER_BLOCK, IS_CYCLIC)
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,
@@ -126,7 +106,7 @@ def _context_kernel(
     for first in range(first_masked, num_visible, KEYS):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_visible
-        positions = key_positions(numbers, shift, sink)
+        positions = numbers + tl.where(numbers < sink, 0, shift)
         offsets = (positions - num_cached_positions).to(tl.int64) * key_stride
         key_tile, value_tile = load_keys_and_values(keys, values, offsets, is_real, queries.dtype.element_ty, HEAD_SIZE,
                                                     WIDTH, UPCAST)
@@ -150,9 +130,8 @@ def context_attention(
     queries, output: [tokens, heads, head size]. keys, values: [tokens, KV heads, head size], of the batch, with the
     same strides. key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the
     queries' type or a narrower one. In all of these the values of a head are contiguous.
-    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read. tiles: int32 [tiles, 5], by
-    `plan_tiles` with `shape.rows` // (heads / KV heads) queries a tile.
-    KernelError if it cannot be run.
+    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read. tiles: int32 [tiles, 5] (see
+    TILE_FIELDS), of at most `shape.rows` // (heads / KV heads) queries, longest first. KernelError if it cannot be run.
     """
     if len(tiles) == 0:
         return

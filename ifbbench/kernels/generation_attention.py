@@ -15,16 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.attention_parts import (
-    TABLE_ARGUMENTS,
-    WINDOW_ARGUMENTS,
+from ifbbench.kernels.launch import (
+    MAX_SPLITS,
+    NOT_SPECIALISED,
+    AttentionTiles,
     as_operand,
     cache_offsets,
-    key_positions,
+    launching,
     load_keys_and_values,
+    padded_size,
     softmax_step,
+    upcasts,
 )
-from ifbbench.kernels.launch import MAX_SPLITS, AttentionTiles, launching, padded_size, upcasts
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constex
     return tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS) * KEYS
 
 
-@triton.jit(do_not_specialize=["num_splits", *TABLE_ARGUMENTS, *WINDOW_ARGUMENTS])
+@triton.jit(do_not_specialize=["num_splits", *NOT_SPECIALISED])
 def _generation_kernel(
     output: tl.tensor, part_logs: tl.tensor, queries: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
     block_tables: tl.tensor, table_rows: tl.tensor, lengths: tl.tensor, scale: tl.tensor,
@@ -70,7 +72,7 @@ def _generation_kernel(
     for first in range(first_key, tl.minimum(first_key + keys_per_split, num_keys), KEYS):
         numbers = first + tl.arange(0, KEYS)
         is_real = numbers < num_keys
-        positions = key_positions(numbers, shift, sink)
+        positions = numbers + tl.where(numbers < sink, 0, shift)
         offsets = cache_offsets(positions, is_real, table, entry_stride, block_stride, place_stride, sink, bubble,
                                 capacity, TOKENS_PER_BLOCK, IS_CYCLIC)
         key_tile, value_tile = load_keys_and_values(key_cache, value_cache, offsets, is_real, queries.dtype.element_ty,

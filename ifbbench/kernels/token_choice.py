@@ -151,9 +151,7 @@ def _choice_kernel(
     tl.store(tokens + number, token.to(tl.int64))
 
 
-def choose_tokens(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor
-) -> Tensor:
+def choose_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
     """The next token of each row, int64 [rows].
 
     logits: [rows, vocabulary], those of a row contiguous. temperatures: float32 [rows], 0 for the most likely token (of

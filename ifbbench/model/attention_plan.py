@@ -1,4 +1,4 @@
-"""The attention calls of an iteration, planned once per attention window and used by each of its layers.
+"""The attention calls of an iteration with PyTorch or the C kernels, planned once per attention window.
 
 Sequences in a mixed batch have very different lengths, and a call to scaled dot product attention takes one padded
 rectangle of queries and keys. Sequences of similar length share a call, which needs few calls and little padding.
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import UNLIMITED, AttentionWindow
-from ifbbench.model.attention import AttentionGroup
 from ifbbench.model.operations import SpansInPlace
 from ifbbench.model.tensors import to_device
 
@@ -49,9 +48,7 @@ class QuerySpans:
 
     def select(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> "QuerySpans":
         """The spans at these indices, or where this mask is true."""
-        return QuerySpans(
-            self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.table_rows[chosen]
-        )
+        return QuerySpans(self.first_rows[chosen], self.lengths[chosen], self.starts[chosen], self.table_rows[chosen])
 
     @property
     def ends(self) -> Int64Array:
@@ -60,8 +57,30 @@ class QuerySpans:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """One attention call over `num_spans` spans, padded to the same numbers of queries and keys.
+
+    query_rows: [spans · queries], packed row of each query; padding repeats the span's last.
+    output_rows: [spans · queries], row of each result; padding goes to the row behind the batch's last.
+    block_ids: [spans, blocks], blocks whose first `num_block_keys` places hold the keys; a slice if each span has one
+    block and they are consecutive. None if keys are given one by one: those in the cache by `cache_rows` [spans, keys],
+    followed by those of the batch itself by their packed rows `own_rows` [spans · keys]; None where there are none.
+    mask: [spans, 1, queries, keys], true where a query sees a key; None if causality alone hides keys.
+    """
+
+    num_spans: int
+    query_rows: Tensor
+    output_rows: Tensor
+    block_ids: Tensor | slice | None
+    mask: Tensor | None
+    num_block_keys: int = 0
+    cache_rows: Tensor | None = None
+    own_rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """before: calls that read the cache before the batch is stored. after, in_place: calls after that."""
+    """The calls of a window. before: they read the cache before the batch is stored. after, in_place: the others."""
 
     before: tuple[AttentionGroup, ...]
     after: tuple[AttentionGroup, ...]
@@ -85,12 +104,12 @@ def plan_window(
     if in_place:
         read_in_place = spans_in_place(seen_whole, block_tables, size)
     else:
-        after = plan_attention(seen_whole, block_tables, size, device, is_contiguous=is_contiguous, num_rows=num_rows)
+        after = plan_attention(seen_whole, block_tables, size, device, num_rows=num_rows, is_contiguous=is_contiguous)
     if straight.all():
         return WindowPlan((), after, read_in_place)
     rest = spans.select(~straight)
     steps, chunks = rest.select(rest.lengths == 1), rest.select(rest.lengths > 1)
-    pieces, owners = tiles(chunks)
+    pieces, owners = tiles(chunks, QUERIES_PER_TILE)
     plan = _VisiblePlan(block_tables, window, num_rows, device)
     before = plan.groups(pieces, cached_before=chunks.starts[owners])
     return WindowPlan(tuple(before), (*after, *plan.groups(steps, cached_before=steps.ends)), read_in_place)
@@ -106,38 +125,33 @@ def spans_in_place(spans: QuerySpans, block_tables: NDArray[np.int32], tokens_pe
 
 def plan_attention(
     spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int, device: torch.device,
-    *, is_contiguous: bool = False, num_rows: int | None = None,
+    *, num_rows: int, is_contiguous: bool = False,
 ) -> tuple[AttentionGroup, ...]:
     """Calls without a window that together cover every span once. block_tables: [sequences, blocks], read before this
     returns.
 
     Whole prompts, later chunks and generation tokens have separate calls: the first read no cache and need no mask, the
     last have one query each. is_contiguous: each sequence has one block, of which only the places of a call's longest
-    sequence are read; consecutive blocks are read as a slice. num_rows: of the packed batch (default: of `spans`).
+    sequence are read; consecutive blocks are read as a slice. num_rows: of the packed batch.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1
-    if num_rows is None:
-        num_rows = int(spans.lengths.sum())
     groups = [_prompt_group(part, num_rows, device) for part in _of_similar_length(spans.select(whole))]
-    for part in (tiles(spans.select(~whole & ~single))[0], spans.select(single)):
+    for part in (tiles(spans.select(~whole & ~single), QUERIES_PER_TILE)[0], spans.select(single)):
         groups += [_cached_group(group, num_rows, block_tables, tokens_per_block, device, is_contiguous)
                    for group in _of_similar_length(part)]
     return tuple(groups)
 
 
-def tiles(spans: QuerySpans) -> tuple[QuerySpans, NDArray[np.intp]]:
-    """The spans cut into pieces of at most QUERIES_PER_TILE queries, and the index of each piece's span."""
-    counts = -(-spans.lengths // QUERIES_PER_TILE)
+def tiles(spans: QuerySpans, max_queries: int) -> tuple[QuerySpans, NDArray[np.intp]]:
+    """The spans cut into pieces of at most `max_queries` queries, and the index of each piece's span."""
+    counts = -(-spans.lengths // max_queries)
     owners = np.repeat(np.arange(len(counts)), counts)
-    done = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * QUERIES_PER_TILE
-    pieces = QuerySpans(
-        first_rows=spans.first_rows[owners] + done,
-        lengths=np.minimum(spans.lengths[owners] - done, QUERIES_PER_TILE),
-        starts=spans.starts[owners] + done,
-        table_rows=spans.table_rows[owners],
-    )
-    return pieces, owners
+    done = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_queries
+    lengths = np.minimum(spans.lengths[owners] - done, max_queries)
+    return QuerySpans(
+        spans.first_rows[owners] + done, lengths, spans.starts[owners] + done, spans.table_rows[owners]
+    ), owners
 
 
 def _of_similar_length(spans: QuerySpans) -> list[QuerySpans]:
@@ -168,10 +182,8 @@ def similar_lengths(num_queries: Int64Array, num_keys: Int64Array) -> list[NDArr
 
 
 def _prompt_group(spans: QuerySpans, num_rows: int, device: torch.device) -> AttentionGroup:
-    query_rows, output_rows, _ = _padded_queries(spans, num_rows)
-    rows = _on_device(query_rows.ravel(), device)
-    return AttentionGroup(len(spans.lengths), rows, _on_device(output_rows.ravel(), device), block_ids=None, mask=None,
-                          own_rows=rows)
+    rows, output_rows, _ = _padded_queries(spans, num_rows, device)
+    return AttentionGroup(len(spans.lengths), rows, output_rows, block_ids=None, mask=None, own_rows=rows)
 
 
 def _cached_group(
@@ -180,7 +192,7 @@ def _cached_group(
 ) -> AttentionGroup:
     if is_contiguous:
         spans = spans.select(np.argsort(spans.table_rows, kind="stable"))
-    query_rows, output_rows, positions = _padded_queries(spans, num_rows)
+    query_rows, output_rows, positions = _padded_queries(spans, num_rows, device)
     num_blocks = -(-spans.ends // tokens_per_block)
     width = int(num_blocks.max())
     block_ids = block_tables[:, :width][spans.table_rows].astype(np.int64)
@@ -188,20 +200,13 @@ def _cached_group(
     # and no value of another sequence, not even a NaN, gets near this one's.
     block_ids = np.where(np.arange(width) < num_blocks[:, None], block_ids, block_ids[:, :1])
     num_keys = int(spans.ends.max()) if is_contiguous else width * tokens_per_block
-    keys = torch.arange(num_keys, device=device)
-    mask = keys <= _on_device(positions, device)[:, None, :, None]
-    blocks = _as_slice(block_ids) if is_contiguous else None
-    return AttentionGroup(
-        len(spans.lengths), _on_device(query_rows.ravel(), device), _on_device(output_rows.ravel(), device),
-        blocks or _on_device(block_ids, device), mask, num_keys,
-    )
-
-
-def _as_slice(block_ids: Int64Array) -> slice | None:
-    """The blocks [spans, 1] as a slice if they are consecutive."""
+    mask = torch.arange(num_keys, device=device) <= _on_device(positions, device)[:, None, :, None]
     first = int(block_ids[0, 0])
     last = first + len(block_ids)
-    return slice(first, last) if np.array_equal(block_ids[:, 0], np.arange(first, last)) else None
+    # Consecutive blocks as a slice, which the cache reads as a view.
+    is_slice = is_contiguous and np.array_equal(block_ids[:, 0], np.arange(first, last))
+    blocks = slice(first, last) if is_slice else _on_device(block_ids, device)
+    return AttentionGroup(len(spans.lengths), query_rows, output_rows, blocks, mask, num_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +237,7 @@ class _VisiblePlan:
         self, spans: QuerySpans, counts: Int64Array, shifts: Int64Array, num_cached: Int64Array
     ) -> AttentionGroup:
         window, device = self.window, self.device
-        query_rows, output_rows, query_positions = _padded_queries(spans, self.num_rows)
+        query_rows, output_rows, query_positions = _padded_queries(spans, self.num_rows, device)
         cache_rows = own_rows = None
         key_positions = []
         if num_cached.any():
@@ -248,14 +253,10 @@ class _VisiblePlan:
         queries = _on_device(query_positions, device)[:, None, :, None]
         recent = keys > queries - (window.size - window.sink)
         mask = (keys <= queries) & (recent | (keys < window.sink) if window.sink else recent)
-        return AttentionGroup(
-            len(spans.lengths), _on_device(query_rows.ravel(), device), _on_device(output_rows.ravel(), device),
-            block_ids=None, mask=mask, cache_rows=cache_rows, own_rows=own_rows,
-        )
+        return AttentionGroup(len(spans.lengths), query_rows, output_rows, block_ids=None, mask=mask,
+                              cache_rows=cache_rows, own_rows=own_rows)
 
-    def _key_positions(
-        self, first: Int64Array, last: Int64Array, shifts: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
+    def _key_positions(self, first: Int64Array, last: Int64Array, shifts: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Positions of the keys number `first` to `last` − 1 of each span, [spans, keys], twice: padded with the last
         one, and with a position that no query sees."""
         numbers = first[:, None] + np.arange(int((last - first).max()))
@@ -265,13 +266,13 @@ class _VisiblePlan:
         return positions, np.where(is_real, positions, UNLIMITED)
 
 
-def _padded_queries(spans: QuerySpans, num_rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Packed rows, output rows and positions, each [spans, queries of the longest]."""
+def _padded_queries(spans: QuerySpans, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Int64Array]:
+    """`query_rows` and `output_rows` of an `AttentionGroup`, and the positions [spans, queries of the longest]."""
     steps = np.arange(int(spans.lengths.max()))
-    is_real = steps < spans.lengths[:, None]
     offsets = np.minimum(steps, spans.lengths[:, None] - 1)
-    query_rows = spans.first_rows[:, None] + offsets
-    return query_rows, np.where(is_real, query_rows, num_rows), spans.starts[:, None] + offsets
+    rows = spans.first_rows[:, None] + offsets
+    output_rows = np.where(steps < spans.lengths[:, None], rows, num_rows)
+    return _on_device(rows.ravel(), device), _on_device(output_rows.ravel(), device), spans.starts[:, None] + offsets
 
 
 def _on_device(array: Int64Array, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models in GGUF files, dequantised when they are loaded.
+"""Models in GGUF files: shape, weights (dequantised when they are loaded) and tokenizer.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The optional package `gguf` reads it.
 """
@@ -14,6 +14,8 @@ from ifbbench.model.config import DEFAULT_ROPE_THETA, LinearRopeScaling, ModelCo
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
     from torch import Tensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -27,6 +29,14 @@ TENSORS = {
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }
+# `tokenizer.ggml.token_type` of special tokens such as `<|endoftext|>`.
+CONTROL_TOKEN = 3
+# The pattern that splits text into words before pairs are merged, by `tokenizer.ggml.pre`. From the tokenizer.json of
+# these models.
+_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORD_PATTERNS = {"llama-bpe": rf"{_WORD}|\p{{N}}{{1,3}}|{_OTHER}", "qwen2": rf"{_WORD}|\p{{N}}|{_OTHER}"}
+SINGLE_DIGITS = "smollm"
 
 
 class GgufFile:
@@ -63,16 +73,12 @@ class GgufFile:
             raise self._error("expert_count", experts, "a model without experts")
         return ModelConfig(
             vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
-            hidden_size=hidden_size,
-            num_layers=self._of_model("block_count"),
-            num_heads=num_heads,
-            num_kv_heads=self._of_model("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
+            hidden_size=hidden_size, num_layers=self._of_model("block_count"),
+            num_heads=num_heads, num_kv_heads=self._of_model("attention.head_count_kv", num_heads), head_dim=head_dim,
             intermediate_size=self._of_model("feed_forward_length"),
             max_position_embeddings=self._of_model("context_length"),
             rms_norm_eps=self._of_model("attention.layer_norm_rms_epsilon"),
-            rope_theta=self._of_model("rope.freq_base", DEFAULT_ROPE_THETA),
-            rope_scaling=self._rope_scaling(),
+            rope_theta=self._of_model("rope.freq_base", DEFAULT_ROPE_THETA), rope_scaling=self._rope_scaling(),
             tie_word_embeddings="output.weight" not in self._tensors,
             attention_bias="blk.0.attn_q.bias" in self._tensors,
             attention_output_bias="blk.0.attn_output.bias" in self._tensors,
@@ -93,6 +99,39 @@ class GgufFile:
         if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = self._in_halves(values, "head_count" if ".q_proj." in name else "head_count_kv")
         return values, self.path
+
+    def tokenizer(self) -> "tuple[Tokenizer, tuple[int, ...]]":
+        """Byte-level byte-pair encoding with the file's vocabulary and merges, and the tokens to put before a text."""
+        from tokenizers import AddedToken, Tokenizer, decoders
+        from tokenizers.models import BPE
+
+        if (kind := self.value("tokenizer.ggml.model")) != "gpt2":
+            raise InputError(f"{self.path}: tokenizer.ggml.model is {kind!r}; expected gpt2 (byte-pair encoding). "
+                             "Choose a model of which you have the tokenizer.json.")
+        tokens: list[str] = self.value("tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ")) for merge in self.value("tokenizer.ggml.merges")]
+        tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+        tokenizer.pre_tokenizer = self._pre_tokenizer()
+        tokenizer.decoder = decoders.ByteLevel()
+        types = self.value("tokenizer.ggml.token_type")
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token, type in zip(tokens, types, strict=True)
+                                      if type == CONTROL_TOKEN])
+        adds_bos = self.value("tokenizer.ggml.add_bos_token", False)
+        return tokenizer, (self.value("tokenizer.ggml.bos_token_id"),) if adds_bos else ()
+
+    def _pre_tokenizer(self) -> "PreTokenizer":
+        from tokenizers import Regex, pre_tokenizers
+
+        rule = self.value("tokenizer.ggml.pre")
+        if rule == SINGLE_DIGITS:
+            split: PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
+        elif rule in WORD_PATTERNS:
+            split = pre_tokenizers.Split(Regex(WORD_PATTERNS[rule]), behavior="isolated")
+        else:
+            raise InputError(f"{self.path}: tokenizer.ggml.pre is {rule!r}; expected one of "
+                             f"{', '.join([SINGLE_DIGITS, *WORD_PATTERNS])}. Choose another model.")
+        bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == SINGLE_DIGITS)
+        return pre_tokenizers.Sequence([split, bytes_of_words])
 
     def _in_halves(self, rows: "Tensor", count: str) -> "Tensor":
         """Rotary pairs moved from neighbouring rows, GGUF's order for Llama, to the two halves of a head."""

@@ -1,7 +1,8 @@
 """The Llama decoder and its paged KV cache on the Triton kernels of `ifbbench.kernels`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.cache import addresses, copy_rows, copy_rows_buffered, rotate_and_write, row_bytes
-from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention, plan_tiles
+from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
 from ifbbench.kernels.launch import (
     AttentionTiles,
@@ -19,12 +19,19 @@ from ifbbench.kernels.launch import (
     generation_tiles,
     multiprocessors,
 )
-from ifbbench.kernels.rows import add_rms_norm, swiglu
-from ifbbench.model.attention import LayerInputs, PagedBatch
-from ifbbench.model.attention_plan import Int64Array, QuerySpans
+from ifbbench.kernels.rows import (
+    add_rms_norm,
+    addresses,
+    copy_rows,
+    copy_rows_buffered,
+    rotate_and_write,
+    row_bytes,
+    swiglu,
+)
+from ifbbench.model.attention_plan import Int64Array, QuerySpans, tiles
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import PagedKvCache
-from ifbbench.model.llama import ForwardInputs, LlamaModel
+from ifbbench.model.llama import ForwardInputs, LayerInputs, LlamaModel, PagedBatch
 from ifbbench.model.tensors import to_device, to_device_together
 from ifbbench.model.weights import LayerWeights, ModelWeights
 
@@ -49,11 +56,9 @@ class KernelShapes:
         """The shapes for `config` on `device`. Narrower types in the cache use those of `dtype`."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
         group = config.num_heads // config.num_kv_heads
-        return cls(
-            context_tiles(config.head_dim, dtype.itemsize, capability),
-            generation_tiles(config.head_dim, group, dtype.itemsize),
-            group, config.num_kv_heads, multiprocessors(device),
-        )
+        context = context_tiles(config.head_dim, dtype.itemsize, capability)
+        generation = generation_tiles(config.head_dim, group, dtype.itemsize)
+        return cls(context, generation, group, config.num_kv_heads, multiprocessors(device))
 
     @property
     def queries_per_tile(self) -> int:
@@ -64,11 +69,15 @@ class KernelShapes:
 
     def num_splits(self, lengths: Int64Array) -> int:
         """Number of parts that the keys of sequences of `lengths` keys are split into."""
-        if len(lengths) == 0:
-            return 1
-        return choose_num_splits(
-            self.num_kv_heads, int(lengths.max()), int(lengths.sum()), self.num_multiprocessors
-        )
+        longest, total = int(lengths.max(initial=0)), int(lengths.sum())
+        return choose_num_splits(self.num_kv_heads, longest, total, self.num_multiprocessors)
+
+
+def plan_tiles(chunks: QuerySpans, queries_per_tile: int) -> NDArray[np.int32]:
+    """Tiles of at most `queries_per_tile` queries for the context kernel, int32 [tiles, TILE_FIELDS], longest first."""
+    pieces, owners = tiles(chunks, queries_per_tile)
+    fields = pieces.first_rows, pieces.lengths, pieces.starts, chunks.starts[owners], pieces.table_rows
+    return np.stack(fields, axis=1)[np.argsort(-pieces.ends, kind="stable")].astype(np.int32)
 
 
 def plan_paged_batch(
@@ -80,28 +89,28 @@ def plan_paged_batch(
     block_tables: [rows, blocks of a sequence], read before this returns. cache_rows: [tokens], where keys and values
     are stored.
     """
-    chunks, steps = spans.select(np.arange(num_chunks)), spans.select(np.arange(num_chunks, len(spans.lengths)))
-    num_context_rows = int(chunks.lengths.sum())
-    rows, late_rows = cache_rows.astype(np.int32), None
-    if window.wraps and (chunks.ends > window.size).any():
-        late_rows = rows[:num_context_rows].copy()
-        rows[:num_context_rows] = NOWHERE
     # Tables have the columns of the longest sequence allowed, which may be a hundred times as many as are used here.
     tables = block_tables[:, : window.blocks_used(int(spans.ends.max(initial=0)))][spans.table_rows]
-    tiles = plan_tiles(chunks.first_rows, chunks.lengths, chunks.starts, np.arange(num_chunks), shapes.queries_per_tile)
-    step_rows = np.arange(num_chunks, len(spans.lengths))
-    arrays: list[NDArray[np.integer]] = [tiles.ravel(), tables.ravel(), step_rows, steps.ends, rows]
-    if late_rows is not None:
-        arrays.append(late_rows)
-    parts = to_device_together(arrays, device)
+    own_tables = np.arange(len(spans.lengths))
+    spans = replace(spans, table_rows=own_tables)
+    chunks, steps = spans.select(own_tables[:num_chunks]), spans.select(own_tables[num_chunks:])
+    num_context_rows = int(chunks.lengths.sum())
+    rows, late_rows = cache_rows.astype(np.int32), []
+    if window.wraps and (chunks.ends > window.size).any():
+        late_rows = [rows[:num_context_rows].copy()]
+        rows[:num_context_rows] = NOWHERE
+    flat_tiles = plan_tiles(chunks, shapes.queries_per_tile).ravel()
+    tile_fields, entries, table_rows, lengths, stored_rows, *late = to_device_together(
+        [flat_tiles, tables.ravel(), steps.table_rows, steps.ends, rows, *late_rows], device
+    )
     return PagedBatch(
-        window, num_context_rows, parts[0].view(-1, TILE_FIELDS), parts[1].view(tables.shape), parts[2], parts[3],
-        parts[4], parts[5] if late_rows is not None else None, shapes.num_splits(np.minimum(steps.ends, window.size)),
+        window, num_context_rows, tile_fields.view(-1, TILE_FIELDS), entries.view(tables.shape), table_rows, lengths,
+        stored_rows, late[0] if late else None, shapes.num_splits(np.minimum(steps.ends, window.size)),
     )
 
 
 class KernelLlama(LlamaModel):
-    """`LlamaModel` for a GPU, with kernels between matrix products. Its batches need `LayerInputs.paged`."""
+    """`LlamaModel` for a GPU, with kernels between matrix products. Its batches are planned by `plan_paged_batch`."""
 
     uses_kernels = True
 
@@ -129,8 +138,8 @@ class KernelLlama(LlamaModel):
         self, index: int, layer: LayerWeights, normed: Tensor, positions: Tensor, inputs: LayerInputs
     ) -> Tensor:
         """Attention output [tokens, heads · head size]."""
-        config, batch = self.config, inputs.paged
-        assert batch is not None, "a batch planned for PyTorch's attention"
+        config, batch = self.config, inputs.plan
+        assert isinstance(batch, PagedBatch), "a batch planned for PyTorch's attention"
         heads = layer.query_key_value(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         cache = inputs.cache.blocks(index)
@@ -151,17 +160,11 @@ class KernelLlama(LlamaModel):
 class KernelPagedCache(PagedKvCache):
     """`PagedKvCache` on a GPU, copied by a kernel for all layers at once, which also accesses host memory directly."""
 
-    def __init__(
-        self, config: ModelConfig, num_blocks: int, tokens_per_block: int, device: torch.device, dtype: torch.dtype,
-        *, kv_cache_dtype: torch.dtype | None = None, layers: Sequence[int] | None = None, num_host_blocks: int = 0,
-    ) -> None:
-        super().__init__(config, num_blocks, tokens_per_block, device, dtype, kv_cache_dtype=kv_cache_dtype,
-                         layers=layers, num_host_blocks=num_host_blocks)
-        pools = self._all()
-        self._device = device
-        self._row_bytes = row_bytes(pools[0])
-        self._device_addresses = addresses(pools, device)
-        self._host_addresses = addresses(self._host.pools if self._host else [], device)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._row_bytes = row_bytes(self._all()[0])
+        self._device_addresses = addresses(self._all(), self._device)
+        self._host_addresses = addresses(self._host, self._device)
 
     def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
         moves = torch.stack([sources, destinations, torch.ones_like(sources)], dim=1)
@@ -173,17 +176,16 @@ class KernelPagedCache(PagedKvCache):
         copy_rows_buffered(self._device_addresses, self._device_addresses, moves, self._row_bytes, size)
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        self._host_pool()  # ValueError if there is none
-        copy_rows(self._device_addresses, self._host_addresses, self._moves(blocks, host_blocks), self._row_bytes,
-                  self.tokens_per_block)
+        self._copy_blocks(self._device_addresses, blocks, self._host_addresses, host_blocks)
 
     def onboard(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        self._host_pool()  # ValueError if there is none
-        copy_rows(self._host_addresses, self._device_addresses, self._moves(host_blocks, blocks), self._row_bytes,
-                  self.tokens_per_block)
+        self._copy_blocks(self._host_addresses, host_blocks, self._device_addresses, blocks)
 
-    def _moves(self, sources: Sequence[int], destinations: Sequence[int]) -> Tensor:
+    def _copy_blocks(
+        self, source_pools: Tensor, sources: Sequence[int], destination_pools: Tensor, destinations: Sequence[int]
+    ) -> None:
+        self._check_host_blocks()
         size = self.tokens_per_block
         rows = [np.asarray(blocks, dtype=np.int64) * size for blocks in (sources, destinations)]
-        moves = np.stack([*rows, np.full(len(rows[0]), size)], axis=1)
-        return to_device(moves, self._device)
+        moves = to_device(np.stack([*rows, np.full(len(rows[0]), size)], axis=1), self._device)
+        copy_rows(source_pools, destination_pools, moves, self._row_bytes, size)

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.model.config import ModelConfig
@@ -50,48 +49,16 @@ class StoredValues:
         return stored.view(self.dtype).to(self._model_dtype)
 
 
-class HostPool:
-    """Blocks in host memory: for each device tensor one of [host blocks · tokens per block, KV heads, head size].
-
-    For a CUDA device it is pinned, and copies are queued on the device's current stream, ordered with the batches that
-    write and read the blocks. The host never reads the memory, so it does not wait.
-    """
-
-    def __init__(self, storages: Sequence[Tensor], num_blocks: int, tokens_per_block: int) -> None:
-        """storages: the device's tensors, [rows, KV heads, head size]."""
-        pinned = any(storage.device.type == "cuda" for storage in storages)
-        rows = num_blocks * tokens_per_block
-        self._num_blocks = num_blocks
-        self.pools = [torch.zeros((rows, *storage.shape[1:]), dtype=storage.dtype, pin_memory=pinned)
-                      for storage in storages]
-
-    def store(self, storages: Sequence[Tensor], blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Copy `blocks` of each of `storages` [device blocks, values of a block] to `host_blocks`, all different."""
-        order = np.argsort(host_blocks)
-        sources = to_device(np.asarray(blocks, dtype=np.int64)[order], storages[0].device)
-        runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
-        for pool, storage in zip(self.pools, storages, strict=True):
-            chosen = storage.index_select(0, sources)
-            in_blocks = pool.view(self._num_blocks, -1)
-            for first, last, host in runs:
-                in_blocks[host : host + last - first].copy_(chosen[first:last], non_blocking=True)
-
-    def load(self, storages: Sequence[Tensor], host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy `host_blocks` to `blocks`, all different, of each of `storages` [device blocks, values of a block]."""
-        order = np.argsort(host_blocks, kind="stable")
-        device = storages[0].device
-        destinations = to_device(np.asarray(blocks, dtype=np.int64)[order], device)
-        runs = _runs(np.asarray(host_blocks, dtype=np.int64)[order])
-        for pool, storage in zip(self.pools, storages, strict=True):
-            in_blocks = pool.view(self._num_blocks, -1)
-            pieces = [in_blocks[host : host + last - first].to(device, non_blocking=True) for first, last, host in runs]
-            storage.index_copy_(0, destinations, torch.cat(pieces))
-
-
-def _runs(blocks: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Runs of consecutive numbers in the ascending `blocks`, as (first index, end index, first number)."""
-    cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
-    return [(first, last, int(blocks[first])) for first, last in pairwise(cuts)]
+def _in_host_order(
+    host_blocks: Sequence[int], blocks: Sequence[int], device: torch.device
+) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """`blocks` on `device`, in the order of their `host_blocks`, and the runs of consecutive host blocks in that order,
+    as (first index, end index, first host block)."""
+    order = np.argsort(host_blocks, kind="stable")
+    ascending = np.asarray(host_blocks, dtype=np.int64)[order]
+    cuts = [0, *(np.flatnonzero(np.diff(ascending) != 1) + 1).tolist(), len(ascending)]
+    runs = [(first, last, int(ascending[first])) for first, last in pairwise(cuts)]
+    return to_device(np.asarray(blocks, dtype=np.int64)[order], device), runs
 
 
 class PagedKvCache:
@@ -99,7 +66,11 @@ class PagedKvCache:
 
     Each layer has a pair of tensors [blocks · tokens per block, KV heads, head size]. `spare_row` is in an additional
     block that no sequence has; it receives keys and values that must not be read. kv_cache_dtype: the data type in
-    memory (default: `dtype`). num_host_blocks: further blocks in host memory.
+    memory (default: `dtype`).
+
+    num_host_blocks: further blocks in host memory. For a CUDA device it is pinned, and copies are queued on the
+    device's current stream, ordered with the batches that write and read the blocks. The host never reads the memory,
+    so it does not wait.
     """
 
     def __init__(
@@ -109,6 +80,7 @@ class PagedKvCache:
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self.spare_row = num_blocks * tokens_per_block
+        self._device = device
         self._heads = (config.num_kv_heads, config.head_dim)
         self._stored = StoredValues(dtype, kv_cache_dtype)
         shape = ((num_blocks + 1) * tokens_per_block, *self._heads)
@@ -119,7 +91,8 @@ class PagedKvCache:
                     for layer in (range(config.num_layers) if layers is None else layers)}
 
         self._keys, self._values = storages(), storages()
-        self._host = HostPool(self._all(), num_host_blocks, tokens_per_block) if num_host_blocks else None
+        self._host = [torch.zeros((num_host_blocks, blocks.shape[1]), dtype=blocks.dtype, pin_memory=blocks.is_cuda)
+                      for blocks in self._all_in_blocks()] if num_host_blocks else []
 
     @property
     def is_readable_in_place(self) -> bool:
@@ -144,17 +117,26 @@ class PagedKvCache:
 
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values of the blocks `sources` [blocks] to `destinations` [blocks], as `copy_rows`."""
-        for storage in self._all():
-            blocks = self._as_blocks(storage)
+        for blocks in self._all_in_blocks():
             blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy keys and values of `blocks` to `host_blocks`, all different, in all layers."""
-        self._host_pool().store([self._as_blocks(storage) for storage in self._all()], blocks, host_blocks)
+        self._check_host_blocks()
+        sources, runs = _in_host_order(host_blocks, blocks, self._device)
+        for pool, storage in zip(self._host, self._all_in_blocks(), strict=True):
+            chosen = storage.index_select(0, sources)
+            for first, last, host in runs:
+                pool[host : host + last - first].copy_(chosen[first:last], non_blocking=True)
 
     def onboard(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy keys and values of `host_blocks` to `blocks`, all different, in all layers."""
-        self._host_pool().load([self._as_blocks(storage) for storage in self._all()], host_blocks, blocks)
+        self._check_host_blocks()
+        destinations, runs = _in_host_order(host_blocks, blocks, self._device)
+        for pool, storage in zip(self._host, self._all_in_blocks(), strict=True):
+            pieces = [pool[host : host + last - first].to(self._device, non_blocking=True)
+                      for first, last, host in runs]
+            storage.index_copy_(0, destinations, torch.cat(pieces))
 
     def gather(self, layer: int, block_ids: Tensor | slice, num_keys: int = -1) -> tuple[Tensor, Tensor]:
         """Keys and values of sequences with the blocks `block_ids` [sequences, blocks], all tokens of these blocks.
@@ -162,11 +144,12 @@ class PagedKvCache:
         Each is [sequences, KV heads, blocks · tokens per block, head size], a transposed view of a copy.
         """
         assert isinstance(block_ids, Tensor), "slices are planned for a contiguous cache only"
-        return self._gather(self._keys[layer], block_ids), self._gather(self._values[layer], block_ids)
+        # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).
+        return self._gathered(self._in_blocks(self._keys[layer]), self._in_blocks(self._values[layer]), block_ids)
 
     def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the cache rows `rows` [sequences, keys], each [sequences, KV heads, keys, head size]."""
-        return self._gather_rows(self._keys[layer], rows), self._gather_rows(self._values[layer], rows)
+        return self._gathered(self._keys[layer], self._values[layer], rows)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values as views [blocks, tokens per block, KV heads, head size], in the data type in memory."""
@@ -174,25 +157,23 @@ class PagedKvCache:
                         for storage in (self._keys, self._values))
         return keys, values
 
-    def _gather(self, storage: Tensor, block_ids: Tensor) -> Tensor:
-        # Whole blocks as flat rows: index_select copies each in one piece (advanced indexing is six times slower).
-        blocks = self._as_blocks(storage).index_select(0, block_ids.flatten())
-        return self._stored.unpacked(blocks).view(block_ids.shape[0], -1, *self._heads).transpose(1, 2)
-
-    def _gather_rows(self, storage: Tensor, rows: Tensor) -> Tensor:
-        chosen = self._stored.unpacked(storage.index_select(0, rows.flatten()))
-        return chosen.view(*rows.shape, *self._heads).transpose(1, 2)
+    def _gathered(self, keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = (self._stored.unpacked(storage.index_select(0, indices.flatten())) for storage in (keys, values))
+        keys, values = (part.view(indices.shape[0], -1, *self._heads).transpose(1, 2) for part in chosen)
+        return keys, values
 
     def _all(self) -> list[Tensor]:
         return [*self._keys.values(), *self._values.values()]
 
-    def _as_blocks(self, storage: Tensor) -> Tensor:
+    def _in_blocks(self, storage: Tensor) -> Tensor:
         return storage.view(self.num_blocks + 1, -1)
 
-    def _host_pool(self) -> HostPool:
-        if self._host is None:
+    def _all_in_blocks(self) -> list[Tensor]:
+        return list(map(self._in_blocks, self._all()))
+
+    def _check_host_blocks(self) -> None:
+        if not self._host:
             raise ValueError("a copy from or to host memory, but the cache has no host blocks")
-        return self._host
 
 
 class ContiguousKvCache:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.cpu_kernels import KINDS, load_cpu_kernels, processor_features
+from ifbbench.model.operations import KINDS, load_cpu_kernels, processor_features
 from ifbbench.model.tensors import zeros
 
 # [rows, inputs] to [rows, outputs].
@@ -52,7 +52,6 @@ class Linear:
         self._weight, self._bias = weight, bias
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
         return functional.linear(rows, self._weight, self._bias)
 
 
@@ -66,7 +65,6 @@ class OneDnnLinear:
         self._product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
         return self._product(rows, self._weight, self._bias, "none", [], "")
 
 
@@ -84,7 +82,7 @@ class CpuLinear:
         self._pointers = self._packed.data_ptr(), None if bias is None else bias.data_ptr()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[rows, inputs] to [rows, outputs]. MemoryError if there is not enough memory for the packed rows."""
+        """MemoryError if there is not enough memory for the packed rows."""
         rows = rows.contiguous()
         result = rows.new_empty((rows.shape[0], self._shape[0]))
         if self._multiply(rows.data_ptr(), *self._pointers, result.data_ptr(), rows.shape[0], *self._shape):
@@ -109,13 +107,16 @@ class Fp8Linear:
         self._weight = quantised.t()
         self._scales = scales.t()
         self._bias = bias
-        self._quantise = _quantiser(weight.device.type)
+        self._quantise: Callable[[Tensor], tuple[Tensor, Tensor]] = fp8_rows
+        if weight.device.type == "cuda" and find_spec("triton") is not None:
+            from ifbbench.kernels.rows import quantise_rows
+
+            self._quantise = partial(quantise_rows, dtype=FP8, smallest_maximum=FP8_SMALLEST_MAXIMUM)
         self._one = torch.ones((), device=weight.device)
         # Numbers of rows without a product with scales.
         self._unsupported: set[int] = set()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[rows, inputs] to [rows, outputs]."""
         if len(rows) == 0:
             return rows.new_empty((0, self._weight.shape[1]))
         product = self._product(*self._quantise(rows))
@@ -153,16 +154,6 @@ def fp8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _quantiser(device_type: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`fp8_rows`, or the kernel that does the same on a GPU where Triton is installed."""
-    if device_type != "cuda" or find_spec("triton") is None:
-        return fp8_rows
-    from ifbbench.kernels.rows import quantise_rows
-
-    return partial(quantise_rows, dtype=FP8, smallest_maximum=FP8_SMALLEST_MAXIMUM)
-
-
-@cache
 def _has_matrix_units(dtype: torch.dtype) -> bool:
     """Whether the processor has instructions for products of matrices of `dtype` (AMX)."""
     return dtype == torch.bfloat16 and "amx_bf16" in processor_features().split()
@@ -173,11 +164,5 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch has oneDNN's packed products and this processor supports them for `dtype`."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
-    match dtype:
-        case torch.float32:
-            return True
-        case torch.bfloat16:
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        case torch.float16:
-            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return False
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype == torch.float32 or (dtype in checks and bool(getattr(torch.ops.mkldnn, checks[dtype])()))

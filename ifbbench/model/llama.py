@@ -1,15 +1,57 @@
-"""Decoders of the Llama family and GPT-2. One pass runs a mixed batch of context chunks and generation tokens."""
+"""Decoders of the Llama family and GPT-2, and their attention over the KV cache with PyTorch or the C kernels.
+
+One pass runs a mixed batch of context chunks and generation tokens.
+"""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.attention import LayerInputs, attend
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.model.attention_plan import AttentionGroup, WindowPlan
 from ifbbench.model.config import GPT2, ModelConfig
-from ifbbench.model.operations import Angles, Operations, RotaryEmbedding, operations_for
+from ifbbench.model.kv_cache import KvStorage
+from ifbbench.model.operations import Angles, CpuOperations, Operations, RotaryEmbedding, operations_for
 from ifbbench.model.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Inputs of the attention kernels in addition to queries, keys and values. All tensors are int32, on the device.
+
+    num_context_rows: packed rows of the context chunks, which come before the generation tokens. tiles: [tiles, 5], of
+    the chunks (see `ifbbench.kernels.context_attention.TILE_FIELDS`). block_tables: [sequences, blocks]. table_rows,
+    lengths: [generation tokens], row of the block tables, and number of keys including the token's own. cache_rows:
+    [tokens], where keys and values are stored before attention; negative: not stored. late_rows: [context rows], where
+    those of the chunks are stored after their attention, because they overwrite keys that it reads; None if there are
+    none.
+    """
+
+    window: AttentionWindow
+    num_context_rows: int
+    tiles: Tensor
+    block_tables: Tensor
+    table_rows: Tensor
+    lengths: Tensor
+    cache_rows: Tensor
+    late_rows: Tensor | None
+    num_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Inputs of a layer's attention in addition to queries, keys and values; shared by all layers of a window.
+
+    cache: storage of the layer's keys and values. cache_rows: [tokens], where those of the batch are stored; int64, for
+    the kernels int32. plan: a `PagedBatch` for models that use the kernels.
+    """
+
+    cache: KvStorage
+    cache_rows: Tensor
+    plan: WindowPlan | PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +87,7 @@ class LlamaModel:
     """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
 
     Mistral is the same, Qwen 2.5 adds biases of query, key and value, Qwen 3 normalises heads of queries and keys.
-    uses_kernels: whether batches must be planned for `ifbbench.kernels` (`LayerInputs.paged`).
+    uses_kernels: whether batches must be planned for `ifbbench.kernels` (`PagedBatch`).
     """
 
     uses_kernels = False
@@ -131,3 +173,81 @@ class Gpt2Model(LlamaModel):
 
     def _norm(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.layer_norm(hidden, weight.shape, weight, bias, self.config.rms_norm_eps)
+
+
+def attend(
+    layer: int, queries: Tensor, keys: Tensor, values: Tensor, inputs: LayerInputs, operations: Operations
+) -> Tensor:
+    """Attention output [tokens, heads · head size] of the packed batch in one layer; stores its keys and values.
+
+    queries: [tokens, heads, head size]; keys, values: [tokens, KV heads, head size].
+    """
+    num_tokens, plan = queries.shape[0], inputs.plan
+    assert isinstance(plan, WindowPlan), "a batch planned for the kernels"
+    # One row more than tokens, for the results of padded queries.
+    output = queries.new_empty((num_tokens + 1, *queries.shape[1:]))
+    for group in plan.before:
+        _attend_group(layer, queries, keys, values, inputs.cache, group, output)
+    if plan.in_place is None:
+        inputs.cache.write(layer, inputs.cache_rows, keys, values)
+    else:
+        assert isinstance(operations, CpuOperations)
+        blocks = inputs.cache.blocks(layer)
+        operations.write(keys, values, *blocks, inputs.cache_rows)
+        operations.attend(queries, *blocks, plan.in_place, output)
+    for group in plan.after:
+        _attend_group(layer, queries, keys, values, inputs.cache, group, output)
+    return output[:num_tokens].flatten(1)
+
+
+def _attend_group(
+    layer: int, queries: Tensor, keys: Tensor, values: Tensor, cache: KvStorage, group: AttentionGroup, output: Tensor
+) -> None:
+    group_keys, group_values = _keys_and_values(layer, keys, values, cache, group)
+    if group.mask is not None and len(group.query_rows) == group.num_spans:
+        result = _attend_one_query(queries.index_select(0, group.query_rows), group_keys, group_values, group.mask)
+    else:
+        # enable_gqa: the CPU kernel reads shared KV heads in place, as fast as if they had been repeated.
+        result = functional.scaled_dot_product_attention(
+            _padded(queries, group.query_rows, group.num_spans), group_keys, group_values, attn_mask=group.mask,
+            is_causal=group.mask is None, enable_gqa=queries.shape[1] != group_keys.shape[1],
+        ).transpose(1, 2)
+    output.index_copy_(0, group.output_rows, result.reshape(-1, *queries.shape[1:]))
+
+
+def _attend_one_query(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention [spans, KV heads, query heads per KV head, head size] of one query per span.
+
+    The query heads that share a KV head are passed as queries of one head, so that keys and values are read once.
+    queries: [spans, heads, head size]; keys, values: [spans, KV heads, keys, head size].
+    """
+    shared = queries.view(queries.shape[0], keys.shape[1], -1, queries.shape[2])
+    if queries.device.type != "cpu" or queries.dtype.itemsize != 2:
+        return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask)
+    # Matrix products in 16 bits with the softmax in float32: on a CPU two to twenty times as fast as PyTorch's fused
+    # kernel, which converts every key to float32.
+    scores = torch.matmul(shared, keys.contiguous().transpose(2, 3)).float().mul_(queries.shape[-1] ** -0.5)
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
+    return torch.matmul(weights, values.contiguous())
+
+
+def _keys_and_values(
+    layer: int, keys: Tensor, values: Tensor, cache: KvStorage, group: AttentionGroup
+) -> tuple[Tensor, Tensor]:
+    """Each [spans, KV heads, keys, head size]."""
+    if group.block_ids is not None:
+        return cache.gather(layer, group.block_ids, group.num_block_keys)
+    if group.own_rows is None:
+        assert group.cache_rows is not None
+        return cache.gather_rows(layer, group.cache_rows)
+    own_keys = _padded(keys, group.own_rows, group.num_spans)
+    own_values = _padded(values, group.own_rows, group.num_spans)
+    if group.cache_rows is None:
+        return own_keys, own_values
+    cached_keys, cached_values = cache.gather_rows(layer, group.cache_rows)
+    return torch.cat([cached_keys, own_keys], dim=2), torch.cat([cached_values, own_values], dim=2)
+
+
+def _padded(heads: Tensor, rows: Tensor, num_spans: int) -> Tensor:
+    """The `rows` [spans · tokens] of `heads` [rows, heads, head size] as [spans, heads, tokens, head size]."""
+    return heads.index_select(0, rows).view(num_spans, -1, *heads.shape[1:]).transpose(1, 2)

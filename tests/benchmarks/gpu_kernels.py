@@ -102,8 +102,10 @@ def generation(batch: int, length: int, bandwidth: float) -> dict[str, object]:
 
 def context(chunk: int, cached: int) -> dict[str, object]:
     """Attention of a chunk behind `cached` tokens, and PyTorch's of a whole prompt where nothing is cached."""
-    from ifbbench.kernels.context_attention import context_attention, plan_tiles
+    from ifbbench.kernels.context_attention import context_attention
     from ifbbench.kernels.launch import context_tiles
+    from ifbbench.model.attention_plan import QuerySpans
+    from ifbbench.model.kernel_llama import plan_tiles
 
     fused = drawn(chunk, HEADS + 2 * KV_HEADS, HEAD_SIZE)
     queries, keys, values = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -112,7 +114,7 @@ def context(chunk: int, cached: int) -> dict[str, object]:
     tables = torch.randperm(blocks, device=DEVICE).int().view(1, -1)
     shape = context_tiles(HEAD_SIZE, DTYPE.itemsize, torch.cuda.get_device_capability())
     zero = np.zeros(1, np.int64)
-    planned = plan_tiles(zero, zero + chunk, zero + cached, zero, shape.rows // (HEADS // KV_HEADS))
+    planned = plan_tiles(QuerySpans(zero, zero + chunk, zero + cached, zero), shape.rows // (HEADS // KV_HEADS))
     tiles = torch.from_numpy(planned).to(DEVICE)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     took = seconds(lambda: context_attention(queries, keys, values, key_cache, value_cache, tables, tiles, output,

@@ -24,11 +24,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.cache import copy_rows, rotate_and_write
 from ifbbench.kernels.context_attention import TILE_FIELDS, context_attention
 from ifbbench.kernels.generation_attention import generation_attention
 from ifbbench.kernels.launch import context_tiles, generation_tiles
-from ifbbench.kernels.rows import add_rms_norm, quantise_rows, swiglu
+from ifbbench.kernels.rows import add_rms_norm, copy_rows, quantise_rows, rotate_and_write, swiglu
 from ifbbench.kernels.token_choice import choose_tokens, log_probs_of
 
 OPTIONS = ("num_warps", "num_stages")

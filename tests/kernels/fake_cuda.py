@@ -20,7 +20,7 @@ from ifbbench.execution import (
     model_executor,
     sampling,
 )
-from ifbbench.kernels import cache
+from ifbbench.kernels import rows
 from ifbbench.model import kernel_llama, tensors
 
 CUDA = torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert all(argument.device == CUDA for argument in arguments if isinstance(argument, Tensor)), kernel
         started.append(kernel.fn.__name__)
 
-    monkeypatch.setattr(type(cache._copy_kernel), "run", start)
+    monkeypatch.setattr(type(rows._copy_kernel), "run", start)
     monkeypatch.setattr(torch, "Event", _Event)
     for name, value in (("get_device_capability", (9, 0)), ("get_device_properties", H100),
                         ("graph_pool_handle", (0, 0))):

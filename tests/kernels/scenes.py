@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.model.attention_plan import QuerySpans
 
 SPARE_BLOCKS = 2
 
@@ -64,10 +65,10 @@ class Scene:
         self.expected = torch.cat(expected) if expected else torch.empty(0)
 
     @property
-    def spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """First rows, lengths, starts and table rows of the chunks."""
+    def spans(self) -> QuerySpans:
+        """The chunks."""
         lengths, starts = np.array(self.new, np.int64), np.array(self.cached, np.int64)
-        return np.cumsum(lengths) - lengths, lengths, starts, np.arange(len(lengths))
+        return QuerySpans(np.cumsum(lengths) - lengths, lengths, starts, np.arange(len(lengths)))
 
     def poisoned_output(self) -> Tensor:
         """[tokens + 1, heads, head size] of NaN."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels import cache
-from ifbbench.kernels.cache import addresses, copy_rows, copy_rows_buffered, row_bytes
+from ifbbench.kernels import rows
+from ifbbench.kernels.rows import addresses, copy_rows, copy_rows_buffered, row_bytes
 from tests.kernels.references import copy_rows_reference
 
 ROWS = 40
@@ -62,7 +62,7 @@ def test_many_random_swaps(device: torch.device) -> None:
 def test_a_small_buffer_takes_some_pools_at_a_time(
     pools_at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "BUFFER_BYTES", pools_at_once * 2 * 8 * row_bytes(pools_of(device)[0]))
+    monkeypatch.setattr(rows, "BUFFER_BYTES", pools_at_once * 2 * 8 * row_bytes(pools_of(device)[0]))
     check(copy_rows_buffered, pools_of(device), [(0, 8, 8), (8, 0, 8)])
 
 
@@ -76,7 +76,7 @@ def test_more_moves_than_the_shorter_axes_of_a_grid_have(
             grids.append(grid)
             return lambda *args, **options: None
 
-    monkeypatch.setattr(cache, "_copy_kernel", Kernel())
+    monkeypatch.setattr(rows, "_copy_kernel", Kernel())
     places = torch.zeros(2, dtype=torch.int64, device=device)
     copy_rows(places, places, torch.zeros((100_000, 3), dtype=torch.int64, device=device), 4096, 32)
     assert grids == [(100_000, 16, 2)]

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.kernels.context_attention import context_attention, plan_tiles
+from ifbbench.kernels.context_attention import context_attention
 from ifbbench.kernels.launch import SMALLEST_DOT, AttentionTiles, KernelError
+from ifbbench.model.attention_plan import QuerySpans
+from ifbbench.model.kernel_llama import plan_tiles
 from tests.kernels.comparing import DTYPES, assert_close
 from tests.kernels.references import context_attention_reference
 from tests.kernels.scenes import Heads, Scene
@@ -25,7 +27,7 @@ WINDOWS = {
 def check(scene: Scene, shape: AttentionTiles = SMALL) -> None:
     """Kernel and reference give the expected output and do not change other rows."""
     group = scene.heads.queries // scene.heads.keys
-    tiles = torch.from_numpy(plan_tiles(*scene.spans, shape.rows // group)).to(scene.device)
+    tiles = torch.from_numpy(plan_tiles(scene.spans, shape.rows // group)).to(scene.device)
     inputs = (scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables, tiles)
     by_kernel, by_reference = scene.poisoned_output(), scene.poisoned_output()
     context_attention(*inputs, by_kernel, shape, window=scene.rule)
@@ -74,7 +76,7 @@ def test_keys_in_eight_bits(device: torch.device) -> None:
 
 def test_a_batch_without_context(device: torch.device) -> None:
     scene = Scene([], [], Heads(), ALL, torch.float32, device)
-    tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
+    tiles = torch.from_numpy(plan_tiles(scene.spans, 8)).to(device)
     assert tiles.shape == (0, 5)
     output = scene.poisoned_output()
     context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables,
@@ -85,7 +87,7 @@ def test_a_batch_without_context(device: torch.device) -> None:
 def test_large_numbers_stay_numbers(device: torch.device) -> None:
     scene = Scene([17], [5], Heads(), ALL, torch.float32, device)
     scene.queries.mul_(1e3)
-    tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
+    tiles = torch.from_numpy(plan_tiles(scene.spans, 8)).to(device)
     output = scene.poisoned_output()
     context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables,
                       tiles, output, SMALL, ALL)
@@ -93,8 +95,8 @@ def test_large_numbers_stay_numbers(device: torch.device) -> None:
 
 
 def test_tiles_cover_each_query_once_and_the_longest_come_first() -> None:
-    first_rows, lengths, starts = np.array([0, 7, 8]), np.array([7, 1, 9]), np.array([0, 30, 4])
-    tiles = plan_tiles(first_rows, lengths, starts, np.array([5, 2, 0]), queries_per_tile=4)
+    spans = QuerySpans(*map(np.array, ([0, 7, 8], [7, 1, 9], [0, 30, 4], [5, 2, 0])))
+    tiles = plan_tiles(spans, queries_per_tile=4)
     rows = np.concatenate([np.arange(row, row + count) for row, count, *_ in tiles.tolist()])
     assert sorted(rows.tolist()) == list(range(17))
     ends = tiles[:, 2] + tiles[:, 1]
@@ -105,7 +107,7 @@ def test_tiles_cover_each_query_once_and_the_longest_come_first() -> None:
 
 def test_a_failure_names_kernel_and_shapes(device: torch.device) -> None:
     scene = Scene([0], [5], Heads(), ALL, torch.float32, device)
-    tiles = torch.from_numpy(plan_tiles(*scene.spans, 8)).to(device)
+    tiles = torch.from_numpy(plan_tiles(scene.spans, 8)).to(device)
     with pytest.raises(KernelError, match=r"context_attention failed .*queries \[6, 2, 32\] float32"):
         context_attention(scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache,
                           scene.block_tables, tiles, scene.poisoned_output(), AttentionTiles(16, 24, 4, 1), ALL)

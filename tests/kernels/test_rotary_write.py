@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.kernels.cache import rotate_and_write
+from ifbbench.kernels.rows import rotate_and_write
 from tests.kernels.comparing import DTYPES, assert_close
 from tests.kernels.references import rotate_and_write_reference
 

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from ifbbench.model.cpu_kernels import load_cpu_kernels
+from ifbbench.model.operations import load_cpu_kernels
 
 # Compiler options that exclude instructions of the processor, so that vectors of 16, 8 and 4 floats are tested on any
 # machine, and bfloat16 without its own instruction.

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.model.attention import AttentionGroup
-from ifbbench.model.attention_plan import QuerySpans, plan_attention
+from ifbbench.model.attention_plan import AttentionGroup, QuerySpans, plan_attention
 
 CPU = torch.device("cpu")
 
@@ -15,7 +14,7 @@ def plan(lengths: list[int], starts: list[int], tokens_per_block: int = 16) -> t
     spans = QuerySpans(np.cumsum(sizes) - sizes, sizes, np.array(starts, np.int64), np.arange(len(sizes)))
     width = -(-max(length + start for length, start in zip(lengths, starts, strict=True)) // tokens_per_block)
     tables = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
-    return plan_attention(spans, tables, tokens_per_block, CPU)
+    return plan_attention(spans, tables, tokens_per_block, CPU, num_rows=sum(lengths))
 
 
 def padded_queries(groups: tuple[AttentionGroup, ...]) -> int:
@@ -88,7 +87,7 @@ def test_consecutive_sequences_of_one_block_are_a_slice() -> None:
     tables = np.arange(8, dtype=np.int32)[:, None]
     for rows, expected in (([4, 2, 3], slice(2, 5)), ([1, 2, 4], None), ([2, 2, 4], None)):
         spans = QuerySpans(np.arange(3), ones, np.array([40, 41, 44]), np.array(rows))
-        (group,) = plan_attention(spans, tables, 64, CPU, is_contiguous=True)
+        (group,) = plan_attention(spans, tables, 64, CPU, num_rows=3, is_contiguous=True)
         assert group.num_block_keys == 45
         assert group.mask is not None
         assert group.mask.shape == (3, 1, 1, 45)

@@ -10,8 +10,7 @@ import torch
 from ifbbench.api.engine import build_engine, generate
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.model.named_models import load_model_config
-from ifbbench.model.tokenizer import load_tokenizer
+from ifbbench.model.named_models import load_model_config, load_tokenizer
 from ifbbench.model.weights import load_weights
 from tests.execution.driving import CPU, RecordingModel
 from tests.execution.test_families import logits_of
