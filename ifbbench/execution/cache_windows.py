@@ -14,11 +14,10 @@ from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout
 from ifbbench.execution.packing import Int64Array, PackedBatch, beam_inputs, table_rows
-from ifbbench.model.attention import LayerInputs
 from ifbbench.model.attention_plan import plan_window
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import ContiguousKvCache, PagedKvCache
-from ifbbench.model.llama import LlamaModel
+from ifbbench.model.llama import LayerInputs, LlamaModel
 from ifbbench.model.tensors import to_device
 
 KvCacheStorage = PagedKvCache | ContiguousKvCache
@@ -140,7 +139,7 @@ class CacheWindows:
             if self._shapes is not None:
                 paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.attention,
                                                self._shapes, self._device)  # fmt: skip
-                layer = LayerInputs(window.cache, paged.cache_rows, (), paged=paged)
+                layer = LayerInputs(window.cache, paged.cache_rows, paged)
             else:
                 in_place = self._attends_in_place and window.cache.is_readable_in_place
                 # Padding has no keys in the cache, so it cannot be read in place.
@@ -148,7 +147,7 @@ class CacheWindows:
                     packed.real_spans if in_place else packed.spans, tables, window.attention, self._device,
                     num_rows=len(packed.positions), is_contiguous=self._is_contiguous, in_place=in_place,
                 )  # fmt: skip
-                layer = LayerInputs(window.cache, self._tensor(rows), plan.after, plan.before, plan.in_place)
+                layer = LayerInputs(window.cache, self._tensor(rows), plan)
             inputs.update(dict.fromkeys(window.layers, layer))
         return tuple(inputs[layer] for layer in range(self._num_layers))
 
