@@ -163,9 +163,8 @@ def _write_drawn(
     output: Path,
     overwrite: bool,
 ) -> None:
-    from ifbbench.workload.draw import draw_trace
     from ifbbench.workload.formats import write_trace
-    from ifbbench.workload.spec import parse_spec
+    from ifbbench.workload.spec import draw_trace, parse_spec
 
     if (arrival == "all_at_once") != (request_rate is None):
         needs = "needs a" if request_rate is None else "takes no"
