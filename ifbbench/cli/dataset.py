@@ -188,6 +188,7 @@ def _write_drawn(
 def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int, as_json: bool) -> None:
     """Describe TRACE: a trace file, a workload specification, a run directory or the name of a bundled dataset."""
     import json
+    from dataclasses import asdict
 
     from ifbbench.config import RunConfig
     from ifbbench.workload.load import load_trace
@@ -198,7 +199,7 @@ def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int
     statistics = trace_statistics(loaded)
     if as_json:
         identity = {"name": loaded.name, "source": loaded.source, "sha256": loaded.sha256}
-        click.echo(json.dumps(identity | statistics.as_dict()))
+        click.echo(json.dumps(identity | asdict(statistics)))
     else:
         _print(f"{loaded.name} ({loaded.source})", statistics)
 

@@ -13,9 +13,9 @@ from ifbbench.workload.prompts import (
     output_symbol,
     prompt_tokens,
     symbolic_runs,
-    tokens_seen_before,
     with_prefix,
 )
+from ifbbench.workload.statistics import tokens_seen_before
 from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 # Token ids.

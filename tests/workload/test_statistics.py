@@ -1,6 +1,7 @@
 """A trace in figures."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ def test_no_span_is_no_rate(arrivals_s):
     assert statistics.request_rate_per_s is None
     assert statistics.gap_cv is None
     assert statistics.rates_per_s == ()
-    assert json.loads(json.dumps(statistics.as_dict()))["span_s"] == 0
+    assert json.loads(json.dumps(asdict(statistics)))["span_s"] == 0
 
 
 def test_lengths():
