@@ -6,7 +6,6 @@ does not exist. `RunConfig` is what the user asked for, with None where the answ
 """
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.fields import did_you_mean
 from ifbbench.setting import Setting
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
@@ -245,8 +245,7 @@ def setting(name: str) -> Setting:
     for candidate in settings():
         if wanted in (candidate.name, *candidate.aliases):
             return candidate
-    near = difflib.get_close_matches(wanted, [item.name for item in settings()], n=3, cutoff=0.4)
-    hint = f" Did you mean {', '.join(near)}?" if near else " See `ifbbench run --help`."
+    hint = did_you_mean(wanted, [item.name for item in settings()], 3) or " See `ifbbench run --help`."
     raise InputError(f"{name!r} is not a setting.{hint}")
 
 

@@ -67,8 +67,5 @@ class Setting:
         if self.choices:
             return f"one of {', '.join(self.choices)}{', ' + self.others if self.others else ''}"
         words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[self.type]
-        if self.minimum is not None:
-            words += f" {'above' if self.exclusive_minimum else 'of at least'} {self.minimum:g}"
-        if self.maximum is not None:
-            words += f"{' and' if self.minimum is not None else ''} at most {self.maximum:g}"
-        return words + (f" ({self.unit})" if self.unit else "")
+        minimum, above = (None, self.minimum) if self.exclusive_minimum else (self.minimum, None)
+        return words + fields.range_in_words(minimum, self.maximum, above, unit=self.unit)
