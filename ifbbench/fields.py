@@ -34,7 +34,6 @@ def integer(
     if type(converted) is int and minimum <= converted <= maximum:
         return converted
     is_integer = isinstance(converted, numbers.Integral) and not isinstance(converted, bool)
-    converted = int(converted) if is_integer else None
     if is_integer and minimum <= converted <= maximum:
         return int(converted)
     # The limit of 64 bits is named only to a value beyond it.
@@ -106,10 +105,9 @@ def integers(
     """`value`, a list of at least one integer from `minimum` to `maximum`; `item` is what one of them is called."""
     if not isinstance(value, list | tuple) or not value:
         raise unexpected(name, value, f"a list of at least one {item}")
-    if set(map(type, value)) != {int} or min(value) < minimum or max(value) > maximum:
-        for position, entry in enumerate(value):
-            integer(entry, f"{name}[{position}]", minimum, maximum)
-    return tuple(value)
+    if set(map(type, value)) == {int} and minimum <= min(value) and max(value) <= maximum:
+        return tuple(value)
+    return tuple(integer(entry, f"{name}[{position}]", minimum, maximum) for position, entry in enumerate(value))
 
 
 def table(value: Any, name: str, known: Iterable[str] | None = None, required: Iterable[str] = ()) -> dict[str, Any]:

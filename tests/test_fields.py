@@ -147,6 +147,7 @@ def test_choices():
 
 def test_lists_of_integers():
     assert fields.integers([1, 2], "ids", "token id", 0, 9) == (1, 2)
+    assert set(map(type, fields.integers([np.int32(1), 2], "ids"))) == {int}
     for value, message in (
         ([], "ids is []; expected a list of at least one token id."),
         ("12", "ids is '12'; expected a list of at least one token id."),

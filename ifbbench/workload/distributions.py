@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf, log, sqrt
-from typing import Annotated, Any, Protocol, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Protocol, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,12 @@ NotNegative = Annotated[float, {"minimum": 0}]
 
 class Limited:
     """A dataclass that checks its numbers at construction: those of fields annotated with the limits that
-    `fields.integer` or `fields.number` take. A default may be outside of them (`max` is infinite)."""
+    `fields.integer` or `fields.number` take. A default may be outside of them (`max` is infinite).
+
+    ascending: two fields of which the second must be at least the first.
+    """
+
+    ascending: ClassVar[tuple[str, str] | None] = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -57,12 +62,11 @@ class Limited:
                 kind, limits = get_args(field.type)
                 check: Any = fields.integer if kind is int else fields.number
                 check(value, field.name, **limits)
-
-
-def require_order(name: str, value: float, lower_name: str, lower: float) -> None:
-    """InputError if `value` is below `lower`."""
-    if value < lower:
-        raise InputError(f"{name} is {value:g}; expected at least {lower_name} ({lower:g}).")
+        if self.ascending is not None:
+            low, high = (getattr(self, name) for name in self.ascending)
+            if high < low:
+                lower, upper = self.ascending
+                raise InputError(f"{upper} is {high:g}; expected at least {lower} ({low:g}).")
 
 
 # Lengths in tokens (or turns), at least 1.
@@ -104,12 +108,9 @@ class Normal(Limited):
 class Uniform(Limited):
     """Integers from `min` to `max`, all equally likely: gptManagerBenchmark's token-unif-dist (prepare_dataset.py)."""
 
+    ascending = ("min", "max")
     min: Length
     max: Length
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_order("max", self.max, "min", self.min)
 
     def draw(self, generator: Generator, count: int) -> Lengths:
         return generator.integers(self.min, self.max, size=count, endpoint=True, dtype=np.int64)
@@ -134,7 +135,7 @@ class Quantiles:
     def __post_init__(self) -> None:
         if [percentile for percentile, _ in self.points[:1] + self.points[-1:]] != [0, 100]:
             raise InputError("quantiles do not go from p0 to p100; give both.")
-        lengths = [fields.number(length, f"p{percentile:g}", 1) for percentile, length in self.points]
+        lengths = [length for _, length in self.points]
         if lengths != sorted(lengths):
             raise InputError("a higher quantile is below a lower one; expected lengths in ascending order.")
 
@@ -166,12 +167,9 @@ class FixedTime(Limited):
 class UniformTime(Limited):
     """Uniform from `min` to `max`."""
 
+    ascending = ("min", "max")
     min: NotNegative
     max: NotNegative
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_order("max", self.max, "min", self.min)
 
     def draw(self, generator: Generator, count: int) -> Times:
         return generator.uniform(self.min, self.max, count)
@@ -191,13 +189,10 @@ class ExponentialTime(Limited):
 class LogNormalTime(Limited):
     """Log-normal of the given median and mean, before it is cut off at `max`."""
 
+    ascending = ("median", "mean")
     median: Positive
     mean: Positive
     max: Positive = inf
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_order("mean", self.mean, "median", self.median)
 
     def draw(self, generator: Generator, count: int) -> Times:
         spread = sqrt(2 * log(self.mean / self.median))

@@ -30,10 +30,9 @@ Row = Mapping[str, Any]
 class TraceFormat(Protocol):
     """One kind of trace file. An instance reads one file.
 
-    name: for messages. keys: all in the rows of this format; the first rows of a file decide which format it has.
+    keys: all in the rows of this format; the first rows of a file decide which format it has.
     """
 
-    name: str
     keys: frozenset[str]
 
     def request(self, row: Row, index: int) -> TraceRequest:
@@ -49,7 +48,6 @@ class IfbbenchFormat:
     keys are ignored. `write_trace` is the inverse.
     """
 
-    name = "ifbbench"
     keys = frozenset({"arrival_s"})
     number_keys = frozenset({"request_id", "arrival_s", "prompt_len", "max_new_tokens", "output_len"})
 
@@ -126,7 +124,6 @@ class MooncakeFormat:
     `max_new_tokens` is output_length.
     """
 
-    name = "Mooncake"
     keys = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})
 
     def __init__(self) -> None:
@@ -156,7 +153,6 @@ class AzureFormat:
     `max_new_tokens` is GeneratedTokens.
     """
 
-    name = "Azure LLM inference"
     keys = frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"})
 
     def __init__(self) -> None:
@@ -201,7 +197,6 @@ class GptManagerFormat:
     LoRA. The samples record no reservation: `max_new_tokens` is `output_len`.
     """
 
-    name = "gptManagerBenchmark"
     keys = frozenset({"input_ids", "output_len"})
 
     def __init__(self) -> None:

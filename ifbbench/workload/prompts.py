@@ -4,11 +4,9 @@ A prompt may begin with named tokens, in runs (prefix id, length): the first `le
 the id names. Tokens after the last run belong to the request alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +17,6 @@ from ifbbench.workload.trace import MAX_ID, PREFIX_BLOCK, PrefixRun, Trace, Trac
 
 MAX_PREFIX_ID = MAX_ID // PREFIX_BLOCK - 1
 CACHED_BLOCKS = 8192  # 16 MiB of tokens
-
-Prompt = TypeVar("Prompt", bytes, list[PrefixRun])
 
 
 def runs_of(ids: Sequence[int], num_tokens: int) -> list[PrefixRun]:
@@ -108,61 +104,3 @@ def symbolic_runs(request: TraceRequest, index: int) -> list[tuple[int, int]]:
 def output_symbol(index: int, position: int) -> int:
     """The symbol of output token `position` of request `index`; later positions have the symbols after it."""
     return -(index + 1) * _SYMBOLS_PER_REQUEST + _MAX_TOKENS + position
-
-
-# What a perfect prefix cache could save.
-
-
-def tokens_seen_before(requests: Iterable[TraceRequest]) -> int | None:
-    """The sum over all prompts of the tokens that the prompt has in common with the beginning of an earlier one.
-
-    Exact to the token, nothing evicted: no prefix cache finds more. None if the trace does not say which tokens are
-    equal.
-    """
-    recorded: list[bytes] = []
-    named: list[list[PrefixRun]] = []
-    for request in requests:
-        if request.prompt_tokens is not None:
-            # In big-endian bytes, the order of texts is that of tokens.
-            recorded.append(np.asarray(request.prompt_tokens, dtype=">i4").tobytes())
-        elif request.prefix_ids is not None:
-            named.append(request.prefix_runs())
-    if not recorded and not named:
-        return None
-    return _seen_before(recorded, _common_tokens) + _seen_before(named, _common_runs)
-
-
-def _seen_before(prompts: Sequence[Prompt], num_common: Callable[[Prompt, Prompt], int]) -> int:
-    """In sorted order, neighbours have the longest common beginnings. The prompts are removed from the latest to the
-    first: at its removal, a prompt has only earlier ones beside it, and the longest beginning that it shares with any
-    of them is the one that it shares with a neighbour."""
-    count = len(prompts)
-    before, after = [count] * (count + 1), [count] * (count + 1)
-    common_with_before = [0] * (count + 1)  # the last entry stands for no prompt, at either end
-    for left, right in pairwise(sorted(range(count), key=prompts.__getitem__)):
-        before[right], after[left] = left, right
-        common_with_before[right] = num_common(prompts[left], prompts[right])
-    total = 0
-    for index in reversed(range(count)):
-        left, right = before[index], after[index]
-        total += max(common_with_before[index], common_with_before[right])
-        common_with_before[right] = min(common_with_before[index], common_with_before[right])
-        before[right], after[left] = left, right
-    return total
-
-
-def _common_tokens(some: bytes, others: bytes) -> int:
-    length = min(len(some), len(others)) // 4
-    equal = np.frombuffer(some, np.int32, length) == np.frombuffer(others, np.int32, length)
-    return length if equal.all() else int(equal.argmin())
-
-
-def _common_runs(some: list[PrefixRun], others: list[PrefixRun]) -> int:
-    common = 0
-    for (prefix_id, length), (other_id, other_length) in zip(some, others, strict=False):
-        if prefix_id != other_id:
-            break
-        common += min(length, other_length)
-        if length != other_length:
-            break
-    return common

@@ -136,6 +136,26 @@ class _RowsOfIds:
 
 # Where rows are in a file.
 
+_decode = msgspec.json.Decoder().decode
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object in `text`, or InputError."""
+    try:
+        value = _decode(text)
+    except (ValueError, RecursionError):
+        try:
+            value = json.loads(text)  # takes NaN as well, and has the better messages
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not valid JSON ({error}); expected one JSON object.") from None
+    return checked_object(value)
+
+
+def checked_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{shown(value)} is not valid; expected a JSON object.")
+    return value
+
 
 class Container(Protocol):
     """A kind of file that holds rows. row_name: template of what a message calls the row of a number."""
@@ -165,6 +185,7 @@ class JsonLines:
     """JSON objects, one a line. The origin of a row is its first byte."""
 
     row_name = "line {}"
+    parse = staticmethod(json_object)
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -187,11 +208,22 @@ class JsonLines:
             if not line.isspace():
                 yield line_number, start, line.decode()
 
-    def parse(self, content: str) -> Row:
-        return json_object(content)
-
     def recall(self, make_request: MakeRequest, path: Path) -> Recall:
-        return StoredLines(self._file, lambda line: make_request(json_object(line), 0), path)
+        file = self._file
+
+        def request_at(origin: int) -> TraceRequest:
+            file.seek(origin)
+            line = file.readline()
+            try:
+                return make_request(json_object(line.decode()), 0)
+            except (InputError, UnicodeDecodeError, OSError) as error:
+                raise InputError(
+                    f"{path} was changed during the replay: {error}, at byte {origin}. Replay it again, and do not "
+                    "write to it meanwhile."
+                ) from error
+
+        weakref.finalize(request_at, file.close)
+        return request_at
 
 
 class CsvTable:
@@ -226,6 +258,7 @@ class JsonDocument:
     """A list of JSON objects, alone or as `samples` of an object; `//` comments are ignored. It is kept in memory."""
 
     row_name = "samples[{}]"
+    parse = staticmethod(checked_object)
 
     def __init__(self, file: BinaryIO) -> None:
         text = "".join(_text_lines(file))
@@ -243,60 +276,12 @@ class JsonDocument:
     def rows(self) -> Iterator[tuple[int, int, Any]]:
         return ((index, index, sample) for index, sample in enumerate(self._samples))
 
-    def parse(self, content: Any) -> Row:
-        return _checked_object(content)
-
     def recall(self, make_request: MakeRequest, path: Path) -> Recall:
         return lambda index: make_request(self._samples[index], index)
 
 
 CONTAINERS: dict[str, type[Container]] = {".jsonl": JsonLines, ".csv": CsvTable, ".json": JsonDocument}
-
-
-class StoredLines:
-    """Makes requests from the lines of an open file, by their first byte. The file is closed with the last reference.
-
-    make(line): the request of a line, or InputError. path: the file's name in messages.
-    """
-
-    def __init__(self, file: BinaryIO, make: Callable[[str], TraceRequest], path: Path) -> None:
-        self._file = file
-        self._make = make
-        self._path = path
-        weakref.finalize(self, file.close)
-
-    def __call__(self, offset: int) -> TraceRequest:
-        self._file.seek(offset)
-        line = self._file.readline()
-        try:
-            return self._make(line.decode())
-        except (InputError, UnicodeDecodeError, OSError) as error:
-            raise InputError(
-                f"{self._path} was changed during the replay: {error}, at byte {offset}. Replay it again, and do not "
-                "write to it meanwhile."
-            ) from error
-
-
-_decode = msgspec.json.Decoder().decode
 _STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*')
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, or InputError."""
-    try:
-        value = _decode(text)
-    except (ValueError, RecursionError):
-        try:
-            value = json.loads(text)  # takes NaN as well, and has the better messages
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"not valid JSON ({error}); expected one JSON object.") from None
-    return _checked_object(value)
-
-
-def _checked_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{shown(value)} is not valid; expected a JSON object.")
-    return value
 
 
 def _commented_json(text: str) -> Any:

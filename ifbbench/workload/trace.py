@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from math import ceil
-from typing import TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
@@ -125,8 +125,6 @@ Floats: TypeAlias = "array[float]"
 Recall: TypeAlias = Callable[[int], TraceRequest]
 """Makes the request of an origin again."""
 
-Number = TypeVar("Number", int, float)
-
 NO_TOKEN = NO_ORIGIN = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
@@ -136,13 +134,14 @@ def integers(values: ArrayLike) -> Integers:
     return array(LENGTH, np.asarray(values, np.int32).tobytes())
 
 
+def identifiers(values: ArrayLike) -> Integers:
+    """A column of ids, origins or row numbers."""
+    return array(ID, np.asarray(values, np.int64).tobytes())
+
+
 def seconds(values: ArrayLike) -> Floats:
     """A column of times."""
     return array(SECONDS, np.asarray(values, np.float64).tobytes())
-
-
-def _taken(column: "array[Number]", order: NDArray[np.int64]) -> "array[Number]":
-    return array(column.typecode, np.asarray(column)[order].tobytes())
 
 
 def no_recall(origin: int) -> TraceRequest:
@@ -203,16 +202,10 @@ class RequestColumns(Sequence[TraceRequest]):
         ordered = self
         if not (arrivals_s[1:] >= arrivals_s[:-1]).all():
             order = np.argsort(arrivals_s, kind="stable")
-            ordered = replace(
-                self,
-                request_id=_taken(self.request_id, order),
-                arrival_s=_taken(self.arrival_s, order),
-                prompt_len=_taken(self.prompt_len, order),
-                max_new_tokens=_taken(self.max_new_tokens, order),
-                output_len=_taken(self.output_len, order),
-                origin=_taken(self.origin, order),
-                priority=None if self.priority is None else _taken(self.priority, order),
-            )
+            columns: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, array)}
+            for name, column in columns.items():
+                columns[name] = array(column.typecode, np.asarray(column)[order].tobytes())
+            ordered = replace(self, **columns)
         start_s = ordered.arrival_s[0]
         return ordered if start_s >= 0 else replace(ordered, arrival_s=seconds(np.asarray(ordered.arrival_s) - start_s))
 

@@ -1,6 +1,6 @@
-"""The tokens of prompts: ids, symbols where no ids are recorded, and tokens that an earlier prompt began with."""
+"""The tokens of prompts: ids, and symbols where no ids are recorded."""
 
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
-from ifbbench.workload.prompts import (
-    MAX_PREFIX_ID,
-    output_symbol,
-    prompt_tokens,
-    symbolic_runs,
-    tokens_seen_before,
-    with_prefix,
-)
+from ifbbench.workload.prompts import MAX_PREFIX_ID, output_symbol, prompt_tokens, symbolic_runs, with_prefix
 from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 # Token ids.
@@ -123,41 +116,3 @@ def test_64_bits_are_enough():
     runs = symbolic_runs(request_of(512, [(MAX_PREFIX_ID, 512)]), index=0)
     assert sum(runs[0]) in INT64
     assert symbolic_runs(request_of(2**31 - 1), index=2**31 - 2)[0][0] in INT64
-
-
-# Tokens seen before: against comparing every two prompts, token by token.
-
-# Few ids and lengths, so that prompts have much in common.
-prefixes = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 2, PREFIX_BLOCK])), min_size=1, max_size=4)
-tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-
-
-def named(runs):
-    return with_prefix(TraceRequest(0, 0.0, sum(length for _, length in runs) + 3, 1, 1), runs)
-
-
-def recorded(prompt):
-    return TraceRequest(0, 0.0, len(prompt), 1, 1, prompt_tokens=tuple(prompt))
-
-
-def one_by_one(prompts):
-    def common(some, others):
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
-
-    return sum(
-        max((common(prompt, earlier) for earlier in prompts[:index]), default=0) for index, prompt in enumerate(prompts)
-    )
-
-
-@given(st.lists(prefixes, max_size=8), st.lists(tokens, max_size=8))
-def test_as_counted_one_by_one(with_ids, with_tokens):
-    spelt = [[(number, offset) for number, length in runs for offset in range(length)] for runs in with_ids]
-    requests = [*map(named, with_ids), *map(recorded, with_tokens)]
-    expected = one_by_one(spelt) + one_by_one(with_tokens) if requests else None
-    assert tokens_seen_before(requests) == expected
-
-
-def test_unknown_tokens():
-    lengths_only = TraceRequest(0, 0.0, 9, 1, 1)
-    assert tokens_seen_before([lengths_only]) is None
-    assert tokens_seen_before([lengths_only, recorded([1, 2]), lengths_only, recorded([1, 3])]) == 1
