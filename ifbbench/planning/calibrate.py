@@ -16,7 +16,7 @@ from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.planning.fit import FitError, Floats, Point, fit, points_of, predicted_s
 from ifbbench.planning.measure import measure, scenarios
-from ifbbench.recording import environment
+from ifbbench.recording import run_directory
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulation.shard import Shard
@@ -106,7 +106,7 @@ def calibrated(engine: Engine, hardware: HardwareProfile, points: Sequence[Point
         "tokens_per_block": engine.limits.tokens_per_block,
         "median_error": error.median, "p90_error": error.p90, "worst_error": error.worst,
         "points": len(points), "iterations": sum(point.samples for point in points),
-        "torch": environment.versions()["torch"],
+        "torch": run_directory.versions()["torch"],
     }  # fmt: skip
     return Calibration(path, replace(fitted, calibration=about), points, seconds)
 
@@ -120,7 +120,7 @@ def _measured_device(engine: Engine) -> HardwareProfile:
     base = load_hardware("cpu" if device.type == "cpu" else _profile_of(torch.cuda.get_device_capability(device)))
     return replace(
         base,
-        title=environment.hardware()["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device),
+        title=run_directory.hardware()["cpu"] if device.type == "cpu" else torch.cuda.get_device_name(device),
         peak_flops={dtype: matmul_flops_per_s(device, TORCH_DTYPES[dtype])},
         memory_bytes=_memory_bytes(engine, device),
         memory_bandwidth=copy_bytes_per_s(device),

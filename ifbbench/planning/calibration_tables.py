@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ifbbench.planning.calibrate import Calibration
 from ifbbench.planning.fit import FITTED_SHARES, FitError
+from ifbbench.report import count, percent, significant
 from ifbbench.report.style import INK, MUTED, SERIES, styled, title
-from ifbbench.report.units import count, percent, significant
 
 GIGA = 1e9
 MICROSECONDS = 1e6

@@ -8,8 +8,8 @@ from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.planning.capacity import Study
 from ifbbench.planning.concurrency import Fit
+from ifbbench.report import NOTHING, count, significant
 from ifbbench.report.tables import LIMIT_NAMES
-from ifbbench.report.units import NOTHING, count, significant
 
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
