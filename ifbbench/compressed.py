@@ -1,6 +1,5 @@
 """Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise."""
 
-import io
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -28,50 +27,31 @@ class DamagedFile(ValueError):
     """The content of a compressed file is not valid gzip."""
 
 
-class Writer:
-    """A new file of bytes, buffered.
-
-    mode: `w` replaces an existing file, `x` raises FileExistsError. OSError if the file cannot be written.
-    """
-
-    def __init__(self, path: Path, mode: str = "w") -> None:
-        self._file = cast(io.BufferedWriter, path.open(mode + "b", buffering=BUFFER_BYTES))
-
-    def write(self, content: bytes) -> None:
-        """Add `content`."""
-        self._file.write(content)
-
-    def flush(self) -> None:
-        """Make everything written so far readable for other processes."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """End the file."""
-        self._file.close()
-
-
-class _GzipWriter(Writer):
-    """A gzip file. Equal content gives equal files: they contain neither name nor date.
+class GzipWriter:
+    """A new gzip file. Equal content gives equal files: they contain neither name nor date.
 
     That also holds for any number of flushes: a flush writes the end of a copy of the compressed stream, so that the
     file is complete, and the next write replaces that end.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
-        super().__init__(path, mode)
+        self._file = path.open(mode + "b")
         self._packer = zlib.compressobj(LEVEL, wbits=GZIP)
         self._packed = bytearray()
         self._packed_end = 0
 
     def write(self, content: bytes) -> None:
+        """Add `content`."""
         self._packed += self._packer.compress(content)
         if len(self._packed) >= BUFFER_BYTES:
             self._put(b"")
 
     def flush(self) -> None:
+        """Make everything written so far readable for other processes."""
         self._put(self._packer.copy().flush())
 
     def close(self) -> None:
+        """End the file."""
         self._put(self._packer.flush())
         self._file.close()
 
@@ -86,9 +66,14 @@ class _GzipWriter(Writer):
         self._file.flush()
 
 
-def open_to_write(path: Path, mode: str = "w") -> Writer:
-    """A writer for `path`, compressing if the name ends in `.gz`; see Writer."""
-    return _GzipWriter(path, mode) if is_compressed(path) else Writer(path, mode)
+def open_to_write(path: Path, mode: str = "w") -> BinaryIO | GzipWriter:
+    """A new file of bytes, buffered, and compressed if the name ends in `.gz`.
+
+    mode: `w` replaces an existing file, `x` raises FileExistsError. OSError if the file cannot be written.
+    """
+    if is_compressed(path):
+        return GzipWriter(path, mode)
+    return cast(BinaryIO, path.open(mode + "b", buffering=BUFFER_BYTES))
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:

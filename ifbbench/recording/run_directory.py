@@ -1,7 +1,11 @@
-"""The run directory: its files, and the checks that protect what it already holds."""
+"""The run directory: its files, the checks that protect its content, and the environment that `run.json` describes."""
 
 import json
+import os
+import platform
 import shutil
+import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,8 @@ RESULTS = Path("results")
 OPEN_SPANS = "open_spans.jsonl"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", "spans", "requests", "trace")
-RUN_FILES = (
-    "run.json",
-    *(f"{name}.{recording_format}" for name in LINE_FILES for recording_format in RECORDING_FORMATS),
-    "summary.json",
-    OPEN_SPANS,
-)
+# Packages that results depend on.
+PACKAGES = ("ifbbench", "torch", "triton", "numpy")
 
 
 def find_lines(directory: Path, name: str) -> Path:
@@ -44,7 +44,8 @@ def prepare(path: Path, overwrite: bool) -> Path:
     check(path, overwrite)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for name in (*RUN_FILES, "report.html"):
+        lines = [f"{name}.{recording_format}" for name in LINE_FILES for recording_format in RECORDING_FORMATS]
+        for name in ("run.json", "summary.json", OPEN_SPANS, "report.html", *lines):
             (path / name).unlink(missing_ok=True)
         shutil.rmtree(path / "charts", ignore_errors=True)
         (path / "run.json").touch()
@@ -64,3 +65,40 @@ def replace_file(path: Path, content: bytes) -> None:
     partial = path.with_suffix(".part")
     partial.write_bytes(content)
     partial.replace(path)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and PACKAGES; None for a package that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, usable cores and memory in bytes."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines() if cpu_info.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return {
+        "machine": platform.machine(),
+        "cpu": next(models, None) or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+    }
+
+
+def git_revision() -> str | None:
+    """The commit of the checkout that this package is in, with `-dirty` if it has changes; None outside a checkout."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None

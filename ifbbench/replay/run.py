@@ -14,7 +14,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.recording import environment, run_directory
+from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
@@ -166,9 +166,9 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
             "skipped_rows": trace.skipped_rows,
         },
         "model": engine.describe_model(),
-        "versions": environment.versions(),
-        "hardware": environment.hardware(),
-        "git_revision": environment.git_revision(),
+        "versions": run_directory.versions(),
+        "hardware": run_directory.hardware(),
+        "git_revision": run_directory.git_revision(),
     } | ({"device_limits": limits} if limits else {})
 
 

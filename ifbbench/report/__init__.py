@@ -1,0 +1,51 @@
+"""Reports of run directories: tables, charts and exports. Here: how all of them write numbers."""
+
+import math
+from collections.abc import Iterable
+
+NOTHING = "–"
+BAR_CELLS = 24
+
+
+def significant(value: float | None, scale: float = 1.0) -> str:
+    """`value` times `scale` to three significant digits, without exponent: 1,234 · 12.3 · 0.0123; a dash for None or
+    NaN."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    value *= scale
+    if value == 0:
+        return "0"
+    decimals = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(decimals, 0), 9)}f}"
+
+
+def count(value: float | None) -> str:
+    """A whole number with thousands separators; a dash for None or NaN."""
+    return NOTHING if value is None or math.isnan(value) else f"{value:,.0f}"
+
+
+def percent(share: float | None) -> str:
+    """A share (0 to 1) in percent; `<1 %` for a small one, so that it does not read as never."""
+    if share is None or math.isnan(share):
+        return NOTHING
+    if 0 < share < 0.01:
+        return "<1 %"
+    if 0.99 < share < 1:
+        return ">99 %"
+    return f"{share:.0%}".replace("%", " %")
+
+
+def time_unit(seconds: Iterable[float | None]) -> tuple[str, float]:
+    """The unit (s, ms or µs) that suits the middle of these durations, and the number of them in a second."""
+    known = sorted(value for value in seconds if value is not None and not math.isnan(value))
+    middle = known[len(known) // 2] if known else 1.0
+    if middle >= 1:
+        return "s", 1.0
+    return ("µs", 1e6) if 0 < middle < 1e-4 else ("ms", 1e3)
+
+
+def bar(share: float, cells: int = BAR_CELLS) -> str:
+    """A bar of `share` (0 to 1) of `cells` characters, to an eighth of a character."""
+    eighths = max(round(share * cells * 8), int(share > 0))
+    rest = " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+    return ("█" * (eighths // 8) + rest).ljust(cells)

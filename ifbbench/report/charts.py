@@ -1,16 +1,16 @@
-"""The charts of a run and of a sweep, as PNG and SVG. Those of `timeline` and `sweep` are in files of their own."""
+"""The charts of a run and of a sweep, as PNG and SVG."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
+from ifbbench.report import significant, time_unit
 from ifbbench.report.figures import inter_token_gaps, output_tokens
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
@@ -25,16 +25,20 @@ from ifbbench.report.style import (
     heading,
     styled,
     thousands,
-)  # fmt: skip
-from ifbbench.report.sweep import draw_sweep
-from ifbbench.report.timeline import draw_timeline, timeline_cells
-from ifbbench.report.units import significant, time_unit
-
-__all__ = ["plot_run", "plot_sweep", "timeline_cells"]
+    title,
+)
+from ifbbench.report.tables import SweepRow, number_in
+from ifbbench.report.timeline import draw_timeline
 
 # Percentiles that the chart of latencies marks.
 MARKS = (50, 90, 99)
 LOG_FROM_RATIO = 10
+# Of a sweep: figures of TTFT, the ratio of settings from which their axis is logarithmic, and the setting from which
+# its ticks are abbreviated.
+TTFTS = {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}
+LOG_POSITIONS_FROM_RATIO = 8
+LONG_FROM = 1e5
+LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
@@ -56,10 +60,10 @@ def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
         return [path for name, draw in sorted(charts.items()) for path in _save(draw(run), directory, name)]
 
 
-def plot_sweep(rows: Sequence[Mapping[str, Any]], over: str, directory: Path) -> list[Path]:
+def plot_sweep(rows: Sequence[SweepRow], over: str, directory: Path) -> list[Path]:
     """Draw throughput and TTFT against the setting `over` into `directory`; return the files written.
 
-    A row is a flattened summary (`ttft_s.p99`) with the settings beside it. InputError if a row lacks the setting.
+    InputError if a row lacks the setting.
     """
     if not rows or any(over not in row for row in rows):
         raise InputError(
@@ -129,21 +133,19 @@ def draw_kv_cache(run: RunData) -> Figure:
         f"pool: {pool:,.0f} blocks of {size:.0f} tokens", (0, pool), xycoords=("axes fraction", "data"),
         xytext=(4, 4), textcoords="offset points", color=LIMIT, fontsize=8,
     )  # fmt: skip
-    blocks.set_ylabel("KV blocks used")
-    blocks.set_ylim(0, pool * 1.14)
+    blocks.set(ylabel="KV blocks used", ylim=(0, pool * 1.14))
     blocks.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     thousands(blocks.yaxis)
     to_percent, to_blocks = 100 / pool, pool / 100
     share = blocks.secondary_yaxis("right", functions=(lambda y: np.asarray(y) * to_percent,
                                                        lambda y: np.asarray(y) * to_blocks))  # fmt: skip
-    share.set_ylabel("% of the pool")
-    share.set_yticks([0, 25, 50, 75, 100])
+    share.set(ylabel="% of the pool", yticks=[0, 25, 50, 75, 100])
     share.spines["right"].set_visible(False)
     share.tick_params(length=0)
     paused = iterations["pauses"].to_numpy(dtype=float)
     counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
     pauses.stairs(counts, bins.edges, fill=True, color=SERIES[1], linewidth=0)
-    pauses.set_ylabel("pauses" if bins.singly else f"pauses\nper {bins.width}")
+    pauses.set_ylabel(f"pauses{bins.per_bin}")
     pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
     pauses.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
     if not paused.any():
@@ -188,7 +190,13 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
         shares.set_xscale("log")
         shares.xaxis.set_minor_formatter(NullFormatter())
     thousands(shares.xaxis)
-    shape.hist(values, bins=list(_bin_edges(values, logarithmic)), color=colour)
+    low, high = float(values[0]), float(values[-1])
+    if low == high:
+        low, high = low * 0.95, high * 1.05 or 1.0
+    # More bins for more values; even ones, and on a logarithmic axis evenly growing ones.
+    bins = int(np.clip(np.sqrt(values.size), 6, 60))
+    edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
+    shape.hist(values, bins=list(edges), color=colour)
     shares.ecdf(values, color=colour, linewidth=1.6)
     percentiles = np.percentile(values, MARKS)
     shares.plot(percentiles, np.array(MARKS) / 100, "o", color=INK, markersize=4, zorder=3)
@@ -206,14 +214,76 @@ def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
     shares.set_title(" · ".join(texts), fontsize=8.5, color=MUTED)
     shares.set_xlabel("ITL")
     for axes in (shape, shares):
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
 
 
-def _bin_edges(values: Floats, logarithmic: bool) -> Floats:
-    """Even bins, evenly growing ones on a logarithmic axis; more of them for more values."""
-    low, high = float(values[0]), float(values[-1])
-    if low == high:
-        low, high = low * 0.95, high * 1.05 or 1.0
-    bins = int(np.clip(np.sqrt(values.size), 6, 60))
-    return (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
+def draw_sweep(rows: Sequence[SweepRow], over: str) -> Figure:
+    """Throughput above, TTFT p50 and p99 below, and the prefix hit rate below that where any point reused something;
+    points in order of the setting, or of the rows if it is a text."""
+    numeric = all(number_in(row, over) is not None for row in rows)
+    if numeric:
+        rows = sorted(rows, key=lambda row: float(row[over]))
+    hit_rates = [value * 100 for value in _values(rows, "prefix_hit_rate")]
+    with_hit_rates = any(value > 0 for value in hit_rates)
+    figure = Figure(figsize=(7.5, 7.5 if with_hit_rates else 5.4))
+    panels = figure.subplots(3 if with_hit_rates else 2, 1, sharex=True)
+    throughput, ttft = panels[:2]
+    positions = _positions(throughput, rows, over, numeric)
+    line = "o-" if numeric else "o"  # there is nothing between two texts
+    _points(throughput, positions, _values(rows, "output_throughput_tokens_per_s"), line, SERIES[0], "")
+    throughput.set_ylabel("output tokens/s")
+    unit, scale = time_unit([value for key in TTFTS for value in _values(rows, key)])
+    for (key, name), colour in zip(TTFTS.items(), SERIES[1:3], strict=True):
+        values = [value * scale for value in _values(rows, key)]
+        ttft.plot(positions, values, line, color=colour, markersize=5, linewidth=1.6, label=name)
+    ttft.set_ylabel(f"TTFT ({unit})")
+    if with_hit_rates:
+        _points(panels[2], positions, hit_rates, line, SERIES[3], " %")
+        panels[2].set_ylabel("prefix hit rate (%)")
+    panels[-1].set_xlabel(over)
+    for axes in panels:
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+        thousands(axes.yaxis)
+    ttft.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+    title(throughput, f"{'Throughput, TTFT and hit rate' if with_hit_rates else 'Throughput and TTFT'} over {over}")
+    figure.align_ylabels()
+    return figure
+
+
+def _points(axes: Axes, positions: list[float], values: list[float], line: str, colour: str, unit: str) -> None:
+    """Draw the points, the highest with its value."""
+    axes.plot(positions, values, line, color=colour, markersize=5, linewidth=1.6)
+    known = [point for point in zip(positions, values, strict=True) if not np.isnan(point[1])]
+    if known:
+        highest = max(known, key=lambda point: point[1])
+        axes.annotate(f"{significant(highest[1])}{unit}", highest, xytext=(0, 7), textcoords="offset points",
+                      ha="center", fontsize=8, fontweight="bold", color=INK)  # fmt: skip
+
+
+def _positions(axes: Axes, rows: Sequence[SweepRow], over: str, numeric: bool) -> list[float]:
+    """The position of each row on the x-axis, with the values swept as ticks."""
+    if not numeric:
+        positions, labels = [float(number) for number in range(len(rows))], [str(row[over]) for row in rows]
+        axes.set_xlim(-0.5, len(rows) - 0.5)
+    else:
+        positions = [float(row[over]) for row in rows]
+        labels = [_short(position) for position in positions]
+        if min(positions) > 0 and max(positions) / min(positions) >= LOG_POSITIONS_FROM_RATIO:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(positions, labels)
+    return positions
+
+
+def _short(number: float) -> str:
+    """250000 as 250k, 64000000 as 64M; five digits and fewer as they are."""
+    if abs(number) < LONG_FROM:
+        return f"{number:g}"
+    size, letter = next(pair for pair in LETTERS if float(f"{abs(number):.3g}") >= pair[0])
+    return f"{float(f'{number:.3g}') / size:g}{letter}"
+
+
+def _values(rows: Sequence[SweepRow], key: str) -> list[float]:
+    """The figure of each row; NaN, which is not drawn, where a point failed."""
+    values = (number_in(row, key) for row in rows)
+    return [float("nan") if value is None else value for value in values]

@@ -24,32 +24,11 @@ def figures(run: RunData) -> dict[str, Any]:
     """The figures of summary.json. Where it is missing they cover the requests completed before the run was killed."""
     if run.summary is not None:
         return run.summary
-    return _request_figures(run) | _iteration_figures(run) | {"schedule_digest": None, "partial": True}
-
-
-def _request_figures(run: RunData) -> dict[str, Any]:
-    done = run.completed
+    done, iterations, thinned = run.completed, run.iterations, run.recorded_every > 1
     duration = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else 0.0
     per_second = 1 / duration if duration > 0 else 0.0
     prompt_tokens, output_tokens = int(done["prompt_len"].sum()), int(done["output_len"].sum())
     total = (run.run.get("trace") or {}).get("requests") or len(run.requests)
-    return {
-        "requests": {"total": int(total), "completed": len(done), "failed": len(run.requests) - len(done)},
-        "duration_s": duration,
-        "request_throughput_per_s": len(done) * per_second,
-        "output_throughput_tokens_per_s": output_tokens * per_second,
-        "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
-        **{name: distribution(done[name].dropna().to_numpy(dtype=float)) for name in PER_REQUEST},
-        # The times of iterations that were not recorded are interpolated: good for charts, not for percentiles.
-        "itl_s": distribution([] if run.recorded_every > 1 else inter_token_gaps(run)),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "prefix_hit_rate": float(done["reused_tokens"].sum()) / prompt_tokens if prompt_tokens else 0.0,
-    }
-
-
-def _iteration_figures(run: RunData) -> dict[str, Any]:
-    iterations, thinned = run.iterations, run.recorded_every > 1
     empty, padding = (_total(iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
     slots = _total(iterations, "budget_used") + empty + padding
     shares = iterations["bound_by"].value_counts(normalize=True)
@@ -59,6 +38,17 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
         "tokens_per_block": iterations["tokens_per_kv_cache_block"].max(),
     }
     return {
+        "requests": {"total": int(total), "completed": len(done), "failed": len(run.requests) - len(done)},
+        "duration_s": duration,
+        "request_throughput_per_s": len(done) * per_second,
+        "output_throughput_tokens_per_s": output_tokens * per_second,
+        "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
+        **{name: distribution(done[name].dropna().to_numpy(dtype=float)) for name in PER_REQUEST},
+        # The times of iterations that were not recorded are interpolated: good for charts, not for percentiles.
+        "itl_s": distribution([] if thinned else inter_token_gaps(run)),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "prefix_hit_rate": float(done["reused_tokens"].sum()) / prompt_tokens if prompt_tokens else 0.0,
         "iterations": len(iterations),
         "empty_generation_slots": None if thinned else empty,
         "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
@@ -68,6 +58,8 @@ def _iteration_figures(run: RunData) -> dict[str, Any]:
         else _total(iterations, "tokens_recomputed"),
         "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
         "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in dict.fromkeys((*BOUND_BY, *shares.index))},
+        "schedule_digest": None,
+        "partial": True,
     }  # fmt: skip
 
 

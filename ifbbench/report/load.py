@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -88,7 +89,7 @@ class RunData:
         Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
         rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), ITERATION_FIELDS))
-        recorded = table_of(rows, ITERATION_COLUMNS)
+        recorded = _table_of(rows, ITERATION_COLUMNS)
         recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
         return _filled(recorded, self.spans) if self.recorded_every > 1 else recorded
 
@@ -96,7 +97,7 @@ class RunData:
     def spans(self) -> pd.DataFrame:
         """A row a span, by request and first iteration; of a killed run also those open when it was last flushed."""
         paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
-        table = table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), SPAN_COLUMNS)
+        table = _table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), SPAN_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
@@ -106,7 +107,7 @@ class RunData:
     def requests(self) -> pd.DataFrame:
         """A row a request, by index in the trace; each part of `attribution_s` is a column."""
         rows = map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS))
-        table = table_of(rows, REQUEST_COLUMNS)
+        table = _table_of(rows, REQUEST_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         return table.sort_values("index", kind="stable", ignore_index=True)
 
@@ -117,20 +118,14 @@ class RunData:
 
 
 def load_run(path: Path) -> RunData:
-    """The run directory at or below `path`. InputError names the file and line at fault, for a table when it is first
-    used."""
-    path = find_run(path)
-    summary = path / "summary.json"
-    return RunData(path, read_object(path / "run.json"), read_object(summary) if summary.exists() else None)
-
-
-def find_run(path: Path) -> Path:
-    """The one run directory at or below `path`; InputError if there are several or none."""
+    """The one run directory at or below `path`. InputError if there are several or none, or (for a table: when it is
+    first used) if a file is bad, with file and line."""
     found = find_runs(path)
     if len(found) > 1:
         names = ", ".join(str(item) for item in found[:3])
         raise InputError(f"{path}: holds {len(found)} runs; expected one. Name one of them: {names}, ….")
-    return found[0]
+    summary = found[0] / "summary.json"
+    return RunData(found[0], _read_object(found[0] / "run.json"), _read_object(summary) if summary.exists() else None)
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -147,7 +142,7 @@ def find_runs(path: Path) -> list[Path]:
     return found
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; InputError if it is not one."""
     try:
         return _object(path.read_bytes())
@@ -175,25 +170,22 @@ def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
     except EOFError:
         pass  # cut off behind the last whole line
     except DamagedFile as error:
-        raise InputError(f"{path}: {error}. Restore the file, or remove it to go on without it.") from error
-    try:
-        last = _row(path, line_number + 1, rest, required) if rest.strip() else None
-    except InputError:
-        return
-    if last is not None:
-        yield last
+        raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
+    if rest.strip():
+        with suppress(InputError):
+            yield _row(path, line_number + 1, rest, required)
 
 
 def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
     try:
         row = _object(line)
-        missing = [name for name in required if name not in row]
-        if missing:
-            raise ValueError(f"field {missing[0]!r} is missing")
+        for name in required:
+            if name not in row:
+                raise ValueError(f"field {name!r} is missing")
     except ValueError as error:
         raise InputError(
             f"{path}, line {line_number}: {error}; expected a JSON object with {', '.join(required)}. "
-            "Restore the file, or remove the line to go on without it."
+            "Restore the file, or remove the line to continue without it."
         ) from error
     return row
 
@@ -223,7 +215,7 @@ def _flat_request(row: dict[str, Any]) -> dict[str, Any]:
     return row | {f"attribution_s.{name}": seconds for name, seconds in attribution.items()}
 
 
-def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+def _table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
     """`rows` with `columns` first, which are there even where no row has them.
 
     The table is made column by column, for files that would not fit into memory as objects. Columns are numbers except

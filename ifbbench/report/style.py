@@ -1,4 +1,4 @@
-"""What all charts share: fonts and colours, headings, the axis of time, and the files written."""
+"""What all charts share: fonts and colours, headings, limits, and the axis of time."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter
 
+from ifbbench.report import significant, time_unit
 from ifbbench.report.figures import IterationClock
 from ifbbench.report.load import Floats, RunData
-from ifbbench.report.units import significant, time_unit
 
 INK = "#222222"
 MUTED = "#6B6B6B"
@@ -112,15 +112,13 @@ class TimeBins:
         return time_unit([float(self.edges_s[-1])])
 
     @property
-    def singly(self) -> bool:
-        """Whether each iteration has a bin of its own."""
-        return len(self.clock.numbers) <= MAX_SINGLE_ITERATIONS
-
-    @property
-    def width(self) -> str:
-        """The width of an even bin, in words."""
-        unit, scale = time_unit([float(self.edges_s[1] - self.edges_s[0])])
-        return f"{significant(float(self.edges_s[1] - self.edges_s[0]) * scale)} {unit}"
+    def per_bin(self) -> str:
+        """What a label of counts adds: the width of even bins, nothing where each iteration has a bin."""
+        if len(self.clock.numbers) <= MAX_SINGLE_ITERATIONS:
+            return ""
+        width_s = float(self.edges_s[1] - self.edges_s[0])
+        unit, scale = time_unit([width_s])
+        return f"\nper {significant(width_s, scale)} {unit}"
 
     @property
     def edges(self) -> Floats:

@@ -1,6 +1,6 @@
-"""The report of a run: throughput, latencies, limits, where the time of a profiled run went, and failures."""
+"""Reports as text: of a run (throughput, latencies, limits, profile, failures), and of a sweep (a row a point)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.recording.run_directory import find_lines
+from ifbbench.report import NOTHING, bar, count, percent, significant, time_unit
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData
-from ifbbench.report.units import NOTHING, bar, count, percent, significant, time_unit
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
@@ -31,6 +31,22 @@ ON_CPU = {"schedule": "Schedule", "prepare": "Prepare", "device_busy": "Forward 
 ON_GPU = {"schedule": "Schedule", "prepare": "Prepare", "launch": "Launch", "collect": "Wait for the GPU"}
 REST = "Answer, record, wait"
 SCALES = {"T": 1e12, "G": 1e9, "M": 1e6}
+
+SweepRow = Mapping[str, Any]
+"""A point of a sweep: its settings and flattened summary (`ttft_s.p99`). A point that failed has no figures."""
+# Figures of a sweep: heading, function that formats a value (None for a time, in the unit that suits its column), and
+# function that chooses the best value (None where neither low nor high is better).
+SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callable[[list[float]], float] | None]] = {
+    "output_throughput_tokens_per_s": ("output\ntokens/s", significant, max),
+    "request_throughput_per_s": ("requests/s", significant, max),
+    "ttft_s.p50": ("TTFT\np50", None, min),
+    "ttft_s.p99": ("TTFT\np99", None, min),
+    "tpot_s.p50": ("TPOT\np50", None, min),
+    "tpot_s.p99": ("TPOT\np99", None, min),
+    "prefix_hit_rate": ("prefix\nhit rate", percent, max),
+    "pauses": ("pauses", count, None),
+    "requests.failed": ("failed", count, None),
+}
 
 
 def print_report(run: RunData, console: Console) -> None:
@@ -67,7 +83,10 @@ def settings_line(run: RunData) -> str:
 
 def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
     """Which limits left requests out or cut their chunks, and how often."""
-    shares, failures = known["bound_by"], _failures_sentence(known)
+    shares, requests, failures = known["bound_by"], known.get("requests") or {}, ""
+    if requests.get("failed"):  # limits of an iteration do not explain these
+        failed = f"{count(requests['failed'])} of {count(requests['total'])} requests"
+        failures = f" {failed} failed without a complete answer; the reasons are listed below."
     limits = sorted((name for name in shares if name != "none"), key=lambda name: -shares[name])
     binding = [name for name in limits if shares[name] > 0]
     if not known["iterations"]:
@@ -82,15 +101,6 @@ def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
     return f"Work was left out because of {first} of iterations{more}; {rest}.{failures}"
 
 
-def _failures_sentence(known: dict[str, Any]) -> str:
-    """How many requests failed: limits of an iteration do not explain these."""
-    requests = known.get("requests") or {}
-    if not requests.get("failed"):
-        return ""
-    failed = f"{count(requests['failed'])} of {count(requests['total'])} requests"
-    return f" {failed} failed without a complete answer; the reasons are listed below."
-
-
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
     if name == "kv_blocks":
         return f"the KV cache ({count(known['kv_blocks']['max'])} blocks)" if known.get("kv_blocks") else "the KV cache"
@@ -98,10 +108,10 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
 
-def plain_table(*headings: str, num_texts: int = 2) -> Table:
-    """An empty table without lines: `num_texts` columns of text, and columns of numbers, by their headings."""
-    table = Table(*headings[:num_texts], box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for heading in headings[num_texts:]:
+def _plain_table(*texts: str, numbers: Iterable[str] = ()) -> Table:
+    """An empty table without lines: columns of text, and columns of numbers, by their headings."""
+    table = Table(*texts, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in numbers:
         table.add_column(heading, justify="right")
     return table
 
@@ -134,7 +144,7 @@ def _throughput_table(known: dict[str, Any]) -> Table:
 
 
 def _latency_table(known: dict[str, Any]) -> Table:
-    table = plain_table("Latency", "", *STATISTICS)
+    table = _plain_table("Latency", "", numbers=STATISTICS)
     for key, title in LATENCIES.items():
         values = [(known.get(key) or {}).get(name) for name in STATISTICS]
         unit, scale = time_unit(values)
@@ -143,7 +153,7 @@ def _latency_table(known: dict[str, Any]) -> Table:
 
 
 def _bound_table(known: dict[str, Any]) -> Table:
-    table = plain_table("Iterations bound by", "", "share")
+    table = _plain_table("Iterations bound by", "", numbers=["share"])
     shares = known["bound_by"]
     own = [name for name in shares if name not in LIMIT_NAMES]  # reasons of a user policy
     for name in (*(name for name in LIMIT_NAMES if name != "none"), *own, "none"):
@@ -227,10 +237,9 @@ def _print_profile(run: RunData, console: Console) -> None:
     if profile is None:
         return
     unit, scale = time_unit(profile.parts.values())
-    table = plain_table("Where the time goes", "", "share", f"{unit} an iteration")
-    whole = sum(profile.parts.values())
+    table = _plain_table("Where the time goes", "", numbers=("share", f"{unit} an iteration"))
     for title, seconds in profile.parts.items():
-        share = seconds / whole
+        share = seconds / sum(profile.parts.values())
         table.add_row(title, f"[cyan]{bar(share)}[/cyan]", percent(share), significant(seconds, scale))
     console.print()
     console.print(table)
@@ -246,6 +255,42 @@ def _print_failures(run: RunData, console: Console) -> None:
     console.print(f"[red]{len(failed)} failed requests[/red]", highlight=False)
     for request, error in list(zip(failed["request_id"], failed["error"], strict=True))[:FAILURES_SHOWN]:
         console.print(f"  {request}: {error}", highlight=False, markup=False, soft_wrap=True)
-    if len(failed) > FAILURES_SHOWN:
-        more = f"{len(failed) - FAILURES_SHOWN} more in {find_lines(run.path, 'requests')}"
-        console.print(f"  and {more}", highlight=False)
+    if (more := len(failed) - FAILURES_SHOWN) > 0:
+        console.print(f"  and {more} more in {find_lines(run.path, 'requests')}", highlight=False)
+
+
+def print_sweep(rows: Sequence[SweepRow], over: str, console: Console) -> None:
+    """Print a row for each point of a sweep over the setting `over`, the best of each column marked.
+
+    Figures that a point lacks are dashes. There is no column of hit rates where no point reused anything.
+    """
+    table = _plain_table()
+    table.add_column(over, style="bold", justify="right")
+    cells = []
+    for key, (heading, text, best_of) in SWEEP_COLUMNS.items():
+        values = [number_in(row, key) for row in rows]
+        if key == "prefix_hit_rate" and not any(values):
+            continue
+        unit, scale = time_unit(values)
+        table.add_column(heading if text else f"{heading} {unit}", justify="right")
+        texts = [text(value) if text else significant(value, scale) for value in values]
+        known = [value for value in values if value is not None]
+        best = best_of(known) if best_of and len(set(known)) > 1 else None
+        cells.append([
+            f"{cell} " if best is None or value != best else f"[bold green]{cell}*[/bold green]"
+            for value, cell in zip(values, texts, strict=True)
+        ])  # fmt: skip
+    for row, *texts in zip(rows, *cells, strict=True):
+        table.add_row(str(row.get(over, NOTHING)), *texts)
+    console.print(table)
+    console.print("[dim]* best of the column[/dim]", highlight=False)
+
+
+def number_in(row: SweepRow, key: str) -> float | None:
+    """The number in a row; None for anything else, such as NaN and the empty cells of a point that failed."""
+    value = row.get(key)
+    try:
+        number = None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if number == number else None

@@ -24,13 +24,9 @@ TOKENS_HEIGHT = 1.15
 # With more columns than this, cells and letters become smaller, so that the chart still fits a page.
 WIDE = 24
 KEY = {
-    "context": "C: context (tokens)",
-    "generation": "G: generation (step)",
-    "recompute": "R: recompute (tokens)",
-    "paused": "P: paused",
-    "waiting": "grey: waiting",
-    "skipped": "pale: skipped",
-}
+    "context": "C: context (tokens)", "generation": "G: generation (step)", "recompute": "R: recompute (tokens)",
+    "paused": "P: paused", "waiting": "grey: waiting", "skipped": "pale: skipped",
+}  # fmt: skip
 # Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
 REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
 PHASE_NAMES = {
@@ -104,8 +100,7 @@ def _draw_cells(run: RunData, requests: list[str]) -> Figure:
     _cells(grid, cells, requests, letter_size=7 if columns > WIDE else 8.5)
     _request_labels(grid, requests, run)
     _tokens_by_iteration(tokens, run)
-    tokens.set_xlim(first - 0.5, last + 0.5)
-    tokens.set_xlabel("iteration")
+    tokens.set(xlim=(first - 0.5, last + 0.5), xlabel="iteration")
     tokens.xaxis.set_major_locator(MaxNLocator(nbins=columns, integer=True))
     heading(grid, "Scheduler timeline", run)
     seen = set(cells["phase"])
@@ -130,7 +125,7 @@ def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: fl
 
 
 def _cell_colours(phase: str, colour: str) -> tuple[str, str]:
-    """Fill and ink of a cell of a request with this colour."""
+    """Colours of the cell and its letters, for a request with this colour."""
     return {
         "context": (colour, "white"),
         "recompute": (_tint(colour, -0.45), "white"),
@@ -149,15 +144,13 @@ def _tint(colour: str, white: float) -> str:
 
 def _request_labels(axes: Axes, requests: list[str], run: RunData) -> None:
     axes.set_yticks(range(len(requests)), requests)
-    axes.set_ylim(len(requests) - 0.4, -0.6)
-    axes.set_ylabel("request")
+    axes.set(ylim=(len(requests) - 0.4, -0.6), ylabel="request")
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0, labelbottom=False)
-    failed = set(run.requests.loc[run.requests["outcome"] == "failed", "request_id"])
-    for row, request in enumerate(requests):
-        if request in failed:
-            axes.text(0.003, row, "failed", transform=axes.get_yaxis_transform(), color=LIMIT, va="center", fontsize=8)
+    for request in run.requests.loc[run.requests["outcome"] == "failed", "request_id"]:
+        axes.text(0.003, requests.index(request), "failed", transform=axes.get_yaxis_transform(), color=LIMIT,
+                  va="center", fontsize=8)  # fmt: skip
 
 
 def _tokens_by_iteration(axes: Axes, run: RunData) -> None:
@@ -210,8 +203,7 @@ def _bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str]) -> None
         width = 0.5 if phase in ("context", "recompute") else 0.0
         axes.add_collection(PolyCollection(list(outlines), facecolors=colour, edgecolors=colour, linewidths=width,
                                            rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES))  # fmt: skip
-    axes.set_ylim(len(requests) - 0.5, -0.5)
-    axes.set_ylabel("request, in trace order")
+    axes.set(ylim=(len(requests) - 0.5, -0.5), ylabel="request, in trace order")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     thousands(axes.yaxis)
     axes.grid(visible=False)

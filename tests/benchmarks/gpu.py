@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 
 from ifbbench.config import RunConfig
-from ifbbench.recording.environment import git_revision, hardware, versions
+from ifbbench.recording.run_directory import git_revision, hardware, versions
 from tests.benchmarks import gpu_kernels
 from tests.benchmarks.gpu_checkpoint import write_checkpoint
 from tests.benchmarks.gpu_engine import Workload, hidden_host_time, run_engine

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.recording.environment import hardware, versions
+from ifbbench.recording.run_directory import hardware, versions
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS_PER_BLOCK = 32, 8, 128, 32
 NO_WINDOW = AttentionWindow(TOKENS_PER_BLOCK)

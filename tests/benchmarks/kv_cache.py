@@ -23,7 +23,7 @@ from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
-from ifbbench.recording import environment
+from ifbbench.recording import run_directory
 
 TOKENS_PER_BLOCK = 32
 BLOCKS_PER_CONVERSATION = 20
@@ -134,7 +134,7 @@ def main() -> None:
         **row,
         "time_ratio": round(median(sample["us"] for sample in many) / median(sample["us"] for sample in few), 2),
         "memory_mib_besides_tokens": round(memory),
-        "hardware": environment.hardware(),
+        "hardware": run_directory.hardware(),
     }, indent=2))  # fmt: skip
 
 

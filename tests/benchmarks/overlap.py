@@ -13,7 +13,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.request import Request
-from ifbbench.recording import environment
+from ifbbench.recording import run_directory
 
 DEVICE_S = 0.005
 HOST_S = 0.002
@@ -80,7 +80,7 @@ def main() -> None:
         "host_ms": HOST_S * 1000,
         "iteration_ms_without_overlap": round(median(found[False]), 3),
         "iteration_ms_with_overlap": round(median(found[True]), 3),
-        "hardware": environment.hardware(),
+        "hardware": run_directory.hardware(),
     }))
 
 

@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ifbbench.config import RunConfig
-from ifbbench.recording.environment import hardware, versions
+from ifbbench.recording.run_directory import hardware, versions
 from ifbbench.replay.run import run_trace
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import TraceRequest

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ifbbench.recording.environment import hardware, versions
+from ifbbench.recording.run_directory import hardware, versions
 
 REQUESTS = (10_000, 1_000_000)
 TOKENS = "128"

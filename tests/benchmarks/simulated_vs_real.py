@@ -16,7 +16,7 @@ from typing import Any
 
 from ifbbench.config import RunConfig
 from ifbbench.planning.calibrate import Calibration, calibrate
-from ifbbench.recording import environment
+from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 
 TURNS = 5
@@ -106,7 +106,7 @@ def main(turns: int) -> None:
     with TemporaryDirectory() as directory:
         found, rows = measure(turns, Path(directory))
     about = {"benchmark": "simulated runs of a calibrated profile, and real ones", "turns": turns}
-    machine = {"hardware": environment.hardware(), "versions": environment.versions()}
+    machine = {"hardware": run_directory.hardware(), "versions": run_directory.versions()}
     print(json.dumps({**about, **machine, "calibration": found.profile.calibration, "results": rows}, indent=2))
 
 

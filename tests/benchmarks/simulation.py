@@ -15,7 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ifbbench.recording.environment import hardware, versions
+from ifbbench.recording.run_directory import hardware, versions
 from tests.benchmarks.scale import measured
 
 REPEATS = 5

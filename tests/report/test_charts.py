@@ -9,11 +9,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
-from ifbbench.report.charts import plot_run, plot_sweep, timeline_cells
+from ifbbench.report.charts import draw_sweep, plot_run, plot_sweep
 from ifbbench.report.load import load_run
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
-from ifbbench.report.sweep import draw_sweep
-from ifbbench.report.timeline import draw_timeline
+from ifbbench.report.timeline import draw_timeline, timeline_cells
 from tests.report.example_runs import DOCUMENTATION, PHASES, finish, write_documentation_run, write_large_run, write_run
 
 NAMES = ["kv_cache", "latency", "throughput", "timeline"]

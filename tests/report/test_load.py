@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.report.figures import figures
-from ifbbench.report.load import find_run, find_runs, load_run
+from ifbbench.report.load import find_runs, load_run
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run
 
 
@@ -91,7 +91,7 @@ def test_find_runs(tmp_path: Path) -> None:
     assert find_runs(paths[0]) == [paths[0]]
     assert find_runs(tmp_path) == sorted(paths)
     with pytest.raises(InputError, match="holds 2 runs"):
-        find_run(tmp_path)
+        load_run(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no run"):
         find_runs(tmp_path / "empty")

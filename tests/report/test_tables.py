@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
-from ifbbench.report.sweep import print_sweep
-from ifbbench.report.tables import bound_sentence, print_report, profile_figures, profile_sentence
-from ifbbench.report.units import bar, count, percent, significant, time_unit
+from ifbbench.report.tables import bound_sentence, print_report, print_sweep, profile_figures, profile_sentence
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 
 
