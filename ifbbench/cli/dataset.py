@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,8 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             num_requests: int, arrival: str, request_rate: float | None, reserve: str, random_seed: int, output: Path,
             overwrite: bool, **own_options: Any,
         ) -> None:  # fmt: skip
-            from ifbbench.workload.draw import draw_trace
             from ifbbench.workload.formats import write_trace
-            from ifbbench.workload.spec import parse_spec
+            from ifbbench.workload.spec import draw_trace, parse_spec
 
             if (arrival == "all_at_once") != (request_rate is None):
                 needs = "needs a" if request_rate is None else "takes no"
@@ -177,7 +177,7 @@ def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int
     statistics = trace_statistics(loaded)
     if as_json:
         identity = {"name": loaded.name, "source": loaded.source, "sha256": loaded.sha256}
-        click.echo(json.dumps(identity | statistics.as_dict()))
+        click.echo(json.dumps(identity | asdict(statistics)))
     else:
         _print(f"{loaded.name} ({loaded.source})", statistics)
 

@@ -23,10 +23,10 @@ from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.planning.fit import FITTED_SHARES, FitError, Floats, Point, fit, points_of, predicted_s
 from ifbbench.planning.measure import measure, scenarios
-from ifbbench.recording import environment
+from ifbbench.recording import run_directory
+from ifbbench.report import count, percent, significant
 from ifbbench.report.style import INK, MUTED, SERIES, styled, title
 from ifbbench.report.tables import plain_table
-from ifbbench.report.units import count, percent, significant
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulation.shard import Shard
@@ -124,7 +124,7 @@ def calibrated(engine: Engine, hardware: HardwareProfile, points: Sequence[Point
         "tokens_per_block": engine.limits.tokens_per_block,
         "median_error": error.median, "p90_error": error.p90, "worst_error": error.worst,
         "points": len(points), "iterations": sum(point.samples for point in points),
-        "torch": environment.versions()["torch"],
+        "torch": run_directory.versions()["torch"],
     }  # fmt: skip
     return Calibration(path, replace(fitted, calibration=about), points, seconds)
 
@@ -137,7 +137,7 @@ def _measured_device(engine: Engine) -> HardwareProfile:
     is_cpu = device.type == "cpu"
     base = load_hardware("cpu" if is_cpu else _profile_of(torch.cuda.get_device_capability(device)))
     return replace(
-        base, title=environment.hardware()["cpu"] if is_cpu else torch.cuda.get_device_name(device),
+        base, title=run_directory.hardware()["cpu"] if is_cpu else torch.cuda.get_device_name(device),
         peak_flops={dtype: matmul_flops_per_s(device, TORCH_DTYPES[dtype])},
         memory_bytes=_memory_bytes(engine, device), memory_bandwidth=copy_bytes_per_s(device),
         cache_bytes=_cache_bytes(device) or base.cache_bytes,
@@ -191,7 +191,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
 def _constants_table(found: Calibration) -> Table:
     profile, constants = found.profile, found.profile.constants
     (flops_per_s,) = profile.peak_flops.values()
-    table = plain_table("Constant", "reached", "of the peak", num_texts=1)
+    table = plain_table("Constant", numbers=("reached", "of the peak"))
     for name in FITTED_SHARES:
         is_arithmetic = name in ("matmul", "context_attention")
         peak, unit = (flops_per_s, "GFLOP/s") if is_arithmetic else (profile.memory_bandwidth, "GB/s")
@@ -209,7 +209,7 @@ def _constants_table(found: Calibration) -> Table:
 
 
 def _error_table(found: Calibration) -> Table:
-    table = plain_table("Predicted against measured", "points", "median", "p90", "worst", num_texts=1)
+    table = plain_table("Predicted against measured", numbers=("points", "median", "p90", "worst"))
     for kind in (*COLOURS, "all"):
         chosen = [index for index, point in enumerate(found.points) if kind in (point.kind, "all")]
         if not chosen:

@@ -9,8 +9,8 @@ from rich.table import Table
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.planning.capacity import Fit, Study
+from ifbbench.report import NOTHING, count, significant
 from ifbbench.report.tables import LIMIT_NAMES, plain_table
-from ifbbench.report.units import NOTHING, count, significant
 
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
@@ -112,7 +112,7 @@ def _requests_line(study: Study) -> str:
 def _fit_table(study: Study) -> Table:
     is_trace = len(study.requests) > 1
     packed = ["packed\nin order"] if is_trace else []
-    table = plain_table("Policy", "blocks\neach", "cache\nholds", "at\nonce", *packed, num_texts=1)
+    table = plain_table("Policy", numbers=("blocks\neach", "cache\nholds", "at\nonce", *packed))
     table.add_column("bound by")
     for found in study.fits:
         case, mean = found.case, float(found.mean_blocks)

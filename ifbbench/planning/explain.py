@@ -14,8 +14,8 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
+from ifbbench.report import bar, percent
 from ifbbench.report.tables import plain_table
-from ifbbench.report.units import bar, percent
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory
@@ -248,7 +248,7 @@ def _reached(operation: OperationCost) -> str:
 def _memory_table(explained: Explanation) -> Group:
     memory, step_tokens = explained.memory, explained.step_kv_tokens
     left = memory.total - memory.runtime - memory.weights - memory.activations - memory.kv_cache
-    table = plain_table("memory of a device", scaled(memory.total, "B"), num_texts=1)
+    table = plain_table("memory of a device", numbers=[scaled(memory.total, "B")])
     table.add_column("")
     per_token = scaled(explained.cost_model.shard.kv_bytes_per_token, "B")
     rows = (

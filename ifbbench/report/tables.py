@@ -108,7 +108,7 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
 
-def _plain_table(*texts: str, numbers: Iterable[str] = ()) -> Table:
+def plain_table(*texts: str, numbers: Iterable[str] = ()) -> Table:
     """An empty table without lines: columns of text, and columns of numbers, by their headings."""
     table = Table(*texts, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
     for heading in numbers:
@@ -144,7 +144,7 @@ def _throughput_table(known: dict[str, Any]) -> Table:
 
 
 def _latency_table(known: dict[str, Any]) -> Table:
-    table = _plain_table("Latency", "", numbers=STATISTICS)
+    table = plain_table("Latency", "", numbers=STATISTICS)
     for key, title in LATENCIES.items():
         values = [(known.get(key) or {}).get(name) for name in STATISTICS]
         unit, scale = time_unit(values)
@@ -153,7 +153,7 @@ def _latency_table(known: dict[str, Any]) -> Table:
 
 
 def _bound_table(known: dict[str, Any]) -> Table:
-    table = _plain_table("Iterations bound by", "", numbers=["share"])
+    table = plain_table("Iterations bound by", "", numbers=["share"])
     shares = known["bound_by"]
     own = [name for name in shares if name not in LIMIT_NAMES]  # reasons of a user policy
     for name in (*(name for name in LIMIT_NAMES if name != "none"), *own, "none"):
@@ -237,7 +237,7 @@ def _print_profile(run: RunData, console: Console) -> None:
     if profile is None:
         return
     unit, scale = time_unit(profile.parts.values())
-    table = _plain_table("Where the time goes", "", numbers=("share", f"{unit} an iteration"))
+    table = plain_table("Where the time goes", "", numbers=("share", f"{unit} an iteration"))
     for title, seconds in profile.parts.items():
         share = seconds / sum(profile.parts.values())
         table.add_row(title, f"[cyan]{bar(share)}[/cyan]", percent(share), significant(seconds, scale))
@@ -264,7 +264,7 @@ def print_sweep(rows: Sequence[SweepRow], over: str, console: Console) -> None:
 
     Figures that a point lacks are dashes. There is no column of hit rates where no point reused anything.
     """
-    table = _plain_table()
+    table = plain_table()
     table.add_column(over, style="bold", justify="right")
     cells = []
     for key, (heading, text, best_of) in SWEEP_COLUMNS.items():

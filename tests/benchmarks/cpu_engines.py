@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ifbbench.recording import environment
+from ifbbench.recording import run_directory
 from tests.benchmarks.cpu_engine_runs import ENGINES
 from tests.benchmarks.cpu_limit import DeviceSpeed, Limit, limit, matrix_flops_per_s, read_bytes_per_s
 from tests.benchmarks.cpu_task import DTYPES, Task, Tokens, gguf_path
@@ -124,7 +124,7 @@ def main() -> None:
         "benchmark": "engines on a CPU", "threads": given.threads, "preloaded": os.environ.get("LD_PRELOAD"),
         "read_gigabytes_per_s": round(read / 1e9, 1),
         "matrix_gigaflops_per_s": {dtype: round(speed.flops_per_s / 1e9, 1) for dtype, speed in speeds.items()},
-        "figures": found, "hardware": environment.hardware(), "versions": environment.versions(),
+        "figures": found, "hardware": run_directory.hardware(), "versions": run_directory.versions(),
     }  # fmt: skip
     print(json.dumps(report, indent=1))
 

@@ -17,8 +17,8 @@ from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import POLICY_CLASSES
 from ifbbench.engine.records import IterationStatistics, Observer, Unobserved
 from ifbbench.engine.request import Request
-from ifbbench.recording.environment import hardware, versions
 from ifbbench.recording.recorder import Recorder
+from ifbbench.recording.run_directory import hardware, versions
 
 ACTIVE_REQUESTS = (16, 64, 256, 1024)
 REPEATS = 5
