@@ -4,10 +4,12 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import grimp
 import pytest
 
 import ifbbench
@@ -63,6 +65,12 @@ def test_the_package_stays_small() -> None:
     assert len(FILES) <= MAX_FILES
     assert [f"{path}: {count}" for path, count in lines.items() if count > MAX_LINES_OF_A_FILE] == []
     assert sum(lines.values()) <= MAX_LINES
+
+
+def test_imports_have_no_circles() -> None:
+    """Also not through imports inside functions."""
+    graph = grimp.build_graph("ifbbench", exclude_type_checking_imports=True)
+    TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
 
 
 def test_a_steady_iteration_executes_few_files(trace: Path, tmp_path: Path, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """From settings to an executor: device, data types, model, memory for the KV cache, and the executor itself."""
 
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from ifbbench.execution.device import free_bytes, needing_memory
 from ifbbench.execution.host import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor, TimedExecutor
 from ifbbench.execution.step_profile import StepProfile
-from ifbbench.model.config import ModelConfig
+from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
-from ifbbench.model.llama import LlamaModel, make_model
+from ifbbench.model.llama import Gpt2Model, LlamaModel
 from ifbbench.model.named_models import load_model_config, weights_path
-from ifbbench.model.weights import load_weights, random_weights
+from ifbbench.model.operations import operations_for
+from ifbbench.model.weights import ModelWeights, load_weights, random_weights
 
 # Of weights, activations, embeddings, norms and the output layer; all but the layers' weights are bfloat16 with fp8.
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,6 +91,20 @@ def load_model(config: RunConfig) -> LlamaModel:
         else:
             weights = load_weights(model_config, path, device, dtype, make_product)
         return make_model(model_config, weights)
+
+
+def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
+    """The model of `config.architecture` in the fastest implementation for the device of `weights`: the C kernels on a
+    CPU, Triton's on a GPU if Triton is installed."""
+    device = weights.embedding.device
+    operations = operations_for(device, weights.embedding.dtype)
+    if config.architecture == GPT2:
+        return Gpt2Model(config, weights, operations)
+    if device.type != "cuda" or find_spec("triton") is None:
+        return LlamaModel(config, weights, operations)
+    from ifbbench.model.kernel_llama import KernelLlama
+
+    return KernelLlama(config, weights)
 
 
 def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device) -> int:

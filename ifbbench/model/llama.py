@@ -4,7 +4,6 @@ One pass runs a mixed batch of context chunks and generation tokens.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -12,9 +11,9 @@ from torch.nn import functional
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.model.attention_plan import AttentionGroup, WindowPlan
-from ifbbench.model.config import GPT2, ModelConfig
+from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import KvStorage
-from ifbbench.model.operations import Angles, CpuOperations, Operations, RotaryEmbedding, operations_for
+from ifbbench.model.operations import Angles, CpuOperations, Operations, RotaryEmbedding
 from ifbbench.model.weights import LayerWeights, ModelWeights
 
 
@@ -67,20 +66,6 @@ class ForwardInputs:
     positions: Tensor
     output_rows: Tensor
     layers: tuple[LayerInputs, ...]
-
-
-def make_model(config: ModelConfig, weights: ModelWeights) -> "LlamaModel":
-    """The model of `config.architecture` in the fastest implementation for the device of `weights`: the C kernels on a
-    CPU, Triton's on a GPU if Triton is installed."""
-    device = weights.embedding.device
-    operations = operations_for(device, weights.embedding.dtype)
-    if config.architecture == GPT2:
-        return Gpt2Model(config, weights, operations)
-    if device.type != "cuda" or find_spec("triton") is None:
-        return LlamaModel(config, weights, operations)
-    from ifbbench.model.kernel_llama import KernelLlama
-
-    return KernelLlama(config, weights)
 
 
 class LlamaModel:

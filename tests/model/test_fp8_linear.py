@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ifbbench.execution.build import make_model
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.linear import Fp8Linear, MakeProduct, make_linear
-from ifbbench.model.llama import LlamaModel, make_model
+from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, driver_of
 from tests.execution.test_attention_windows import asking_requests
