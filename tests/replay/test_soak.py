@@ -79,13 +79,13 @@ DRAWS: dict[str, Draw] = {
     "window_mode": sometimes(0.3, "linear", "cyclic"),
     "kv_host_cache_bytes": sometimes(0.15, 100_000, 2_000_000, 100_000_000),
     "kv_cache_dtype": sometimes(0.1, "float32", "bf16", "fp8"),
-    "kv_cache_type": sometimes(0.1, "contiguous"),
+    "kv_cache_type": sometimes(0.06, "contiguous"),
     "device": lambda draw: draw.choice(DEVICES),
     "model": sometimes(0.0),
-    "dtype": sometimes(0.1, "float32", "bf16", "fp8", "int4"),
+    "dtype": sometimes(0.06, "float32", "bf16", "fp8", "int4"),
     "cpu_threads": lambda draw: 1,
-    "tp_size": sometimes(0.05, 2),
-    "pp_size": sometimes(0.05, 2),
+    "tp_size": sometimes(0.04, 2),
+    "pp_size": sometimes(0.04, 2),
     "temperature": sometimes(0.15, 0.7, 2.0),
     "top_k": sometimes(0.1, 1, 5),
     "top_p": sometimes(0.1, 0.3, 0.9),
@@ -118,7 +118,7 @@ def test_random_run(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("first", SLOW_SEEDS[::100])
 def test_many_random_runs(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [soak(seed, tmp_path / str(seed), monkeypatch) for seed in range(first, first + 100)]
-    assert sum(outcomes) > 25, "many settings drawn should fit together, else only refusals are tested"
+    assert sum(outcomes) > 40, "most settings drawn should fit together, else only refusals are tested"
 
 
 def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
