@@ -6,16 +6,15 @@ in, and `run.json` holds every resolved value.
 """
 
 import dataclasses
-import types
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from ifbbench import fields
 from ifbbench.errors import InputError
+from ifbbench.fields import Setting, declare, settings_of
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
@@ -52,12 +51,8 @@ def _windows(value: Any) -> Any:
     return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
 
 
-def _setting(group: str, default: Any, help: str, **facts: Any) -> Any:
-    return field(default=default, metadata={"help": help, "group": group, **facts})
-
-
 _replay, _scheduling, _cache, _execution, _recording = (
-    partial(_setting, group) for group in ("replay", "scheduling", "kv cache", "execution", "recording")
+    partial(declare, group) for group in ("replay", "scheduling", "kv cache", "execution", "recording")
 )
 
 
@@ -257,67 +252,10 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One field of `RunConfig`: its names, default, help text and the values it takes.
-
-    is_optional: None is a value, resolved by what the model, the device and the other settings allow.
-    default: that of the library. command_line_default: that of commands and config files.
-    choices, value_aliases, other_texts, others: see `fields.choice`. convert: applied to a value before it is checked.
-    aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
-    are only suggested; opposites: those that turn it off.
-    """
-
-    name: str
-    type: type
-    is_optional: bool
-    default: Any
-    command_line_default: Any
-    help: str
-    group: str
-    unit: str = ""
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] = ()
-    value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
-    other_texts: str = ""
-    others: str = ""
-    convert: Callable[[Any], Any] | None = None
-    aliases: tuple[str, ...] = ()
-    elsewhere: str = ""
-    opposites: str = ""
-
-    def check(self, value: Any) -> Any:
-        """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""
-        name = f"--{self.name}"
-        if value is None and self.is_optional:
-            return None
-        if self.convert is not None:
-            value = self.convert(value)
-        if self.choices:
-            return fields.choice(value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts,
-                                 others=self.others)  # fmt: skip
-        if self.type is bool:
-            return fields.boolean(value, name, from_text=True)
-        if self.type is str:
-            return fields.text(value, name)
-        limits = {name: limit for name in ("minimum", "maximum") if (limit := getattr(self, name)) is not None}
-        if self.type is int:
-            return fields.integer(value, name, **limits, unit=self.unit, from_text=True)
-        return fields.number(value, name, **limits, above=self.above, unit=self.unit, from_text=True)
-
-
 @cache
 def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
-    hints, found = typing.get_type_hints(RunConfig), []
-    for item in dataclasses.fields(RunConfig):
-        hint, facts = hints[item.name], {"command_line_default": item.default, **item.metadata}
-        is_optional = isinstance(hint, types.UnionType)  # int | None, and likewise
-        plain_type = typing.get_args(hint)[0] if is_optional else hint
-        found.append(Setting(item.name, plain_type, is_optional, item.default, **facts))
-    return tuple(found)
+    return settings_of(RunConfig)
 
 
 def setting(name: str) -> Setting:

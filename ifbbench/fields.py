@@ -1,4 +1,5 @@
-"""Validation of single fields, for command line options, files and callers of the library.
+"""Validation of single fields, for command line options, files and callers of the library; and settings, the fields of
+a configuration.
 
 A function returns the value as a plain Python value or raises InputError: `NAME is VALUE; expected WHAT.` `name` is the
 field as the user knows it (an option, a key, a column); `located` adds the place (file, line). None counts as missing.
@@ -6,13 +7,17 @@ Booleans are never numbers and numbers never booleans; NaN and infinities are re
 from_text: the value may also be given as text, as on a command line or in a CSV file.
 """
 
+import dataclasses
 import difflib
 import math
 import numbers
 import re
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ifbbench.errors import InputError
@@ -178,3 +183,74 @@ def _parsed(value: Any, kind: Callable[[str], Any]) -> Any:
 
 def _folded(word: str) -> str:
     return word.lower().replace("-", "_")
+
+
+# Settings: fields of a dataclass, with all that commands, config files and errors need to know of them.
+
+
+def declare(group: str, default: Any, help: str, **facts: Any) -> Any:
+    """The default of a field that is a setting. facts: those of `Setting`, by name."""
+    return field(default=default, metadata={"help": help, "group": group, **facts})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of `RunConfig`: its names, default, help text and the values it takes.
+
+    is_optional: None is a value, resolved by what the model, the device and the other settings allow.
+    default: that of the library. command_line_default: that of commands and config files.
+    choices, value_aliases, other_texts, others: see `choice`. convert: applied to a value before it is checked.
+    aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
+    are only suggested; opposites: those that turn it off.
+    """
+
+    name: str
+    type: type
+    is_optional: bool
+    default: Any
+    command_line_default: Any
+    help: str
+    group: str
+    unit: str = ""
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    value_aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
+    other_texts: str = ""
+    others: str = ""
+    convert: Callable[[Any], Any] | None = None
+    aliases: tuple[str, ...] = ()
+    elsewhere: str = ""
+    opposites: str = ""
+
+    def check(self, value: Any) -> Any:
+        """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""
+        name = f"--{self.name}"
+        if value is None and self.is_optional:
+            return None
+        if self.convert is not None:
+            value = self.convert(value)
+        if self.choices:
+            return choice(
+                value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts, others=self.others
+            )
+        if self.type is bool:
+            return boolean(value, name, from_text=True)
+        if self.type is str:
+            return text(value, name)
+        limits = {name: limit for name in ("minimum", "maximum") if (limit := getattr(self, name)) is not None}
+        if self.type is int:
+            return integer(value, name, **limits, unit=self.unit, from_text=True)
+        return number(value, name, **limits, above=self.above, unit=self.unit, from_text=True)
+
+
+def settings_of(config_type: type) -> tuple[Setting, ...]:
+    """The settings of a dataclass, in its order."""
+    hints, found = typing.get_type_hints(config_type), []
+    for item in dataclasses.fields(config_type):
+        hint, facts = hints[item.name], {"command_line_default": item.default, **item.metadata}
+        is_optional = isinstance(hint, types.UnionType)  # int | None, and likewise
+        plain_type = typing.get_args(hint)[0] if is_optional else hint
+        found.append(Setting(item.name, plain_type, is_optional, item.default, **facts))
+    return tuple(found)

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from ifbbench.config import RunConfig, Setting, from_mapping, same_elsewhere, setting, settings
+from ifbbench.config import RunConfig, from_mapping, same_elsewhere, setting, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import located
+from ifbbench.fields import Setting, located
 
 DEBUG = "ifbbench.debug"
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

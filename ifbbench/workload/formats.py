@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 from ifbbench.compressed import open_to_write
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
-from ifbbench.fields import integer, integers, number, unexpected
+from ifbbench.fields import integer, integers, number, text, unexpected
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks
 
@@ -44,8 +44,8 @@ class IfbbenchFormat:
     """JSONL with `arrival_s` (seconds), `prompt_tokens` or `prompt_len`, and `output_len` or `max_new_tokens`.
 
     Either of the last two stands in for the other. Optional: `request_id` (default: the row's number, from 0),
-    `priority`, `beam_width`, `lora_task_id`, `stop_ids`; beside `prompt_len`, `prefix_ids` and `prefix_lens`. Other
-    keys are ignored. `write_trace` is the inverse.
+    `priority`, `beam_width`, `lora_task_id`, `stop_ids`, `class`; beside `prompt_len`, `prefix_ids` and
+    `prefix_lens`. Other keys are ignored. `write_trace` is the inverse.
     """
 
     keys = frozenset({"arrival_s"})
@@ -70,6 +70,7 @@ class IfbbenchFormat:
         if row.keys() <= self.number_keys:  # true of most rows in large traces
             return TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len)
         priority, beam_width, task_id = get("priority"), get("beam_width"), get("lora_task_id")
+        request_class = get("class")
         prefix_ids, prefix_lens = _prefix(row, prompt_len)
         return TraceRequest(
             request_id,
@@ -84,6 +85,7 @@ class IfbbenchFormat:
             stop_ids=() if get("stop_ids") is None else _token_ids(row, "stop_ids"),
             prefix_ids=prefix_ids,
             prefix_lens=prefix_lens,
+            request_class=None if request_class is None else text(request_class, "class"),
         )
 
 
@@ -275,4 +277,6 @@ def _line(request: TraceRequest) -> str:
         record["lora_task_id"] = request.lora_task_id
     if request.stop_ids:
         record["stop_ids"] = request.stop_ids
+    if request.request_class is not None:
+        record["class"] = request.request_class
     return _encode(record) + "\n"

@@ -34,6 +34,7 @@ class TraceRequest:
         every request, without saying what they are.
     prefix_lens: tokens of each block, from its first. None means all, as far as the prompt goes.
     stop_ids: token ids that end the request if it makes one before `output_len`.
+    request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
     """
 
     request_id: int
@@ -48,6 +49,7 @@ class TraceRequest:
     stop_ids: tuple[int, ...] = ()
     prefix_ids: tuple[int, ...] | None = None
     prefix_lens: tuple[int, ...] | None = None
+    request_class: str | None = None
 
     @property
     def has_only_numbers(self) -> bool:
@@ -59,6 +61,7 @@ class TraceRequest:
             and self.priority == DEFAULT_PRIORITY
             and self.lora_task_id is None
             and not self.stop_ids
+            and self.request_class is None
         )
 
     def prefix_runs(self) -> list[PrefixRun]:
@@ -125,7 +128,7 @@ Floats: TypeAlias = "array[float]"
 Recall: TypeAlias = Callable[[int], TraceRequest]
 """Makes the request of an origin again."""
 
-NO_TOKEN = NO_ORIGIN = -1
+NO_TOKEN = NO_ORIGIN = NO_CLASS = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
 
@@ -159,6 +162,7 @@ class RequestColumns(Sequence[TraceRequest]):
     max_beam_width: an upper bound on the beam width of all requests.
     max_token: an upper bound on the recorded prompt tokens; NO_TOKEN if none is recorded.
     priority: None if every request has the default.
+    class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))
@@ -171,9 +175,16 @@ class RequestColumns(Sequence[TraceRequest]):
     max_beam_width: int = 1
     max_token: int = NO_TOKEN
     priority: "Floats | None" = None
+    class_of: "Integers | None" = None
+    class_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.request_id)
+
+    def class_at(self, index: int) -> str | None:
+        """The class of the request at `index`, without making it."""
+        number = NO_CLASS if self.class_of is None else self.class_of[index]
+        return None if number == NO_CLASS else self.class_names[number]
 
     @overload
     def __getitem__(self, index: int) -> TraceRequest: ...
@@ -218,6 +229,8 @@ class ColumnsBuilder:
         self._max_beam_width = 1
         self._max_token = NO_TOKEN
         self._priority: Floats | None = None
+        self._class_of: Integers | None = None
+        self._classes: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -234,6 +247,12 @@ class ColumnsBuilder:
             self._priority = seconds([DEFAULT_PRIORITY]) * (len(columns) - 1)
         if self._priority is not None:
             self._priority.append(request.priority)
+        if self._class_of is None and request.request_class is not None:
+            self._class_of = integers([NO_CLASS]) * (len(columns) - 1)
+        if self._class_of is not None:
+            name = request.request_class
+            known = NO_CLASS if name is None else self._classes.setdefault(name, len(self._classes))
+            self._class_of.append(known)
         if request.has_only_numbers:
             columns.origin.append(NO_ORIGIN)
             return
@@ -246,7 +265,7 @@ class ColumnsBuilder:
         """The columns of all requests appended so far."""
         return replace(
             self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token,
-            priority=self._priority,
+            priority=self._priority, class_of=self._class_of, class_names=tuple(self._classes),
         )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ requests = st.builds(
     beam_width=st.integers(1, 8),
     lora_task_id=st.none() | st.integers(0, MAX_ID),
     stop_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+    request_class=st.none() | st.sampled_from(["chat", "code"]),
 ) | st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=5).map(
     lambda tokens: TraceRequest(0, 0.0, len(tokens), 1, 1, prompt_tokens=tuple(tokens))
 )

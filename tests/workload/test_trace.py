@@ -28,6 +28,7 @@ numbers_only = st.builds(
 )
 with_more = st.one_of(
     st.builds(replace, numbers_only, priority=st.floats(0, 1), beam_width=st.integers(1, 4), stop_ids=st.just((3, 4))),
+    st.builds(replace, numbers_only, request_class=st.sampled_from(["chat", "code"])),
     st.builds(
         lambda request, tokens: replace(request, prompt_len=len(tokens), prompt_tokens=tuple(tokens)),
         numbers_only,
@@ -124,3 +125,9 @@ def test_a_vocabulary_is_checked_against_the_tokens_that_are_replayed(tmp_path):
     with pytest.raises(InputError, match=r"prompt_tokens\[2\] is 30"):
         check_vocabulary(load_trace(path, RunConfig()), 30)
     check_vocabulary(load_trace(path, RunConfig(max_prompt_len=2)), 30)
+
+
+@given(requests=traces)
+def test_columns_know_the_class_of_each_request(requests):
+    columns = columns_of(requests).by_arrival()
+    assert [columns.class_at(index) for index in range(len(columns))] == [one.request_class for one in columns]
