@@ -71,7 +71,8 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             overwrite: bool, **own_options: Any,
         ) -> None:  # fmt: skip
             from ifbbench.workload.formats import write_trace
-            from ifbbench.workload.spec import draw_trace, parse_spec
+            from ifbbench.workload.draw import draw_trace
+            from ifbbench.workload.spec import parse_spec
 
             if (arrival == "all_at_once") != (request_rate is None):
                 needs = "needs a" if request_rate is None else "takes no"

@@ -34,10 +34,13 @@ class Stream(IntEnum):
     POOL_CHOICE = 7
     TURNS = 8
     THINK_TIME = 9
+    REQUEST_CLASS = 10
+    TASK_ID = 11
 
 
 def generator(seed: int, stream: Stream, *key: int) -> Generator:
-    """The generator of one stream, or of its part `key` (such as a request id); equal arguments give equal values."""
+    """The generator of one stream, or of its part `key` (such as a request id, or the position of a request class);
+    equal arguments give equal values."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, *key))))
 
 
@@ -142,6 +145,33 @@ class Quantiles:
     def draw(self, generator: Generator, count: int) -> Lengths:
         percentiles, lengths = zip(*self.points, strict=True)
         return whole(np.interp(generator.uniform(0, 100, count), percentiles, lengths))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of lengths: bin i holds those of at least `edges[i]` and below `edges[i + 1]` tokens, all equally likely.
+
+    The counts may also be frequencies of any scale.
+    """
+
+    edges: tuple[int, ...]
+    counts: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        edges = fields.integers(self.edges, "edges", "length", 1, MAX_LENGTH)
+        if list(edges) != sorted(set(edges)) or len(edges) < 2:
+            raise InputError("edges are not ascending; expected at least two lengths, each above the one before.")
+        if not isinstance(self.counts, list | tuple) or len(self.counts) != len(edges) - 1:
+            raise InputError(f"counts do not fit edges; expected {len(edges) - 1} of them, one for each bin.")
+        counts = [fields.number(count, f"counts[{index}]", 0) for index, count in enumerate(self.counts)]
+        if not sum(counts):
+            raise InputError("counts are all 0; expected at least one above 0.")
+
+    def draw(self, generator: Generator, count: int) -> Lengths:
+        chosen, within = generator.random((count, 2)).T
+        shares, edges = np.cumsum(self.counts), np.asarray(self.edges, dtype=np.int64)
+        bins = np.searchsorted(shares[:-1], chosen * shares[-1], side="right")
+        return edges[bins] + (within * np.diff(edges)[bins]).astype(np.int64)
 
 
 # Durations in seconds, at least 0.
@@ -265,7 +295,7 @@ class Gamma(Limited):
 
 LENGTHS: dict[str, type[LengthDistribution]] = {
     "fixed": Fixed, "normal": Normal, "uniform": Uniform, "lognormal": LogNormal, "geometric": Geometric,
-    "quantiles": Quantiles,
+    "quantiles": Quantiles, "histogram": Histogram,
 }  # fmt: skip
 DURATIONS: dict[str, type[DurationDistribution]] = {
     "fixed": FixedTime, "uniform": UniformTime, "exponential": ExponentialTime, "lognormal": LogNormalTime,

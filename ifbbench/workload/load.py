@@ -9,9 +9,10 @@ from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean
 from ifbbench.workload.distributions import ArrivalProcess, Constant, Poisson, Stream, generator
+from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
-from ifbbench.workload.spec import draw_trace, read_spec
+from ifbbench.workload.spec import read_spec
 from ifbbench.workload.trace import Floats, RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"

@@ -1,19 +1,15 @@
-"""Workload specifications: a workload as distributions, read from a YAML or TOML file, and the requests drawn from it.
+"""Workload specifications: a workload as distributions, read from a YAML or TOML file; `draw` draws its requests.
 
 datasets/README.md documents the keys.
 """
 
 import dataclasses
-import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ifbbench import fields
 from ifbbench.errors import InputError
@@ -25,37 +21,23 @@ from ifbbench.workload.distributions import (
     AllAtOnce,
     ArrivalProcess,
     DurationDistribution,
+    Histogram,
     LengthDistribution,
-    Lengths,
     Limited,
     NotNegative,
+    Positive,
     Quantiles,
-    Stream,
-    Times,
-    generator,
 )
-from ifbbench.workload.prompts import runs_of, with_prefix
-from ifbbench.workload.trace import (
-    NO_ORIGIN,
-    PREFIX_BLOCK,
-    PrefixRun,
-    RequestColumns,
-    Reserve,
-    Trace,
-    TraceRequest,
-    identifiers,
-    integers,
-    num_blocks,
-    seconds,
-)
+from ifbbench.workload.trace import MAX_ID, Reserve
 
 SUFFIXES = (".yaml", ".yml", ".toml")
-KEYS = ("name", "num_requests", "prompt_len", "output_len", "arrival", "reserve", "shared_prefix", "sessions")
-REQUIRED_KEYS = ("num_requests", "prompt_len", "output_len")
+CLASS_KEYS = ("prompt_len", "output_len", "reserve", "shared_prefix", "sessions", "priority", "lora_task_id")
+KEYS = ("name", "num_requests", *CLASS_KEYS[:2], "arrival", *CLASS_KEYS[2:], "classes")
+REQUIRED_KEYS = ("num_requests",)
+LENGTH_KEYS = ("prompt_len", "output_len")
 KIND_NAMES: dict[Any, str] = {kind: name for kinds in (LENGTHS, DURATIONS, ARRIVALS) for name, kind in kinds.items()}
 MAX_POOLS = 10_000_000
-NO_POOL = -1
-ARRIVAL_DECIMALS = 6
+FROM_ARRIVAL, FROM_ANSWER = "arrival", "answer"
 ALL_AT_ONCE = AllAtOnce()
 
 
@@ -74,43 +56,90 @@ class SharedPrefix(Limited):
 
 @dataclass(frozen=True)
 class Sessions:
-    """Conversations of `turns` turns. A turn arrives `think_time` seconds after the one before it, answered or not."""
+    """Conversations of `turns` turns, `think_time` seconds apart.
+
+    think_from: what the think time of a turn follows: None, the arrival of the turn before it, answered or not; or
+        FROM_ANSWER, the end of its answer, which only the replay knows (`after` and `think_s` of TraceRequest).
+    """
 
     turns: LengthDistribution
     think_time: DurationDistribution
+    think_from: str | None = None
+
+
+@dataclass(frozen=True)
+class TaskIds(Limited):
+    """LoRA task ids from `min` to `max`, all equally likely."""
+
+    ascending = ("min", "max")
+    min: Annotated[int, {"minimum": 0, "maximum": MAX_ID}]
+    max: Annotated[int, {"minimum": 0, "maximum": MAX_ID}]
+
+
+@dataclass(frozen=True)
+class RequestClass(Limited):
+    """Requests of one kind.
+
+    prompt_len: of the whole prompt, but at least one token more than a shared prefix that it begins with; with
+        `sessions`, of each turn's new message.
+    reserve: sets `max_new_tokens` from the output length drawn; see Reserve.
+    weight: the class's share of arrivals (requests, or conversations), relative to the other classes.
+    name: None for the only class of a workload without `classes`.
+    """
+
+    prompt_len: LengthDistribution
+    output_len: LengthDistribution
+    reserve: str = "actual"
+    shared_prefix: SharedPrefix | None = None
+    sessions: Sessions | None = None
+    priority: Annotated[float | None, {"minimum": 0, "maximum": 1}] = None
+    lora_task_id: TaskIds | None = None
+    name: str | None = None
+    weight: Positive = 1.0
 
 
 @dataclass(frozen=True)
 class WorkloadSpec(Limited):
-    """Requests to be drawn.
+    """Requests to be drawn: those of `classes`, or of the one class that the other fields describe.
 
-    prompt_len: of the whole prompt, but at least one token more than a shared prefix that it begins with; with
-        `sessions`, of each turn's new message.
-    arrival: with `sessions`, of conversations.
-    reserve: sets `max_new_tokens` from the output length drawn; see Reserve.
+    arrival: of requests; of conversations where a class has sessions.
     """
 
     name: str
     num_requests: Annotated[int, {"minimum": 1}]
-    prompt_len: LengthDistribution
-    output_len: LengthDistribution
+    prompt_len: LengthDistribution | None = None
+    output_len: LengthDistribution | None = None
     arrival: ArrivalProcess = ALL_AT_ONCE
     reserve: str = "actual"
     shared_prefix: SharedPrefix | None = None
     sessions: Sessions | None = None
+    priority: float | None = None
+    lora_task_id: TaskIds | None = None
+    classes: tuple[RequestClass, ...] | None = None
+
+    def request_classes(self) -> tuple[RequestClass, ...]:
+        """The classes of the requests, at least one."""
+        if self.classes is not None:
+            return self.classes
+        return (RequestClass(**{key: getattr(self, key) for key in CLASS_KEYS}),)
 
     def canonical_text(self, seed: int) -> str:
         """One text for equal workloads, however their files are written. The trace's sha256 is taken of it."""
-        facts = {key: value for key, value in _plain(self).items() if key != "name" and value is not None}
+        facts = {key: value for key, value in _plain(self).items() if key != "name"}
+        if self.classes is not None:
+            del facts["reserve"]  # each class has its own
         return json.dumps(facts | {"seed": seed}, sort_keys=True, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:
-    """`value` with dataclasses as dictionaries, and with the name of its kind in each distribution."""
+    """`value` with dataclasses as dictionaries of what is set, and with the name of its kind in each distribution."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
     kind = {"kind": KIND_NAMES[type(value)]} if type(value) in KIND_NAMES else {}
-    return kind | {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return kind | {name: _plain(item) for name, item in given.items() if item is not None}
 
 
 # Reading.
@@ -132,20 +161,53 @@ def read_spec(path: Path) -> WorkloadSpec:
 
 
 def parse_spec(document: Any, default_name: str) -> WorkloadSpec:
-    """The specification in a mapping with REQUIRED_KEYS and optional others of KEYS."""
-    values = {"name": default_name} | fields.table(document, "the specification", KEYS, REQUIRED_KEYS)
-    reserve = fields.text(values.get("reserve", "actual"), "reserve")
-    Reserve(reserve)
+    """The specification in a mapping with `num_requests`, lengths or classes, and optional others of KEYS."""
+    given = fields.table(document, "the specification", KEYS)
+    required = REQUIRED_KEYS if "classes" in given else (*REQUIRED_KEYS, *LENGTH_KEYS)
+    values = {"name": default_name} | fields.table(given, "the specification", None, required)
     return WorkloadSpec(
         name=fields.text(values["name"], "name"),
         num_requests=values["num_requests"],
-        prompt_len=_chosen(values["prompt_len"], LENGTHS, "prompt_len"),
-        output_len=_chosen(values["output_len"], LENGTHS, "output_len"),
         arrival=_chosen(values["arrival"], ARRIVALS, "arrival", "process") if "arrival" in values else ALL_AT_ONCE,
-        reserve=reserve,
-        shared_prefix=_shared_prefix(values["shared_prefix"]) if "shared_prefix" in values else None,
-        sessions=_sessions(values["sessions"]) if "sessions" in values else None,
+        **({"classes": _classes(values)} if "classes" in values else _class_facts(values)),
     )
+
+
+def _classes(values: Mapping[str, Any]) -> tuple[RequestClass, ...]:
+    """The classes of a specification. Keys beside `classes` are the defaults of every class."""
+    listed, common = values["classes"], {key: values[key] for key in CLASS_KEYS if key in values}
+    if not isinstance(listed, list) or not listed:
+        raise fields.unexpected("classes", listed, "a list of at least one class")
+    classes = [_request_class(entry, f"classes[{number}]", common) for number, entry in enumerate(listed)]
+    names = [one.name for one in classes]
+    if len(set(names)) < len(names):
+        raise InputError(f"classes have the names {', '.join(map(str, names))}; expected each name once.")
+    return tuple(classes)
+
+
+def _request_class(entry: Any, place: str, common: Mapping[str, Any]) -> RequestClass:
+    known = ("name", "weight", *CLASS_KEYS)
+    values = {**common, **fields.table(entry, place, known)}
+    fields.table(values, place, known, ("name", *LENGTH_KEYS))
+    with located(place):
+        name = fields.text(values["name"], "name")
+        return RequestClass(**_class_facts(values), name=name, weight=values.get("weight", 1.0))
+
+
+def _class_facts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class that a specification gives."""
+    facts: dict[str, Any] = {key: _chosen(values[key], LENGTHS, key) for key in LENGTH_KEYS}
+    facts["reserve"] = fields.text(values.get("reserve", "actual"), "reserve")
+    Reserve(facts["reserve"])
+    if "shared_prefix" in values:
+        facts["shared_prefix"] = _shared_prefix(values["shared_prefix"])
+    if "sessions" in values:
+        facts["sessions"] = _sessions(values["sessions"])
+    if "priority" in values:
+        facts["priority"] = fields.number(values["priority"], "priority", 0, 1)
+    if "lora_task_id" in values:
+        facts["lora_task_id"] = _task_ids(values["lora_task_id"])
+    return facts
 
 
 def _shared_prefix(value: Any) -> SharedPrefix:
@@ -158,10 +220,20 @@ def _shared_prefix(value: Any) -> SharedPrefix:
 
 def _sessions(value: Any) -> Sessions:
     values = _arguments(Sessions, value, "sessions")
+    start = fields.choice(values.get("think_from", FROM_ARRIVAL), "sessions.think_from", (FROM_ARRIVAL, FROM_ANSWER))
     return Sessions(
         _chosen(values["turns"], LENGTHS, "sessions.turns"),
         _chosen(values["think_time"], DURATIONS, "sessions.think_time"),
+        # As None, the default stays out of the canonical text.
+        None if start == FROM_ARRIVAL else start,
     )
+
+
+def _task_ids(value: Any) -> TaskIds:
+    """One id, or a table of `min` and `max`."""
+    values = _arguments(TaskIds, value, "lora_task_id") if isinstance(value, dict) else {"min": value, "max": value}
+    with located("lora_task_id"):
+        return TaskIds(**values)
 
 
 def _chosen(value: Any, kinds: Mapping[str, type], name: str, tag: str = "distribution") -> Any:
@@ -177,6 +249,8 @@ def _chosen(value: Any, kinds: Mapping[str, type], name: str, tag: str = "distri
             return Quantiles(tuple(sorted(points)))
     _arguments(kind, numbers, name)
     with located(name):
+        if kind is Histogram:
+            numbers = {key: tuple(item) if isinstance(item, list) else item for key, item in numbers.items()}
         return kind(**numbers)
 
 
@@ -185,107 +259,3 @@ def _arguments(kind: Any, value: Any, name: str) -> dict[str, Any]:
     known = dataclasses.fields(kind)
     required = [field.name for field in known if field.default is dataclasses.MISSING]
     return fields.table(value, name, [field.name for field in known], required)
-
-
-# Drawing.
-
-
-def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int | None = None) -> Trace:
-    """The first `max_num_samples` requests drawn from `spec` (default: all), by arrival; a pure function of (spec,
-    seed). Conversations are drawn one after another, each with all its turns; the last may be cut off."""
-    count = min(spec.num_requests, max_num_samples or spec.num_requests)
-    inputs = spec.prompt_len.draw(generator(seed, Stream.INPUT_LENGTH), count)
-    drawn_outputs = spec.output_len.draw(generator(seed, Stream.OUTPUT_LENGTH), count)
-    reserved, outputs = Reserve(spec.reserve).columns(integers(drawn_outputs), integers(drawn_outputs))
-    shared = spec.shared_prefix
-    # NO_POOL as an index is the last element, a prefix without tokens.
-    pools: list[list[PrefixRun]] = [*(draw_pools(shared, seed) if shared else ()), []]
-    prefix_len = np.array([sum(length for _, length in runs) for runs in pools])
-    pool_of = draw_pool_choices(shared, seed, count) if shared else np.full(count, NO_POOL)
-    ids = np.arange(count)
-    if spec.sessions is None:
-        arrivals_s = spec.arrival.draw(generator(seed, Stream.ARRIVAL), count)
-        origin = np.where(pool_of == NO_POOL, NO_ORIGIN, ids)
-        prompt_len = integers(np.maximum(inputs, prefix_len[pool_of] + 1))
-
-        def named_tokens(index: int) -> list[PrefixRun]:
-            return pools[pool_of[index]]
-
-    else:
-        session_of, arrivals_s = draw_sessions(spec.sessions, seed, count, spec.arrival)
-        origin, pool_of = ids, pool_of[session_of]
-        tokens, first_ids = _conversations_so_far(session_of, inputs, np.asarray(outputs), drawn_outputs)
-        first_ids += sum(map(len, pools))
-        prompt_len = integers(tokens + prefix_len[pool_of])
-
-        def named_tokens(index: int) -> list[PrefixRun]:
-            length, first_id = int(tokens[index]), int(first_ids[index])
-            return pools[pool_of[index]] + runs_of(range(first_id, first_id + num_blocks(length)), length)
-
-    def recall(index: int) -> TraceRequest:
-        # The columns have the arrival and the other lengths.
-        return with_prefix(TraceRequest(index, 0.0, prompt_len[index], 1, 1), named_tokens(index))
-
-    requests = RequestColumns(
-        request_id=identifiers(ids),
-        arrival_s=seconds(np.round(arrivals_s, ARRIVAL_DECIMALS)),
-        prompt_len=prompt_len,
-        max_new_tokens=reserved,
-        output_len=outputs,
-        origin=identifiers(origin),
-        recall=recall,
-    ).by_arrival()
-    sha256 = hashlib.sha256(spec.canonical_text(seed).encode()).hexdigest()
-    return Trace(spec.name, requests, sha256, source)
-
-
-def draw_pools(shared: SharedPrefix, seed: int) -> list[list[PrefixRun]]:
-    """The tokens of each pool's system prompt; prefix ids are numbered from 0 without gaps."""
-    pools: list[list[PrefixRun]] = []
-    first_id = 0
-    for length in shared.len.draw(generator(seed, Stream.POOL_LENGTH), shared.pools).tolist():
-        next_id = first_id + num_blocks(length)
-        pools.append(runs_of(range(first_id, next_id), length))
-        first_id = next_id
-    return pools
-
-
-def draw_pool_choices(shared: SharedPrefix, seed: int, count: int) -> NDArray[np.int64]:
-    """The pool of each of `count` requests, from 0; NO_POOL for a request without a shared prefix."""
-    weights = np.arange(1, shared.pools + 1, dtype=np.float64) ** -shared.skew
-    bounds = np.cumsum(weights / weights.sum())
-    chosen = np.searchsorted(bounds[:-1], generator(seed, Stream.POOL_CHOICE).random(count), side="right")
-    shares = generator(seed, Stream.POOL_SHARE).random(count) < shared.share
-    return np.where(shares, chosen, NO_POOL)
-
-
-def draw_sessions(
-    sessions: Sessions, seed: int, num_turns: int, starts: ArrivalProcess
-) -> tuple[NDArray[np.int64], Times]:
-    """The conversation of each turn, numbered from 0, and the turn's arrival (s); each of shape [num_turns].
-
-    `starts` draws when conversations begin. The last one may be cut off. A longer drawing begins with the conversations
-    of a shorter one.
-    """
-    counts = sessions.turns.draw(generator(seed, Stream.TURNS), num_turns)
-    ends = np.minimum(np.cumsum(counts), num_turns)
-    ends = ends[: int(np.searchsorted(ends, num_turns)) + 1]
-    first_turns = np.concatenate(([0], ends[:-1]))
-    arrivals_s = sessions.think_time.draw(generator(seed, Stream.THINK_TIME), num_turns)
-    arrivals_s[first_turns] = starts.draw(generator(seed, Stream.ARRIVAL), len(ends))
-    for first, end in zip(first_turns.tolist(), ends.tolist(), strict=True):
-        arrivals_s[first:end] = np.cumsum(arrivals_s[first:end])
-    return np.repeat(np.arange(len(ends)), ends - first_turns), arrivals_s
-
-
-def _conversations_so_far(
-    session_of: NDArray[np.int64], inputs: Lengths, outputs: NDArray[np.int32], drawn_outputs: Lengths
-) -> tuple[Lengths, NDArray[np.int64]]:
-    """The tokens of each turn's conversation up to and with the turn's message, without a shared prefix, and the
-    first of the prefix ids, from 0, of that conversation; each of shape [turns]."""
-    first_turns = np.flatnonzero(np.diff(session_of, prepend=-1))
-    ends = np.cumsum(inputs + outputs)
-    tokens = ends - outputs - (ends - outputs - inputs)[first_turns][session_of]
-    # The ids do not depend on the reserved tokens, which may cut outputs off.
-    blocks = -(-np.add.reduceat(inputs + drawn_outputs, first_turns) // PREFIX_BLOCK)
-    return tokens, (np.cumsum(blocks) - blocks)[session_of]

@@ -35,6 +35,8 @@ class TraceRequest:
     prefix_lens: tokens of each block, from its first. None means all, as far as the prompt goes.
     stop_ids: token ids that end the request if it makes one before `output_len`.
     request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
+    after: the id of an earlier request of the trace, the previous turn of a conversation. A client that knows its end
+        sends this request `think_s` seconds after it; `arrival_s` is for clients that do not.
     """
 
     request_id: int
@@ -50,6 +52,8 @@ class TraceRequest:
     prefix_ids: tuple[int, ...] | None = None
     prefix_lens: tuple[int, ...] | None = None
     request_class: str | None = None
+    after: int | None = None
+    think_s: float = 0.0
 
     @property
     def has_only_numbers(self) -> bool:
@@ -62,6 +66,7 @@ class TraceRequest:
             and self.lora_task_id is None
             and not self.stop_ids
             and self.request_class is None
+            and self.after is None
         )
 
     def prefix_runs(self) -> list[PrefixRun]:

@@ -26,7 +26,8 @@ from ifbbench.workload.distributions import (
     UniformTime,
     generator,
 )
-from ifbbench.workload.spec import WorkloadSpec, draw_trace
+from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.spec import WorkloadSpec
 
 MANY = 20_000
 SPEC = WorkloadSpec("some", 200, LogNormal(100, 150), Uniform(5, 50), Gamma(4.0, 2.0), "factor:1.5")

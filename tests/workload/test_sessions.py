@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from ifbbench.workload.distributions import AllAtOnce, ExponentialTime, Fixed, FixedTime, Geometric, Poisson, Uniform
+from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens
-from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec, draw_trace
+from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec
 from ifbbench.workload.statistics import tokens_seen_before
 
 SESSIONS = Sessions(Geometric(3.0), ExponentialTime(20.0))

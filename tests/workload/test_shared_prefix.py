@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from ifbbench.workload.distributions import Fixed, Poisson, Uniform
+from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens
-from ifbbench.workload.spec import SharedPrefix, WorkloadSpec, draw_trace
+from ifbbench.workload.spec import SharedPrefix, WorkloadSpec
 from ifbbench.workload.statistics import tokens_seen_before
 
 SPEC = WorkloadSpec("some", 4_000, Uniform(600, 2_000), Uniform(5, 50), Poisson(4.0))

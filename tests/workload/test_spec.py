@@ -7,16 +7,9 @@ import yaml
 
 from ifbbench.errors import InputError
 from ifbbench.workload.distributions import AllAtOnce, Fixed, Gamma, Geometric, LogNormalTime, Quantiles, Uniform
+from ifbbench.workload.draw import draw_trace, draw_turns
 from ifbbench.workload.load import bundled_path
-from ifbbench.workload.spec import (
-    Sessions,
-    SharedPrefix,
-    WorkloadSpec,
-    draw_sessions,
-    draw_trace,
-    parse_spec,
-    read_spec,
-)
+from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec, parse_spec, read_spec
 from ifbbench.workload.statistics import trace_statistics
 
 ONE = {"distribution": "fixed", "value": 1}
@@ -224,8 +217,8 @@ def test_bundled_chat_in_turns_keeps_the_published_means():
     spec = replace(read_spec(path), num_requests=20_000)
     trace = draw_trace(spec, 0, "")
     assert spec.sessions is not None
-    session_of, _ = draw_sessions(spec.sessions, 0, 20_000, spec.arrival)
-    assert len(trace) / (session_of[-1] + 1) == pytest.approx(2.0, rel=0.03)
+    num_sessions = len(draw_turns(spec.request_classes(), 0, 20_000).first_turns)
+    assert len(trace) / num_sessions == pytest.approx(2.0, rel=0.03)
     alone = trace_statistics(draw_trace(replace(spec, sessions=None), 0, ""))
     assert [alone.prompt_tokens.mean, alone.output_tokens.mean] == pytest.approx([69.5, 214.5], rel=0.05)
 
