@@ -1,186 +1,152 @@
-"""`ifbbench dataset`: make traces and describe them."""
+"""`ifbbench dataset`: make, convert, sample and describe traces."""
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command
+from ifbbench.cli.synth import Group, in_progress, synth, write
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
+    from ifbbench.workload.trace import Trace
 
-LENGTH = click.IntRange(min=1)
-POSITIVE = click.FloatRange(min=0, min_open=True)
-NOT_NEGATIVE = click.FloatRange(min=0)
-DEVIATION = "Its standard deviation."
-Function = Callable[..., Any]
-Document = dict[str, Any]
-
-
-class Group(click.Group):
-    command_class = Command
-    group_class = type  # groups in it are of this class as well
+COUNT = click.IntRange(min=1)
+SECONDS = click.FloatRange(min=0)
+FORMATS = ("ifbbench", "gpt-manager", "trtllm-bench", "lengths", "mooncake")
 
 
 @click.group(cls=Group)
 def dataset() -> None:
-    """Make, convert and describe traces."""
+    """Make, convert, sample and describe traces.
 
-
-@dataset.group()
-def synth() -> None:
-    """Draw a trace of lengths and arrivals, and write it as ifbbench JSONL."""
-
-
-COMMON_OPTIONS = (
-    click.option("--num-requests", type=LENGTH, required=True, metavar="N", help="Requests to draw."),
-    click.option("--arrival", type=click.Choice(["all_at_once", "constant", "poisson"]), default="all_at_once",
-                 show_default=True, help="When requests arrive."),
-    click.option("--request-rate", type=POSITIVE, metavar="R", help="Requests/s of constant or Poisson arrivals."),
-    click.option("--reserve", default="actual", show_default=True, metavar="TEXT",
-                 help="max_new_tokens of each request: actual (its output length), factor:F or fixed:N."),
-    click.option("--random-seed", "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="K"),
-    click.option("-o", "--output", type=click.Path(path_type=Path), required=True,
-                 help="File to write (.jsonl, .jsonl.gz)."),
-    click.option("--overwrite", is_flag=True, help="Replace an existing file."),
-)  # fmt: skip
-
-
-def _normal_options(prompt: str) -> tuple[Function, ...]:
-    """Options of normally distributed lengths; `prompt` is what the input length is of."""
-    return (
-        click.option("--input-mean", type=POSITIVE, required=True, metavar="M", help=f"Mean {prompt} length (tokens)."),
-        click.option("--input-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help=DEVIATION),
-        click.option("--output-mean", type=POSITIVE, required=True, metavar="M", help="Mean output length (tokens)."),
-        click.option("--output-stdev", type=NOT_NEGATIVE, required=True, metavar="S", help=DEVIATION),
-    )
-
-
-def _workload(name: str, *options: Function) -> Callable[[Function], click.Command]:
-    """Makes a command of `synth` from a function that returns the distributions of a workload specification."""
-
-    def decorate(function: Function) -> click.Command:
-        @wraps(function)
-        def command(
-            num_requests: int, arrival: str, request_rate: float | None, reserve: str, random_seed: int, output: Path,
-            overwrite: bool, **own_options: Any,
-        ) -> None:  # fmt: skip
-            from ifbbench.workload.formats import write_trace
-            from ifbbench.workload.draw import draw_trace
-            from ifbbench.workload.spec import parse_spec
-
-            if (arrival == "all_at_once") != (request_rate is None):
-                needs = "needs a" if request_rate is None else "takes no"
-                raise click.UsageError(f"--arrival {arrival} {needs} --request-rate.")
-            document = function(**own_options) | {
-                "num_requests": num_requests,
-                "arrival": {"process": arrival} | ({} if request_rate is None else {"rate": request_rate}),
-                "reserve": reserve,
-            }
-            trace = draw_trace(parse_spec(document, name), random_seed, source=str(output))
-            write_trace(trace, output, overwrite)
-            click.echo(f"{len(trace)} requests written to {output}")
-
-        decorated: Function = command
-        for option in reversed((*options, *COMMON_OPTIONS)):
-            decorated = option(decorated)
-        return synth.command(name)(decorated)
-
-    return decorate
-
-
-def _normal(mean: float, stdev: float) -> Document:
-    return {"distribution": "normal", "mean": mean, "stdev": stdev}
-
-
-def _normal_lengths(input_mean: float, input_stdev: float, output_mean: float, output_stdev: float) -> Document:
-    return {"prompt_len": _normal(input_mean, input_stdev), "output_len": _normal(output_mean, output_stdev)}
-
-
-@_workload("token-norm-dist", *_normal_options("prompt"))
-def token_norm_dist(**lengths: float) -> Document:
-    """Normally distributed lengths, rounded and at least 1."""
-    return _normal_lengths(**lengths)
-
-
-@_workload(
-    "token-unif-dist",
-    click.option("--input-min", type=LENGTH, required=True, metavar="N", help="Shortest prompt (tokens)."),
-    click.option("--input-max", type=LENGTH, required=True, metavar="N", help="Longest prompt (tokens)."),
-    click.option("--output-min", type=LENGTH, required=True, metavar="N", help="Shortest output (tokens)."),
-    click.option("--output-max", type=LENGTH, required=True, metavar="N", help="Longest output (tokens)."),
-)
-def token_unif_dist(input_min: int, input_max: int, output_min: int, output_max: int) -> Document:
-    """Uniformly distributed lengths, both ends included."""
-    return {
-        "prompt_len": {"distribution": "uniform", "min": input_min, "max": input_max},
-        "output_len": {"distribution": "uniform", "min": output_min, "max": output_max},
-    }
-
-
-@_workload(
-    "shared-prefix",
-    click.option("--pools", type=LENGTH, required=True, metavar="N", help="Different prefixes (system prompts)."),
-    click.option("--prefix-mean", type=POSITIVE, required=True, metavar="M", help="Mean length of a prefix (tokens)."),
-    click.option("--prefix-stdev", type=NOT_NEGATIVE, default=0, show_default=True, metavar="S", help=DEVIATION),
-    click.option("--share", type=click.FloatRange(0, 1), default=1, show_default=True, metavar="F",
-                 help="Share of the requests that have a prefix."),
-    click.option("--skew", type=NOT_NEGATIVE, default=0, show_default=True, metavar="Z",
-                 help="Popularity of the k-th prefix: k to the power of -Z; 0: all alike."),
-    *_normal_options("whole prompt"),
-)  # fmt: skip
-def shared_prefix(
-    pools: int, prefix_mean: float, prefix_stdev: float, share: float, skew: float, **lengths: float
-) -> Document:
-    """Prompts that share prefixes. Lengths are normal; a prompt has at least one token after its prefix."""
-    prefix = {"pools": pools, "len": _normal(prefix_mean, prefix_stdev), "share": share, "skew": skew}
-    return _normal_lengths(**lengths) | {"shared_prefix": prefix}
-
-
-@_workload(
-    "multi-turn",
-    click.option("--turns-mean", type=click.FloatRange(min=1), required=True, metavar="M",
-                 help="Mean number of turns (geometric)."),
-    click.option("--think-time-mean", type=NOT_NEGATIVE, required=True, metavar="S",
-                 help="Mean time from a turn to the next (s, exponential)."),
-    *_normal_options("new message"),
-)  # fmt: skip
-def multi_turn(turns_mean: float, think_time_mean: float, **lengths: float) -> Document:
-    """Conversations: each prompt is all previous turns and a new message.
-
-    N counts turns; --arrival is that of conversations. Answers in prompts are placeholders for those of a model.
+    A TRACE is a trace file, a workload specification, a run directory or the name of a bundled dataset.
     """
-    sessions = {
-        "turns": {"distribution": "geometric", "mean": turns_mean},
-        "think_time": {"distribution": "exponential", "mean": think_time_mean},
-    }
-    return _normal_lengths(**lengths) | {"sessions": sessions}
+
+
+dataset.add_command(synth)
+
+
+def _reads_a_trace(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the argument TRACE and the options of reading it."""
+    options = (
+        click.argument("trace"),
+        click.option("--max-num-samples", type=COUNT, metavar="N", help="Read only the first N requests."),
+        click.option("--skip-bad-rows", is_flag=True, help="Skip and count bad rows."),
+        click.option("--seed", "--random-seed", type=click.IntRange(min=0), default=0, show_default=True,
+                     help="Seed of everything that is drawn."),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _writes_a_file(function: Callable[..., Any]) -> Callable[..., Any]:
+    output = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE",
+                          help="File to write, compressed if its name ends in .gz; - for standard output.")  # fmt: skip
+    return output(click.option("--overwrite", is_flag=True, help="Replace an existing file.")(function))
+
+
+def _load(
+    trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int, output: Path | None = None
+) -> "Trace":
+    """The requests of `trace`. InputError if `output` is its file, which is read while that is written."""
+    from ifbbench.config import RunConfig
+    from ifbbench.errors import InputError
+    from ifbbench.workload.load import load_trace
+
+    loaded = load_trace(trace, RunConfig(max_num_samples=max_num_samples, skip_bad_rows=skip_bad_rows, seed=seed))
+    if output is not None and output.exists() and output.samefile(loaded.source):
+        raise InputError(f"{output} is the trace that is read; give another file to write.")
+    return loaded
 
 
 @dataset.command()
-@click.argument("trace")
-@click.option("--max-num-samples", type=LENGTH, metavar="N", help="Describe only the first N requests.")
-@click.option("--skip-bad-rows", is_flag=True, help="Skip and count bad rows.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of a drawn workload.")
+@_reads_a_trace
+@_writes_a_file
+@click.option("--to", "to", type=click.Choice(FORMATS), help="Format to write; default: by the suffix of FILE.")
+@click.option("--vocab-size", type=COUNT, default=32_000, show_default=True, metavar="N",
+              help="Token ids are drawn below it where the trace records none and the format needs them.")  # fmt: skip
+def convert(
+    trace: str, output: Path, overwrite: bool, to: str | None, vocab_size: int, **reading: Any
+) -> None:  # fmt: skip
+    """Write the requests of TRACE in another format.
+
+    ifbbench: JSONL with all that a trace can say. gpt-manager: gptManagerBenchmark's JSON. trtllm-bench: its JSONL.
+    lengths: CSV with num_prefill_tokens, num_decode_tokens, arrived_at. mooncake: JSONL with hash_ids.
+    """
+    from ifbbench.errors import InputError
+    from ifbbench.workload.convert import FORMATS as OUTPUT_FORMATS
+    from ifbbench.workload.convert import Losses, Tokens, format_of
+    from ifbbench.workload.formats import write_lines
+
+    name = to or format_of(output)
+    if name is None:
+        raise InputError(f"{output} does not say which format to write; give --to {'|'.join(FORMATS)}.")
+    loaded, chosen = _load(trace, **reading, output=output), OUTPUT_FORMATS[name]
+    is_stdout = str(output) == "-"
+    with in_progress(f"writing {output}", loaded) as requests:
+        losses = Losses(requests, chosen.carries)
+        lines = chosen.lines(losses, Tokens(vocab_size, reading["seed"]))
+        write_lines(lines, click.get_text_stream("stdout") if is_stdout else output, overwrite)
+    if not is_stdout:
+        click.echo(f"{len(loaded)} requests written to {output} ({name})")
+    for field, number in losses.counts.items():
+        click.echo(f"{name} cannot express {field}: left out of {number:,} requests", err=True)
+
+
+@dataset.command()
+@_reads_a_trace
+@_writes_a_file
+@click.option("--num-requests", type=COUNT, metavar="N", help="Keep N requests, chosen at random.")
+@click.option("--stratified", is_flag=True, help="Choose them one from each of N groups of equal size by length.")
+@click.option("--every", type=COUNT, default=1, metavar="K", help="Keep the first request and each K-th after it.")
+@click.option("--from", "from_s", type=SECONDS, default=0.0, metavar="S", help="Keep what arrives from second S …")
+@click.option("--to", "to_s", type=SECONDS, default=float("inf"), metavar="S", help="… until before second S.")
+@click.option("--preserve-rate/--no-preserve-rate", default=True, show_default=True,
+              help="Move arrivals together, so that the sample has the rate of the trace.")  # fmt: skip
+def sample(
+    trace: str, output: Path, overwrite: bool, num_requests: int | None, stratified: bool, every: int, from_s: float,
+    to_s: float, preserve_rate: bool, **reading: Any,
+) -> None:  # fmt: skip
+    """Write a part of TRACE as ifbbench JSONL: a window of time, of it every K-th request, of these N at random.
+
+    Requests keep their ids; arrivals count from the first one kept.
+    """
+    from ifbbench.workload.sample import Sample, Selection
+
+    if stratified and num_requests is None:
+        raise click.UsageError("--stratified needs --num-requests.")
+    if to_s <= from_s:
+        raise click.UsageError(f"--to {to_s:g} is not after --from {from_s:g}.")
+    selection = Selection(from_s, to_s, every, num_requests, stratified, preserve_rate)
+    write(Sample(_load(trace, **reading, output=output), selection, reading["seed"]), output, overwrite)
+
+
+@dataset.command()
+@_reads_a_trace
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int, as_json: bool) -> None:
-    """Describe TRACE: a trace file, a workload specification, a run directory or the name of a bundled dataset."""
-    from ifbbench.config import RunConfig
-    from ifbbench.workload.load import load_trace
+@click.option("--plot", "directory", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Draw charts of lengths, arrivals and reuse into this directory (PNG, SVG).")  # fmt: skip
+def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> None:
+    """Describe TRACE: lengths, arrivals, classes, and the prompt tokens that requests have in common."""
     from ifbbench.workload.statistics import trace_statistics
 
-    loaded = load_trace(trace, RunConfig(max_num_samples=max_num_samples, skip_bad_rows=skip_bad_rows, seed=seed))
+    loaded = _load(trace, **reading)
     statistics = trace_statistics(loaded)
     if as_json:
         identity = {"name": loaded.name, "source": loaded.source, "sha256": loaded.sha256}
         click.echo(json.dumps(identity | asdict(statistics)))
     else:
         _print(f"{loaded.name} ({loaded.source})", statistics)
+    if directory is not None:
+        from ifbbench.report.trace_charts import plot_trace
+
+        for path in plot_trace(loaded, statistics, directory):
+            click.echo(str(path), err=as_json)
 
 
 def _print(title: str, statistics: "TraceStatistics") -> None:
@@ -201,17 +167,28 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
     if statistics.rates_per_s:
         peak = f"up to {max(statistics.rates_per_s):,.1f}/s"
         facts.add_row("rate over time", f"{sparkline(statistics.rates_per_s)} {peak}")
+    if statistics.length_correlation is not None:
+        facts.add_row("correlation", f"{statistics.length_correlation:.2f} of prompt and output lengths")
     console.print(facts)
     lengths = {"prompt": statistics.prompt_tokens, "output": statistics.output_tokens,
                "reserved": statistics.max_new_tokens}  # fmt: skip
-    columns = ("mean", "p50", "p90", "p99", "max", "total")
+    columns = ("mean", "min", "p10", "p25", "p50", "p75", "p90", "p99", "max", "total")
     table = Table("tokens", *(Column(column, justify="right") for column in columns), box=None)
     for name, length in lengths.items():
         table.add_row(name, *(f"{getattr(length, column):,.0f}" for column in columns))
     console.print(table)
+    if statistics.classes:
+        headers = ("requests", "share", "prompt mean", "output mean")
+        classes = Table("class", *(Column(header, justify="right") for header in headers), box=None)
+        for name, one in statistics.classes.items():
+            classes.add_row(name, f"{one.requests:,}", f"{one.share:.1%}", f"{one.prompt_mean:,.0f}",
+                            f"{one.output_mean:,.0f}")  # fmt: skip
+        console.print(classes)
     if statistics.seen_before_share is not None:
         share = f"{statistics.seen_before_share:.1%}"
         console.print(f"prompt tokens seen before: {share} (the maximum that a prefix cache can reuse)")
+    if statistics.blocks_seen_before_share is not None:
+        console.print(f"prompt blocks seen before: {statistics.blocks_seen_before_share:.1%}")
     for name in ("prompt", "output"):
         console.print(f"\n{name} tokens: requests", style="bold")
         for line in histogram_lines(lengths[name].histogram):

@@ -23,6 +23,7 @@ from ifbbench.report.style import (
     TimeBins,
     draw_limit,
     heading,
+    save,
     styled,
     thousands,
     title,
@@ -57,7 +58,7 @@ def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
         charts["kv_cache"] = draw_kv_cache
     directory = directory or run.path / "charts"
     with styled():
-        return [path for name, draw in sorted(charts.items()) for path in _save(draw(run), directory, name)]
+        return [path for name, draw in sorted(charts.items()) for path in save(draw(run), directory, name)]
 
 
 def plot_sweep(rows: Sequence[SweepRow], over: str, directory: Path) -> list[Path]:
@@ -70,16 +71,7 @@ def plot_sweep(rows: Sequence[SweepRow], over: str, directory: Path) -> list[Pat
             f"sweep: not every row has a value of {over!r}; expected the rows of `ifbbench sweep --over {over}=…`."
         )
     with styled():
-        return _save(draw_sweep(rows, over), directory, "sweep")
-
-
-def _save(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Write `figure` as `name`.png and `name`.svg, without dates, so that equal figures are equal files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
-    figure.savefig(png, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None, "Creator": "ifbbench"})
-    return [png, svg]
+        return save(draw_sweep(rows, over), directory, "sweep")
 
 
 def draw_throughput(run: RunData) -> Figure:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ifbbench.report import significant, time_unit
@@ -42,6 +44,15 @@ STYLE: Any = {
 def styled() -> Any:
     """A context in which figures take this style; after it, the caller's own matplotlib settings hold again."""
     return mpl.rc_context(STYLE)
+
+
+def save(figure: Figure, directory: Path, name: str) -> list[Path]:
+    """Write `figure` as `name`.png and `name`.svg, without dates, so that equal figures are equal files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
+    figure.savefig(png, metadata={"Software": None})
+    figure.savefig(svg, metadata={"Date": None, "Creator": "ifbbench"})
+    return [png, svg]
 
 
 def heading(top: Axes, what: str, run: RunData) -> None:

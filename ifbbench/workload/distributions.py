@@ -36,6 +36,7 @@ class Stream(IntEnum):
     THINK_TIME = 9
     REQUEST_CLASS = 10
     TASK_ID = 11
+    SAMPLE = 12
 
 
 def generator(seed: int, stream: Stream, *key: int) -> Generator:

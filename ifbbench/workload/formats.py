@@ -6,7 +6,7 @@ To add one, write the class and name it in FORMATS.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -238,24 +238,34 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def write_trace(requests: Iterable[TraceRequest], target: str | Path | TextIO, overwrite: bool = False) -> None:
-    """Write `requests`, one after another, as ifbbench JSONL to a path or to an open text file.
+    """Write `requests`, one after another, as ifbbench JSONL: `write_lines` of their lines."""
+    write_lines(trace_lines(requests), target, overwrite)
+
+
+def write_lines(lines: Iterable[str], target: str | Path | TextIO, overwrite: bool = False) -> None:
+    """Write `lines` to a path or to an open text file.
 
     Missing directories of the path are made; a file with a name that ends in .gz is compressed. InputError if the path
     exists and `overwrite` is not set, or cannot be written.
     """
     if not isinstance(target, str | Path):
-        target.writelines(map(_line, requests))
+        target.writelines(lines)
         return
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(open_to_write(path, "w" if overwrite else "x")) as writer:
-            for line in map(_line, requests):
+            for line in lines:
                 writer.write(line.encode())
     except FileExistsError:
         raise InputError(f"{path} already exists. Give another name, or --overwrite to replace it.") from None
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}. Give a path that you can write to.") from error
+
+
+def trace_lines(requests: Iterable[TraceRequest]) -> Iterator[str]:
+    """The lines of `requests` in ifbbench JSONL."""
+    return map(_line, requests)
 
 
 def _line(request: TraceRequest) -> str:

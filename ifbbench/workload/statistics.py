@@ -1,27 +1,19 @@
 """Statistics of a trace: lengths, arrival rates, and the share of prompt tokens that requests have in common."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 
-from ifbbench.workload.trace import PrefixRun, Trace, TraceRequest, columns_of
+from ifbbench.workload.distributions import Histogram
+from ifbbench.workload.histograms import measured
+from ifbbench.workload.reuse import blocks_seen_before_share, tokens_seen_before
+from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Trace, columns_of
 
 HISTOGRAM_BINS = 12
 RATE_WINDOWS = 40
 SPARKS = "▁▂▃▄▅▆▇█"
-
-Prompt = TypeVar("Prompt", bytes, list[PrefixRun])
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of lengths: bin i holds those of at least `edges[i]` and below `edges[i + 1]` tokens."""
-
-    edges: tuple[int, ...]
-    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +22,10 @@ class LengthStatistics:
 
     mean: float
     min: int
+    p10: float
+    p25: float
     p50: float
+    p75: float
     p90: float
     p99: float
     max: int
@@ -39,11 +34,25 @@ class LengthStatistics:
 
 
 @dataclass(frozen=True)
+class ClassStatistics:
+    """How many requests a class has, their share of the trace, and the mean lengths (tokens)."""
+
+    requests: int
+    share: float
+    prompt_mean: float
+    output_mean: float
+
+
+@dataclass(frozen=True)
 class TraceStatistics:
     """The figures of a trace. Rates are over the span from first to last arrival, None if all requests arrive at once.
 
+    length_correlation: Pearson's, of prompt and output lengths; None if one of them does not vary.
     seen_before_share: share of prompt tokens that an earlier request began with as well, an upper bound on the hit rate
         of a prefix cache; None if the trace does not say which tokens are equal.
+    blocks_seen_before_share: share of the named blocks of prompts (prefix_ids, hash_ids) that an earlier prompt has
+        too; None if the trace names none.
+    classes: figures of each request class by its name.
     rates_per_s: in RATE_WINDOWS windows of `rate_window_s` seconds.
     """
 
@@ -55,7 +64,10 @@ class TraceStatistics:
     prompt_tokens: LengthStatistics
     output_tokens: LengthStatistics
     max_new_tokens: LengthStatistics
+    length_correlation: float | None
     seen_before_share: float | None
+    blocks_seen_before_share: float | None
+    classes: dict[str, ClassStatistics]
     rate_window_s: float | None
     rates_per_s: tuple[float, ...]
 
@@ -67,7 +79,9 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
     span_s = float(arrivals_s[-1] - arrivals_s[0])
     gaps_s = np.diff(arrivals_s)
     prompt_tokens = length_statistics(columns.prompt_len)
-    seen_before = tokens_seen_before(trace)
+    # Requests that are numbers only have no tokens to compare.
+    may_repeat = any(origin != NO_ORIGIN for origin in columns.origin)
+    seen_before = tokens_seen_before(trace) if may_repeat else None
     windows, _ = np.histogram(arrivals_s, bins=RATE_WINDOWS)
     return TraceStatistics(
         requests=len(trace),
@@ -78,7 +92,10 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
         prompt_tokens=prompt_tokens,
         output_tokens=length_statistics(columns.output_len),
         max_new_tokens=length_statistics(columns.max_new_tokens),
+        length_correlation=_correlation(columns.prompt_len, columns.output_len),
         seen_before_share=None if seen_before is None else seen_before / prompt_tokens.total,
+        blocks_seen_before_share=blocks_seen_before_share(trace) if may_repeat else None,
+        classes=_classes(columns),
         rate_window_s=span_s / RATE_WINDOWS if span_s > 0 else None,
         rates_per_s=tuple((windows * RATE_WINDOWS / span_s).tolist()) if span_s > 0 else (),
     )
@@ -87,21 +104,39 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
 def length_statistics(lengths: Sequence[int]) -> LengthStatistics:
     """Statistics of at least one length, each of at least 1 token."""
     values = np.asarray(lengths, dtype=np.int64)
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    low, high = int(values.min()), int(values.max())
-    # Bins grow by a constant factor: lengths are skewed, and in equal bins a long tail would hide the rest.
-    edges = np.unique(np.rint(np.geomspace(low, high + 1, HISTOGRAM_BINS + 1)).astype(np.int64))
-    counts, _ = np.histogram(values, bins=edges)
+    p10, p25, p50, p75, p90, p99 = np.percentile(values, (10, 25, 50, 75, 90, 99)).tolist()
     return LengthStatistics(
         mean=float(values.mean()),
-        min=low,
+        min=int(values.min()),
+        p10=p10,
+        p25=p25,
         p50=p50,
+        p75=p75,
         p90=p90,
         p99=p99,
-        max=high,
+        max=int(values.max()),
         total=int(values.sum()),
-        histogram=Histogram(tuple(edges.tolist()), tuple(counts.tolist())),
+        histogram=measured(lengths, HISTOGRAM_BINS),
     )
+
+
+def _correlation(some: Sequence[int], others: Sequence[int]) -> float | None:
+    if min(some) == max(some) or min(others) == max(others):
+        return None
+    return float(np.corrcoef(some, others)[0, 1])
+
+
+def _classes(columns: RequestColumns) -> dict[str, ClassStatistics]:
+    found = {}
+    numbers = np.asarray([] if columns.class_of is None else columns.class_of)
+    prompts, outputs = np.asarray(columns.prompt_len), np.asarray(columns.output_len)
+    for number, name in enumerate(columns.class_names):
+        members = np.flatnonzero(numbers == number)
+        if len(members):
+            share = len(members) / len(columns)
+            means = (float(lengths[members].mean()) for lengths in (prompts, outputs))
+            found[name] = ClassStatistics(len(members), share, *means)
+    return found
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -115,69 +150,9 @@ def sparkline(values: Sequence[float]) -> str:
 def histogram_lines(histogram: Histogram, width: int = 40) -> list[str]:
     """One line per bin: its range, a bar of at most `width` characters, its count."""
     largest = max(histogram.counts)
-    ranges = [
-        f"{low:,}" if low == end - 1 else f"{low:,}-{end - 1:,}" for low, end in pairwise(histogram.edges)
-    ]
+    ranges = [f"{low:,}" if low == end - 1 else f"{low:,}-{end - 1:,}" for low, end in pairwise(histogram.edges)]
     column = max(map(len, ranges))
     return [
         f"{text:>{column}} {'█' * round(count / largest * width):{width}} {count:,}"
         for text, count in zip(ranges, histogram.counts, strict=True)
     ]
-
-
-# What a perfect prefix cache could save.
-
-
-def tokens_seen_before(requests: Iterable[TraceRequest]) -> int | None:
-    """The sum over all prompts of the tokens that the prompt has in common with the beginning of an earlier one.
-
-    Exact to the token, nothing evicted: no prefix cache finds more. None if the trace does not say which tokens are
-    equal.
-    """
-    recorded: list[bytes] = []
-    named: list[list[PrefixRun]] = []
-    for request in requests:
-        if request.prompt_tokens is not None:
-            # In big-endian bytes, the order of texts is that of tokens.
-            recorded.append(np.asarray(request.prompt_tokens, dtype=">i4").tobytes())
-        elif request.prefix_ids is not None:
-            named.append(request.prefix_runs())
-    if not recorded and not named:
-        return None
-    return _seen_before(recorded, _common_tokens) + _seen_before(named, _common_runs)
-
-
-def _seen_before(prompts: Sequence[Prompt], num_common: Callable[[Prompt, Prompt], int]) -> int:
-    """In sorted order, neighbours have the longest common beginnings. The prompts are removed from the latest to the
-    first: at its removal, a prompt has only earlier ones beside it, and the longest beginning that it shares with any
-    of them is the one that it shares with a neighbour."""
-    count = len(prompts)
-    before, after = [count] * (count + 1), [count] * (count + 1)
-    common_with_before = [0] * (count + 1)  # the last entry stands for no prompt, at either end
-    for left, right in pairwise(sorted(range(count), key=prompts.__getitem__)):
-        before[right], after[left] = left, right
-        common_with_before[right] = num_common(prompts[left], prompts[right])
-    total = 0
-    for index in reversed(range(count)):
-        left, right = before[index], after[index]
-        total += max(common_with_before[index], common_with_before[right])
-        common_with_before[right] = min(common_with_before[index], common_with_before[right])
-        before[right], after[left] = left, right
-    return total
-
-
-def _common_tokens(some: bytes, others: bytes) -> int:
-    length = min(len(some), len(others)) // 4
-    equal = np.frombuffer(some, np.int32, length) == np.frombuffer(others, np.int32, length)
-    return length if equal.all() else int(equal.argmin())
-
-
-def _common_runs(some: list[PrefixRun], others: list[PrefixRun]) -> int:
-    common = 0
-    for (prefix_id, length), (other_id, other_length) in zip(some, others, strict=False):
-        if prefix_id != other_id:
-            break
-        common += min(length, other_length)
-        if length != other_length:
-            break
-    return common
