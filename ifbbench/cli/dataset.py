@@ -1,6 +1,7 @@
 """`ifbbench dataset`: make, convert, sample and describe traces."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -91,7 +92,7 @@ def convert(
     with in_progress(f"writing {output}", loaded) as requests:
         losses = Losses(requests, chosen.carries)
         lines = chosen.lines(losses, Tokens(vocab_size, reading["seed"]))
-        write_lines(lines, click.get_text_stream("stdout") if is_stdout else output, overwrite)
+        write_lines(lines, sys.stdout if is_stdout else output, overwrite)
     if not is_stdout:
         click.echo(f"{len(loaded)} requests written to {output} ({name})")
     for field, number in losses.counts.items():

@@ -1,5 +1,6 @@
 """`ifbbench dataset synth`: draw traces, with the names and options of TensorRT-LLM's prepare_dataset.py."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -45,7 +46,7 @@ class Group(click.Group):
 @click.option("--trust-remote-code", is_flag=True, help="Not needed: see --tokenizer.")
 @click.pass_context
 def synth(
-    ctx: click.Context, output: Path | None, random_seed: int | None, request_rate: float | None,
+    ctx: click.Context, /, output: Path | None, random_seed: int | None, request_rate: float | None,
     time_delay_dist: str, task_id: int | None, rand_task_id: tuple[int, int] | None, stdout: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Draw a trace of lengths and arrivals, and write it as ifbbench JSONL.
@@ -81,18 +82,6 @@ COMMON_OPTIONS = (
 )  # fmt: skip
 
 
-def write(trace: "Trace | Sample", output: Path, overwrite: bool) -> None:
-    """Write `trace` and say so; to standard output if `output` is -."""
-    from ifbbench.workload.formats import write_trace
-
-    with in_progress(f"writing {output}", trace) as requests:
-        if str(output) == "-":
-            write_trace(requests, click.get_text_stream("stdout"))
-            return
-        write_trace(requests, output, overwrite)
-    click.echo(f"{len(trace)} requests written to {output}")
-
-
 @contextmanager
 def in_progress(label: str, trace: "Trace | Sample") -> "Iterator[Iterable[TraceRequest]]":
     """The requests of `trace`, with a progress line that follows their use."""
@@ -107,6 +96,18 @@ def in_progress(label: str, trace: "Trace | Sample") -> "Iterator[Iterable[Trace
                 yield request
 
         yield trace if line is None else counted()
+
+
+def write(trace: "Trace | Sample", output: Path, overwrite: bool) -> None:
+    """Write `trace` and say so; to standard output if `output` is -."""
+    from ifbbench.workload.formats import write_trace
+
+    with in_progress(f"writing {output}", trace) as requests:
+        if str(output) == "-":
+            write_trace(requests, sys.stdout)
+            return
+        write_trace(requests, output, overwrite)
+    click.echo(f"{len(trace)} requests written to {output}")
 
 
 def _options(function: Function, options: tuple[Function, ...]) -> Function:

@@ -124,11 +124,12 @@ def draw_reuse(trace: Trace, statistics: TraceStatistics) -> Figure:
         axes.set_xlim(tokens[0] * 0.8, tokens[-1] * 1.25)
     else:
         axes.text(0.5, 0.5, "no prompt begins like an earlier one", transform=axes.transAxes, ha="center", color=MUTED)
-    axes.set(xlabel="tokens of other requests since their last use", ylabel="prompt tokens seen before (%)")
+    axes.set(xlabel="tokens of all requests since their last use", ylabel="prompt tokens seen before (%)")
     axes.set_ylim(0, max(float(shares[-1]) * 1.15, 1.0) if len(shares) else 1.0)
+    thousands(axes.xaxis)
     axes.xaxis.set_minor_formatter(NullFormatter())
     share = statistics.seen_before_share or 0.0
     title(axes, f"Reuse: {trace.name}",
-          f"{share:.1%} of {count(prompt_tokens)} prompt tokens were seen before; a cache that keeps fewer tokens "
-          "reaches less")  # fmt: skip
+          f"{share:.1%} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the last "
+          "x tokens finds")  # fmt: skip
     return figure

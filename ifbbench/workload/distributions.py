@@ -159,7 +159,7 @@ class Histogram:
     counts: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        edges = fields.integers(self.edges, "edges", "length", 1, MAX_LENGTH)
+        edges = fields.integers(self.edges, "edges", "length", 1, MAX_LENGTH + 1)
         if list(edges) != sorted(set(edges)) or len(edges) < 2:
             raise InputError("edges are not ascending; expected at least two lengths, each above the one before.")
         if not isinstance(self.counts, list | tuple) or len(self.counts) != len(edges) - 1:
@@ -172,7 +172,8 @@ class Histogram:
         chosen, within = generator.random((count, 2)).T
         shares, edges = np.cumsum(self.counts), np.asarray(self.edges, dtype=np.int64)
         bins = np.searchsorted(shares[:-1], chosen * shares[-1], side="right")
-        return edges[bins] + (within * np.diff(edges)[bins]).astype(np.int64)
+        lengths: Lengths = edges[bins] + (within * np.diff(edges)[bins]).astype(np.int64)
+        return lengths
 
 
 # Durations in seconds, at least 0.

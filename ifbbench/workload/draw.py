@@ -6,7 +6,7 @@ one leaves the others alone and no two are correlated. A longer drawing begins w
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -67,14 +67,16 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
 
     def recall(index: int) -> TraceRequest:
         kind, part, place = classes[class_of[index]], drawn[class_of[index]], int(position[index])
+        follows = kind.sessions is not None and kind.sessions.think_from == FROM_ANSWER and turn_of[index] > 0
         # The columns have the arrival and the other lengths.
-        request = TraceRequest(index, 0.0, int(prompt_len[index]), 1, 1, request_class=kind.name)
-        if kind.priority is not None:
-            request = replace(request, priority=kind.priority)
-        if part.task_ids is not None:
-            request = replace(request, lora_task_id=int(part.task_ids[place]))
-        if kind.sessions is not None and kind.sessions.think_from == FROM_ANSWER and turn_of[index] > 0:
-            request = replace(request, after=index - 1, think_s=round(float(gaps_s[index]), ARRIVAL_DECIMALS))
+        request = TraceRequest(
+            index, 0.0, int(prompt_len[index]), 1, 1,
+            priority=DEFAULT_PRIORITY if kind.priority is None else kind.priority,
+            lora_task_id=None if part.task_ids is None else int(part.task_ids[place]),
+            request_class=kind.name,
+            after=index - 1 if follows else None,
+            think_s=round(float(gaps_s[index]), ARRIVAL_DECIMALS) if follows else 0.0,
+        )  # fmt: skip
         runs = part.named_tokens(place)
         return with_prefix(request, runs) if runs else request
 
@@ -194,14 +196,14 @@ def draw_class(kind: RequestClass, streams: _Streams, session_of: Indices, first
     pools: list[list[PrefixRun]] = [*(draw_pools(shared, streams, first_id) if shared else ()), []]
     next_id = first_id + sum(map(len, pools))
     prefix_len = np.array([sum(length for _, length in runs) for runs in pools])
-    _, local_session = np.unique(session_of, return_inverse=True)
     pool_of = draw_pool_choices(shared, streams, count) if shared else np.full(count, NO_POOL)
     tokens = first_ids = None
     if kind.sessions is None:
         prompt_len = np.maximum(inputs, prefix_len[pool_of] + 1)
     else:
-        pool_of = pool_of[local_session]
-        tokens, first_ids, num_ids = _conversations_so_far(local_session, inputs, np.asarray(outputs), drawn_outputs)
+        _, own_session_of = np.unique(session_of, return_inverse=True)
+        pool_of = pool_of[own_session_of]
+        tokens, first_ids, num_ids = _conversations_so_far(own_session_of, inputs, np.asarray(outputs), drawn_outputs)
         first_ids += next_id
         next_id += num_ids
         prompt_len = tokens + prefix_len[pool_of]

@@ -213,7 +213,7 @@ def _class_facts(values: Mapping[str, Any]) -> dict[str, Any]:
 def _shared_prefix(value: Any) -> SharedPrefix:
     values = _arguments(SharedPrefix, value, "shared_prefix")
     length = values["len"] if isinstance(values["len"], dict) else {"distribution": "fixed", "value": values["len"]}
-    values |= {"len": _chosen(length, LENGTHS, "shared_prefix.len")}
+    values = values | {"len": _chosen(length, LENGTHS, "shared_prefix.len")}
     with located("shared_prefix"):
         return SharedPrefix(**values)
 
