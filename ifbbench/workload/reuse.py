@@ -35,12 +35,13 @@ def reuse_distances(requests: Iterable[TraceRequest]) -> tuple[NDArray[np.int64]
     of a distance up to D, or more, as it keeps shared ones once.
     """
     last_use: dict[object, tuple[int, int]] = {}
+    beginnings: dict[object, int] = {}
     distances: list[int] = []
     lengths: list[int] = []
     position = prompt_tokens = 0
     for request in requests:
         is_known = True
-        for key, length in _pieces(request):
+        for key, length in _pieces(request, beginnings):
             before = last_use.get(key)
             is_known = is_known and before is not None
             if is_known and before is not None:
@@ -52,10 +53,16 @@ def reuse_distances(requests: Iterable[TraceRequest]) -> tuple[NDArray[np.int64]
     return np.array(distances, dtype=np.int64), np.array(lengths, dtype=np.int64), prompt_tokens
 
 
-def _pieces(request: TraceRequest) -> Iterator[tuple[object, int]]:
-    """The pieces of a prompt from its first token, each as a key that depends on all tokens before, and a length."""
+def _pieces(request: TraceRequest, beginnings: dict[object, int]) -> Iterator[tuple[object, int]]:
+    """The pieces of a prompt from its first token, each as a key that depends on all tokens before, and a length.
+
+    beginnings: numbers of the beginnings of named blocks met so far; new ones are added.
+    """
     if request.prompt_tokens is None:
-        yield from request.prefix_runs()
+        before = -1
+        for prefix_id, length in request.prefix_runs():
+            yield (before, prefix_id), length
+            before = beginnings.setdefault((before, prefix_id, length), len(beginnings))
         return
     tokens = np.asarray(request.prompt_tokens, dtype=np.int32)
     key = b""

@@ -70,7 +70,7 @@ def test_run_directory_is_replayed(path, tmp_path):
 def test_nothing_to_load(tmp_path, name, complaint):
     with pytest.raises(InputError, match=complaint) as raised:
         load_trace(tmp_path / name, RunConfig())
-    assert "bundled datasets chat, code" in str(raised.value)
+    assert "bundled datasets agent, batch-offline, chat, code" in str(raised.value)
 
 
 def test_max_num_samples_and_skip_bad_rows_reach_the_reader(path):
