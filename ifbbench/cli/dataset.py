@@ -1,15 +1,15 @@
 """`ifbbench dataset`: make, convert, sample and describe traces."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.synth import Group, in_progress, synth, write
+from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, synth, write
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 COUNT = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
-FORMATS = ("ifbbench", "gpt-manager", "trtllm-bench", "lengths", "mooncake")
 
 
 @click.group(cls=Group)
@@ -40,15 +39,7 @@ def _reads_a_trace(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--seed", "--random-seed", type=click.IntRange(min=0), default=0, show_default=True,
                      help="Seed of everything that is drawn."),
     )  # fmt: skip
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-def _writes_a_file(function: Callable[..., Any]) -> Callable[..., Any]:
-    output = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE",
-                          help="File to write, compressed if its name ends in .gz; - for standard output.")  # fmt: skip
-    return output(click.option("--overwrite", is_flag=True, help="Replace an existing file.")(function))
+    return add_options(function, options)
 
 
 def _load(
@@ -67,41 +58,24 @@ def _load(
 
 @dataset.command()
 @_reads_a_trace
-@_writes_a_file
-@click.option("--to", "to", type=click.Choice(FORMATS), help="Format to write; default: by the suffix of FILE.")
-@click.option("--vocab-size", type=COUNT, default=32_000, show_default=True, metavar="N",
-              help="Token ids are drawn below it where the trace records none and the format needs them.")  # fmt: skip
-def convert(
-    trace: str, output: Path, overwrite: bool, to: str | None, vocab_size: int, **reading: Any
-) -> None:  # fmt: skip
+@partial(add_options, options=(FORMAT_OPTION, *FILE_OPTIONS))
+def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_size: int, **reading: Any) -> None:
     """Write the requests of TRACE in another format.
 
     ifbbench: JSONL with all that a trace can say. gpt-manager: gptManagerBenchmark's JSON. trtllm-bench: its JSONL.
     lengths: CSV with num_prefill_tokens, num_decode_tokens, arrived_at. mooncake: JSONL with hash_ids.
     """
     from ifbbench.errors import InputError
-    from ifbbench.workload.convert import FORMATS as OUTPUT_FORMATS
-    from ifbbench.workload.convert import Losses, Tokens, format_of
-    from ifbbench.workload.formats import write_lines
+    from ifbbench.workload.convert import format_of
 
-    name = to or format_of(output)
-    if name is None:
+    if to is None and format_of(output) is None:
         raise InputError(f"{output} does not say which format to write; give --to {'|'.join(FORMATS)}.")
-    loaded, chosen = _load(trace, **reading, output=output), OUTPUT_FORMATS[name]
-    is_stdout = str(output) == "-"
-    with in_progress(f"writing {output}", loaded) as requests:
-        losses = Losses(requests, chosen.carries)
-        lines = chosen.lines(losses, Tokens(vocab_size, reading["seed"]))
-        write_lines(lines, sys.stdout if is_stdout else output, overwrite)
-    if not is_stdout:
-        click.echo(f"{len(loaded)} requests written to {output} ({name})")
-    for field, number in losses.counts.items():
-        click.echo(f"{name} cannot express {field}: left out of {number:,} requests", err=True)
+    write(_load(trace, **reading, output=output), output, overwrite, reading["seed"], to, vocab_size)
 
 
 @dataset.command()
 @_reads_a_trace
-@_writes_a_file
+@partial(add_options, options=FILE_OPTIONS)
 @click.option("--num-requests", type=COUNT, metavar="N", help="Keep N requests, chosen at random.")
 @click.option("--stratified", is_flag=True, help="Choose them one from each of N groups of equal size by length.")
 @click.option("--every", type=COUNT, default=1, metavar="K", help="Keep the first request and each K-th after it.")
@@ -111,11 +85,11 @@ def convert(
               help="Move arrivals together, so that the sample has the rate of the trace.")  # fmt: skip
 def sample(
     trace: str, output: Path, overwrite: bool, num_requests: int | None, stratified: bool, every: int, from_s: float,
-    to_s: float, preserve_rate: bool, **reading: Any,
+    to_s: float, preserve_rate: bool, vocab_size: int, **reading: Any,
 ) -> None:  # fmt: skip
-    """Write a part of TRACE as ifbbench JSONL: a window of time, of it every K-th request, of these N at random.
+    """Write a part of TRACE: a window of time, of it every K-th request, of these N at random.
 
-    Requests keep their ids; arrivals count from the first one kept.
+    Requests keep their ids; arrivals count from the first one kept. The format is that of the suffix of FILE.
     """
     from ifbbench.workload.sample import Sample, Selection
 
@@ -124,7 +98,9 @@ def sample(
     if to_s <= from_s:
         raise click.UsageError(f"--to {to_s:g} is not after --from {from_s:g}.")
     selection = Selection(from_s, to_s, every, num_requests, stratified, preserve_rate)
-    write(Sample(_load(trace, **reading, output=output), selection, reading["seed"]), output, overwrite)
+    seed = reading["seed"]
+    kept = Sample(_load(trace, **reading, output=output), selection, seed)
+    write(kept, output, overwrite, seed, to=None, vocab_size=vocab_size)
 
 
 @dataset.command()

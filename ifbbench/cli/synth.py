@@ -20,6 +20,7 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
 PROGRESS_EVERY = 4096
 DEVIATION = "Its standard deviation."
+FORMATS = ("ifbbench", "gpt-manager", "trtllm-bench", "lengths", "mooncake")
 ARRIVALS = ("all_at_once", "constant", "poisson")
 # prepare_dataset.py's names of the same.
 DELAYS = {"constant": "constant", "exponential_dist": "poisson"}
@@ -41,19 +42,22 @@ class Group(click.Group):
 @click.option("--task-id", type=click.IntRange(min=-1), metavar="N", help="LoRA task of all requests; -1: none.")
 @click.option("--rand-task-id", type=(click.IntRange(min=0), click.IntRange(min=0)), metavar="MIN MAX",
               help="Range of random LoRA tasks.")  # fmt: skip
-@click.option("--stdout", is_flag=True, help="Write to standard output: as -o - of the command.")
+@click.option("--stdout", is_flag=True, help="As -o - --to trtllm-bench of the command.")
 @click.option("--tokenizer", metavar="NAME", help="Not needed: the replay draws token ids of the model's vocabulary.")
 @click.option("--trust-remote-code", is_flag=True, help="Not needed: see --tokenizer.")
+@click.option("--lora-dir", metavar="DIR", help="Not needed: LoRA tasks are known by their ids.")
 @click.pass_context
 def synth(
     ctx: click.Context, /, output: Path | None, random_seed: int | None, request_rate: float | None,
     time_delay_dist: str, task_id: int | None, rand_task_id: tuple[int, int] | None, stdout: bool, **_: Any,
 ) -> None:  # fmt: skip
-    """Draw a trace of lengths and arrivals, and write it as ifbbench JSONL.
+    """Draw a trace of lengths and arrivals, and write it as ifbbench JSONL or in another format.
 
     The options before the command are those of prepare_dataset.py, so that its command lines run as they are.
     """
-    given: Document = {"output": "-" if stdout else output, "random_seed": random_seed}
+    given: Document = {"output": output, "random_seed": random_seed}
+    if stdout:
+        given |= {"output": "-", "to": "trtllm-bench"}
     if request_rate not in (None, -1):
         given |= {"request_rate": request_rate, "arrival": DELAYS[time_delay_dist]}
     tasks = rand_task_id or (None if task_id in (None, -1) else (task_id, task_id))
@@ -63,12 +67,21 @@ def synth(
     ctx.default_map = dict.fromkeys(synth.list_commands(ctx), defaults)
 
 
+FILE_OPTIONS = (
+    click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE",
+                 help="File to write, compressed if its name ends in .gz; - for standard output."),
+    click.option("--overwrite", is_flag=True, help="Replace an existing file."),
+    click.option("--vocab-size", type=LENGTH, default=32_000, show_default=True, metavar="N",
+                 help="Token ids are drawn below it where the trace records none and the format needs them."),
+)  # fmt: skip
+FORMAT_OPTION = click.option(
+    "--to", type=click.Choice(FORMATS), help="Format; default: gpt-manager for .json, lengths for .csv, else ifbbench."
+)
 OUTPUT_OPTIONS = (
     click.option("--random-seed", "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="K"),
-    click.option("-o", "--output", type=click.Path(path_type=Path), required=True,
-                 help="File to write (.jsonl, .jsonl.gz); - for standard output."),
-    click.option("--overwrite", is_flag=True, help="Replace an existing file."),
-)  # fmt: skip
+    FORMAT_OPTION,
+    *FILE_OPTIONS,
+)
 COMMON_OPTIONS = (
     click.option("--num-requests", type=LENGTH, required=True, metavar="N", help="Requests to draw."),
     click.option("--arrival", type=click.Choice(ARRIVALS), default="all_at_once", show_default=True,
@@ -98,19 +111,29 @@ def in_progress(label: str, trace: "Trace | Sample") -> "Iterator[Iterable[Trace
         yield trace if line is None else counted()
 
 
-def write(trace: "Trace | Sample", output: Path, overwrite: bool) -> None:
-    """Write `trace` and say so; to standard output if `output` is -."""
-    from ifbbench.workload.formats import write_trace
+def write(
+    trace: "Trace | Sample", output: Path, overwrite: bool, seed: int, to: str | None, vocab_size: int
+) -> None:
+    """Write `trace` in the format `to`, by default that of the suffix, and say so; to standard output if `output` is -.
 
+    seed, vocab_size: of the token ids that are drawn where the trace records none and the format needs them.
+    """
+    from ifbbench.workload.convert import FORMATS as OUTPUT_FORMATS
+    from ifbbench.workload.convert import Losses, Tokens, format_of
+    from ifbbench.workload.formats import write_lines
+
+    name = to or format_of(output) or FORMATS[0]
+    chosen, is_stdout = OUTPUT_FORMATS[name], str(output) == "-"
     with in_progress(f"writing {output}", trace) as requests:
-        if str(output) == "-":
-            write_trace(requests, sys.stdout)
-            return
-        write_trace(requests, output, overwrite)
-    click.echo(f"{len(trace)} requests written to {output}")
+        losses = Losses(requests, chosen.carries)
+        write_lines(chosen.lines(losses, Tokens(vocab_size, seed)), sys.stdout if is_stdout else output, overwrite)
+    if not is_stdout:
+        click.echo(f"{len(trace)} requests written to {output}{'' if name == FORMATS[0] else f' ({name})'}")
+    for field, number in losses.counts.items():
+        click.echo(f"{name} cannot express {field}: left out of {number:,} requests", err=True)
 
 
-def _options(function: Function, options: tuple[Function, ...]) -> Function:
+def add_options(function: Function, options: tuple[Function, ...]) -> Function:
     for option in reversed(options):
         function = option(function)
     return function
@@ -123,7 +146,8 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
         @wraps(function)
         def command(
             num_requests: int, arrival: str, request_rate: float | None, reserve: str, min_task_id: int | None,
-            max_task_id: int | None, random_seed: int, output: Path, overwrite: bool, **own_options: Any,
+            max_task_id: int | None, random_seed: int, output: Path, overwrite: bool, to: str | None, vocab_size: int,
+            **own_options: Any,
         ) -> None:  # fmt: skip
             from ifbbench.workload.draw import draw_trace
             from ifbbench.workload.spec import parse_spec
@@ -138,9 +162,10 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             }
             if min_task_id is not None or max_task_id is not None:
                 document["lora_task_id"] = {"min": min_task_id or 0, "max": max_task_id or min_task_id or 0}
-            write(draw_trace(parse_spec(document, name), random_seed, source=str(output)), output, overwrite)
+            trace = draw_trace(parse_spec(document, name), random_seed, source=str(output))
+            write(trace, output, overwrite, random_seed, to, vocab_size)
 
-        return synth.command(name)(_options(command, (*options, *COMMON_OPTIONS)))
+        return synth.command(name)(add_options(command, (*options, *COMMON_OPTIONS)))
 
     return decorate
 
@@ -282,7 +307,10 @@ def multi_turn(turns_mean: float, think_time_mean: float, think_from: str, **len
     return _normal_lengths(**lengths) | {"sessions": sessions}
 
 
-def spec(file: str, num_requests: int | None, random_seed: int, output: Path, overwrite: bool) -> None:
+def spec(
+    file: str, num_requests: int | None, random_seed: int, output: Path, overwrite: bool, to: str | None,
+    vocab_size: int,
+) -> None:  # fmt: skip
     """The requests of a workload specification FILE (.yaml, .toml), or of a bundled one by its name."""
     from ifbbench.config import RunConfig
     from ifbbench.errors import InputError
@@ -292,11 +320,12 @@ def spec(file: str, num_requests: int | None, random_seed: int, output: Path, ov
     path = Path(file) if Path(file).exists() else bundled_path(file) or Path(file)
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"{file} is not a workload specification; expected a file ending in {', '.join(SUFFIXES)}.")
-    write(load_trace(path, RunConfig(max_num_samples=num_requests, seed=random_seed)), output, overwrite)
+    trace = load_trace(path, RunConfig(max_num_samples=num_requests, seed=random_seed))
+    write(trace, output, overwrite, random_seed, to, vocab_size)
 
 
 synth.command("spec")(
-    _options(
+    add_options(
         spec,
         (
             click.argument("file"),

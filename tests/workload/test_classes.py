@@ -1,23 +1,35 @@
 """Workloads of several request classes, and streams that are not correlated."""
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.workload.distributions import Histogram, generator
+from ifbbench.workload.distributions import Histogram, Stream, Uniform, generator
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, TaskIds, parse_spec
 from ifbbench.workload.trace import TraceRequest, columns_of
 
-UNIFORM = {"distribution": "uniform", "min": 1, "max": 1000}
+UNIFORM: dict[str, Any] = {"distribution": "uniform", "min": 1, "max": 1000}
 LONG = {"distribution": "uniform", "min": 5000, "max": 9000}
-CHAT = {"name": "chat", "weight": 3, "prompt_len": UNIFORM, "priority": 0.8, "shared_prefix": {"pools": 2, "len": 700}}
-DOCUMENTS = {"name": "documents", "prompt_len": LONG, "reserve": "fixed:2000", "lora_task_id": {"min": 4, "max": 6}}
-AGENT = {
+CHAT: dict[str, Any] = {
+    "name": "chat",
+    "weight": 3,
+    "prompt_len": UNIFORM,
+    "priority": 0.8,
+    "shared_prefix": {"pools": 2, "len": 700},
+}
+DOCUMENTS: dict[str, Any] = {
+    "name": "documents",
+    "prompt_len": LONG,
+    "reserve": "fixed:2000",
+    "lora_task_id": {"min": 4, "max": 6},
+}
+AGENT: dict[str, Any] = {
     "name": "agent",
     "weight": 2,
     "prompt_len": UNIFORM,
@@ -27,7 +39,7 @@ AGENT = {
         "think_from": "answer",
     },
 }
-MIXED = {
+MIXED: dict[str, Any] = {
     "num_requests": 6_000,
     "output_len": UNIFORM,
     "arrival": {"process": "poisson", "rate": 5},
@@ -54,7 +66,7 @@ def test_classes_of_a_specification():
 
 def test_one_class_without_a_name():
     spec = parse_spec({"num_requests": 1, "prompt_len": UNIFORM, "output_len": UNIFORM}, "plain")
-    assert spec.request_classes() == (RequestClass(spec.prompt_len, spec.output_len),)
+    assert spec.request_classes() == (RequestClass(Uniform(1, 1000), Uniform(1, 1000)),)
     assert {request.request_class for request in drawn()} == {"chat", "documents", "agent"}
     assert columns_of(draw_trace(spec, 0, "").requests).class_of is None
 
@@ -123,7 +135,7 @@ def test_a_turn_follows_the_end_of_the_answer_before():
 def test_think_time_from_arrival_is_the_default():
     sessions = AGENT["sessions"] | {"think_from": "arrival"}
     plain = {key: value for key, value in AGENT["sessions"].items() if key != "think_from"}
-    workload = {"num_requests": 50, "prompt_len": UNIFORM, "output_len": UNIFORM}
+    workload: dict[str, Any] = {"num_requests": 50, "prompt_len": UNIFORM, "output_len": UNIFORM}
     some, others = (drawn(workload | {"sessions": one}) for one in (sessions, plain))
     assert (list(some), some.sha256) == (list(others), others.sha256)
     assert {request.after for request in some} == {None}
@@ -132,7 +144,7 @@ def test_think_time_from_arrival_is_the_default():
 
 def test_no_two_streams_are_correlated():
     """Lengths of prompts and outputs within a class, and between any two streams of any two classes."""
-    same = {"prompt_len": UNIFORM, "output_len": UNIFORM}
+    same: dict[str, Any] = {"prompt_len": UNIFORM, "output_len": UNIFORM}
     classes = [{"name": name} for name in ("a", "b", "c")]
     count = 10_000
     for seed in (0, 1, 420):
@@ -147,7 +159,7 @@ def test_no_two_streams_are_correlated():
 
 @pytest.mark.parametrize("distribution", ["normal", "uniform", "lognormal", "histogram", "quantiles"])
 def test_prompt_and_output_lengths_are_not_correlated(distribution):
-    numbers = {
+    numbers: dict[str, dict[str, Any]] = {
         "normal": {"mean": 500, "stdev": 100},
         "uniform": {"min": 1, "max": 1000},
         "lognormal": {"median": 100, "mean": 150},
@@ -192,7 +204,7 @@ def test_unknown_start_of_the_think_time():
 
 
 def test_a_histogram_is_met():
-    lengths = Histogram((1, 2, 10, 100, 101), (1, 0, 2, 1)).draw(generator(0, 0), 40_000)
+    lengths = Histogram((1, 2, 10, 100, 101), (1, 0, 2, 1)).draw(generator(0, Stream.INPUT_LENGTH), 40_000)
     counts = [(lengths == 1).mean(), ((lengths > 1) & (lengths < 10)).mean(), (lengths == 100).mean()]
     assert counts == pytest.approx([0.25, 0, 0.25], abs=0.01)
     within = lengths[(lengths >= 10) & (lengths < 100)]
@@ -202,7 +214,10 @@ def test_a_histogram_is_met():
 
 def test_a_longer_series_starts_with_the_shorter():
     one = Histogram((1, 50, 90), (2, 1.5))
-    assert one.draw(generator(0, 0), 60)[:20].tolist() == one.draw(generator(0, 0), 20).tolist()
+    assert (
+        one.draw(generator(0, Stream.INPUT_LENGTH), 60)[:20].tolist()
+        == one.draw(generator(0, Stream.INPUT_LENGTH), 20).tolist()
+    )
 
 
 @pytest.mark.parametrize(

@@ -218,11 +218,21 @@ def test_command_line_of_prepare_dataset(tmp_path):
     assert [r.prompt_len for r in read_trace(tmp_path / "b.jsonl")] == [r.prompt_len for r in trace]
 
 
-def test_offline_rate_and_standard_output():
+def test_offline_rate_and_standard_output_are_those_of_prepare_dataset():
     result = dataset("synth --stdout --request_rate -1 --task_id 3 token_norm_dist", *LENGTHS.split())
-    rows = [json.loads(line) for line in result.output.splitlines()]
-    assert len(rows) == 40
-    assert {(row["arrival_s"], row["lora_task_id"]) for row in rows} == {(0.0, 3)}
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(list(row), row["task_id"]) for row in rows] == [
+        (["task_id", "input_ids", "output_tokens"], number) for number in range(40)
+    ]
+    assert "trtllm-bench cannot express lora_task_id: left out of 40 requests" in result.stderr
+
+
+def test_the_suffix_of_the_file_is_the_format(tmp_path):
+    assert dataset("synth --output", tmp_path / "a.json", "--task-id", 3, *NORMAL.split()[1:]).exit_code == 0
+    samples = json.loads((tmp_path / "a.json").read_text())["samples"]
+    assert [sample["task_id"] for sample in samples] == [3] * 40
+    assert dataset(NORMAL, "--to", "mooncake", "-o", tmp_path / "a.jsonl").exit_code == 0
+    assert "hash_ids" in (tmp_path / "a.jsonl").read_text()
 
 
 # Convert and sample.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
-from ifbbench.workload.distributions import Histogram, generator
+from ifbbench.workload.distributions import Histogram, Stream, generator
 from ifbbench.workload.histograms import measured, read_histograms
 
 BOTH = {"prompt_len": Histogram((1, 11, 21, 31), (5, 0, 2)), "output_len": Histogram((1, 11, 21, 31), (1, 0, 1.5))}
@@ -70,13 +70,13 @@ def test_binary_and_missing_files(tmp_path):
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=80))
 def test_what_is_drawn_lies_where_it_was_measured(lengths):
-    drawn = measured(lengths, 200).draw(generator(0, 0), 200)
+    drawn = measured(lengths, 200).draw(generator(0, Stream.INPUT_LENGTH), 200)
     assert min(lengths) <= drawn.min() <= drawn.max() <= max(lengths)
 
 
 def test_a_measured_histogram_keeps_quantiles_and_mean():
     lengths = np.rint(np.random.default_rng(0).lognormal(5, 1.2, 20_000)).astype(int) + 1
-    drawn = measured(lengths, 200).draw(generator(0, 0), 20_000)
+    drawn = measured(lengths.tolist(), 200).draw(generator(0, Stream.INPUT_LENGTH), 20_000)
     assert drawn.mean() == pytest.approx(lengths.mean(), rel=0.04)
     marks = (10, 50, 90, 99)
     assert np.percentile(drawn, marks) == pytest.approx(np.percentile(lengths, marks), rel=0.07)

@@ -9,8 +9,8 @@ import pytest
 from ifbbench.workload.distributions import AllAtOnce, ExponentialTime, Fixed, FixedTime, Geometric, Poisson, Uniform
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens
+from ifbbench.workload.reuse import tokens_seen_before
 from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec
-from ifbbench.workload.statistics import tokens_seen_before
 
 SESSIONS = Sessions(Geometric(3.0), ExponentialTime(20.0))
 SPEC = WorkloadSpec("some", 2_000, Uniform(50, 700), Uniform(5, 300), Poisson(0.5), sessions=SESSIONS)

@@ -9,8 +9,8 @@ import pytest
 from ifbbench.workload.distributions import Fixed, Poisson, Uniform
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens
+from ifbbench.workload.reuse import tokens_seen_before
 from ifbbench.workload.spec import SharedPrefix, WorkloadSpec
-from ifbbench.workload.statistics import tokens_seen_before
 
 SPEC = WorkloadSpec("some", 4_000, Uniform(600, 2_000), Uniform(5, 50), Poisson(4.0))
 SHARED = SharedPrefix(pools=20, len=Uniform(100, 1_500), share=0.8, skew=1.0)

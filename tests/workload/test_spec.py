@@ -6,7 +6,16 @@ import pytest
 import yaml
 
 from ifbbench.errors import InputError
-from ifbbench.workload.distributions import AllAtOnce, Fixed, Gamma, Geometric, LogNormalTime, Quantiles, Uniform
+from ifbbench.workload.distributions import (
+    AllAtOnce,
+    Fixed,
+    Gamma,
+    Geometric,
+    Histogram,
+    LogNormalTime,
+    Quantiles,
+    Uniform,
+)  # fmt: skip
 from ifbbench.workload.draw import draw_trace, draw_turns
 from ifbbench.workload.load import bundled_path
 from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec, parse_spec, read_spec
@@ -232,3 +241,20 @@ def test_identity_of_a_bundled_workload_stays_the_same(name, sha256):
     path = bundled_path(name)
     assert path is not None
     assert draw_trace(read_spec(path), 0, "", max_num_samples=1).sha256.startswith(sha256)
+
+
+def test_the_example_of_classes_in_the_documentation():
+    path = bundled_path("chat")
+    assert path is not None
+    example = (path.parent / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    spec = parse_spec(yaml.safe_load(example), "example")
+    assert [(one.name, one.weight) for one in spec.request_classes()] == [("chat", 9), ("documents", 1)]
+    assert len(draw_trace(spec, 0, "")) == 1000
+
+
+def test_a_histogram_in_a_specification():
+    lengths = {"distribution": "histogram", "edges": [1, 5, 9], "counts": [3, 1]}
+    spec = parse_spec(MINIMAL | {"prompt_len": lengths}, "mine")
+    assert spec.prompt_len == Histogram((1, 5, 9), (3, 1))
+    with pytest.raises(InputError, match="prompt_len: edges are not ascending"):
+        parse_spec(MINIMAL | {"prompt_len": lengths | {"edges": [5, 1, 9]}}, "mine")

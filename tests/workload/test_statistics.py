@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ifbbench.workload.distributions import Histogram
 from ifbbench.workload.prompts import with_prefix
+from ifbbench.workload.reuse import tokens_seen_before
 from ifbbench.workload.statistics import (
-    Histogram,
     histogram_lines,
     length_statistics,
     sparkline,
-    tokens_seen_before,
     trace_statistics,
 )
 from ifbbench.workload.trace import PREFIX_BLOCK, Trace, TraceRequest
