@@ -207,7 +207,10 @@ def test_think_time_from_the_answer(tmp_path):
 
 
 def test_command_line_of_prepare_dataset(tmp_path):
-    before = "synth --tokenizer llama --trust-remote-code --random-seed 3 --rand-task-id 2 5 --request-rate 4"
+    before = (
+        "synth --tokenizer llama --trust-remote-code --random-seed 3 --rand-task-id 2 5 --request-rate 4 "
+        "--time-delay-dist exponential_dist"
+    )
     result = dataset(before, "--output", tmp_path / "a.jsonl", *NORMAL.split()[1:])
     assert result.exit_code == 0, result.output
     trace = list(read_trace(tmp_path / "a.jsonl"))
