@@ -15,6 +15,8 @@ from ifbbench.errors import InputError
 RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
 OPEN_SPANS = "open_spans.jsonl"
+# The result of `--result_format` without a file of its own.
+RESULT = "result.json"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", "spans", "requests", "trace")
 # Packages that results depend on.
@@ -45,9 +47,10 @@ def prepare(path: Path, overwrite: bool) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lines = [f"{name}.{recording_format}" for name in LINE_FILES for recording_format in RECORDING_FORMATS]
-        for name in ("run.json", "summary.json", OPEN_SPANS, "report.html", *lines):
+        for name in ("run.json", "summary.json", OPEN_SPANS, RESULT, "report.html", *lines):
             (path / name).unlink(missing_ok=True)
-        shutil.rmtree(path / "charts", ignore_errors=True)
+        for name in ("charts", "export"):
+            shutil.rmtree(path / name, ignore_errors=True)
         (path / "run.json").touch()
     except OSError as error:
         reason = error.strerror or error

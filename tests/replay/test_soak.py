@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from ifbbench.compressed import read_pieces
-from ifbbench.config import CHUNKING_POLICIES, EARLY_STOPPING, POLICIES, RECORDING_FORMATS, RunConfig, settings
+from ifbbench.config import (
+    CHUNKING_POLICIES,
+    EARLY_STOPPING,
+    POLICIES,
+    RECORDING_FORMATS,
+    RESULT_FORMATS,
+    SIDE_OUTPUTS,
+    RunConfig,
+    settings,
+)
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.errors import InputError
 from ifbbench.recording.metrics import distribution
@@ -96,8 +105,15 @@ DRAWS: dict[str, Draw] = {
     "output": sometimes(0.0),
     "overwrite": on_or_off(0.2),
     "output_csv": sometimes(0.05, "figures.csv"),
+    "report_json": sometimes(0.05, "report.json"),
+    "request_json": sometimes(0.05, "requests.json"),
+    "iteration_log": sometimes(0.05, "iterations.log"),
+    "result_json": sometimes(0.05, "result.json"),
+    "result_format": sometimes(0.05, *RESULT_FORMATS),
+    "save_detailed": on_or_off(0.05),
     "responses_json": sometimes(0.05, "responses.json"),
     "recording_format": sometimes(0.2, *RECORDING_FORMATS),
+    "iteration_stats_format": sometimes(0.1, "trtllm"),
     "iteration_stats_every": sometimes(0.15, 2, 7),
     "profile": on_or_off(0.03),
     "log_iteration_data": on_or_off(0.05),
@@ -126,7 +142,7 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     draw = random.Random(seed)
     values = {name: value for name, rule in DRAWS.items() if (value := rule(draw)) is not None}
     values["output"] = str(folder / "run")
-    for name in ("output_csv", "responses_json"):
+    for name in SIDE_OUTPUTS:
         if name in values:
             values[name] = str(folder / values[name])
     folder.mkdir(exist_ok=True)
