@@ -4,12 +4,14 @@ TensorRT-LLM's executor. Both have `ifbbench`, what no other tool records."""
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, field
 from msgspec.structs import asdict
 
 from ifbbench.engine.records import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS
+
+Filled = TypeVar("Filled", bound=Struct)
 
 
 @cache
@@ -208,7 +210,7 @@ def executor_statistics(known: Mapping[str, Any], details: IterationDetails | Un
     return _filled(ExecutorLine, fields)
 
 
-def _filled(struct: type[Any], fields: Mapping[str, Any]) -> Any:
+def _filled(struct: type[Filled], fields: Mapping[str, Any]) -> Filled:
     return struct(*(fields[name] for name in struct.__struct_fields__))
 
 

@@ -81,8 +81,8 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def hardware() -> dict[str, Any]:
-    """Processor, usable cores and memory in bytes."""
+def hardware(device: str | None = None) -> dict[str, Any]:
+    """Processor, usable cores and memory in bytes, and the GPU if `device` is "cuda"."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines() if cpu_info.exists() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -92,7 +92,16 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
+        "gpu": _gpu() if device == "cuda" else None,
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """Name and memory in bytes of the GPU that torch uses."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": facts.name, "memory_bytes": facts.total_memory}
 
 
 def git_revision() -> str | None:

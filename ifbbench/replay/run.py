@@ -174,7 +174,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
         },
         "model": engine.describe_model(),
         "versions": run_directory.versions(),
-        "hardware": run_directory.hardware(),
+        "hardware": run_directory.hardware(engine.device),
         "git_revision": run_directory.git_revision(),
     } | ({"device_limits": limits} if limits else {})
 

@@ -62,7 +62,7 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
 
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
-        lists = {name: table[name].map(_json_of_list) for name in table if table[name].dtype == object}
+        lists = {str(name): table[name].map(_json_of_list) for name in table if table[name].dtype == object}
         table.assign(**lists).to_csv(path, index=False, lineterminator="\n")
     else:
         texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}

@@ -205,7 +205,7 @@ def _object(text: bytes) -> dict[str, Any]:
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
     details = row.pop("ifbbench")
     left_out = details.pop("first_left_out", None) or {}
-    flat = documented_fields(row) | details
+    flat: dict[str, Any] = documented_fields(row) | details
     flat["first_left_out_request"] = left_out.get("request_id")
     flat["first_left_out_reason"] = left_out.get("reason")
     flat["pauses"] = len(details.get("paused") or ())
