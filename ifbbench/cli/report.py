@@ -27,9 +27,15 @@ json_option = click.option(
 @json_option
 def report(run: Path, as_json: bool, **options: Any) -> None:
     """Print the report of RUN, a run directory. That of a killed run covers what was done."""
-    config = given_config(None, options)
-    write_run_outputs(run, config)
-    print_run(run, config, as_json)
+    write_run_outputs(run, given_config(None, options))
+    if not as_json:
+        print_run(run)
+        return
+
+    from ifbbench.report.figures import figures
+    from ifbbench.report.load import load_run
+
+    click.echo(json.dumps(figures(load_run(run)), indent=2))
 
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
@@ -41,23 +47,17 @@ def write_run_outputs(directory: Path, config: RunConfig) -> None:
         write_outputs(load_run(directory), config)
 
 
-def print_run(directory: Path, config: RunConfig, as_json: bool) -> None:
-    """Print the tables and the [BENCHMARK] lines of a run directory, or its figures as JSON."""
+def print_run(directory: Path) -> None:
+    """Print the tables and the [BENCHMARK] lines of a run directory."""
+    from ifbbench.cli.console import report_console
+    from ifbbench.report.figures import benchmark_lines
     from ifbbench.report.load import load_run
+    from ifbbench.report.tables import print_report
 
-    if as_json:
-        from ifbbench.report.figures import figures
-
-        click.echo(json.dumps(figures(load_run(directory)), indent=2))
-    elif not config.quiet:
-        from ifbbench.cli.console import report_console
-        from ifbbench.report.figures import benchmark_lines
-        from ifbbench.report.tables import print_report
-
-        run = load_run(directory)
-        print_report(run, report_console())
-        for line in benchmark_lines(run):
-            click.echo(line)
+    run = load_run(directory)
+    print_report(run, report_console())
+    for line in benchmark_lines(run):
+        click.echo(line)
 
 
 @click.command(cls=Command)

@@ -36,8 +36,10 @@ def run(
     from ifbbench.recording.run_directory import find_lines
 
     result = _replay(trace, config, "run")
-    print_run(result.directory, config, as_json)
-    if not config.quiet and not as_json:
+    if as_json:
+        click.echo(json.dumps(result.summary, indent=2))
+    elif not config.quiet:
+        print_run(result.directory)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from ifbbench.config import (
 )
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.errors import InputError
+from ifbbench.recording.iteration_lines import documented_fields
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
+from ifbbench.report.load import load_run
+from ifbbench.report.outputs import write_outputs
 
 LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
@@ -159,7 +163,7 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         with monkeypatch.context() as patched, within(LIMIT_S):
             patched.setattr(TokenGenerationLoop, "__init__", noted)
             config = RunConfig(**values)
-            run_trace(str(trace), config)
+            run_trace(str(trace), config, on_recorded=partial(written, config))
     except InputError:
         assert not (folder / "run").exists(), command_line(trace, values)
         return False
@@ -173,6 +177,11 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         error.add_note(f"Reproduce it with: {command_line(trace, values)}")
         raise
     return True
+
+
+def written(config: RunConfig, directory: Path) -> None:
+    """Write the files for other tools that `config` asks for."""
+    write_outputs(load_run(directory), config)
 
 
 def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
@@ -304,17 +313,18 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
 
 
 def check_iterations(summary: dict[str, Any], iterations: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
-    assert [line["Iteration Counter"] for line in iterations] == list(range(summary["iterations"]))
-    for line in iterations:
+    documented = list(map(documented_fields, iterations))
+    assert [line["iteration_counter"] for line in documented] == list(range(summary["iterations"]))
+    for line in documented:
         # A higher priority may make one more request active than the limit; it is not one more that runs.
-        assert line["Scheduled Requests"] <= min(line["Active Request Count"], line["Max Request Count"])
-        if line["Max KV cache blocks"] is not None:
-            used, free = line["Used KV cache blocks"], line["Free KV cache blocks"]
+        assert line["scheduled_requests"] <= min(line["active_request_count"], line["max_request_count"])
+        if line["max_kv_cache_blocks"] is not None:
+            used, free = line["used_kv_cache_blocks"], line["free_kv_cache_blocks"]
             assert used >= 0
             assert free >= 0
-            assert used + free == line["Max KV cache blocks"]
+            assert used + free == line["max_kv_cache_blocks"]
     of_context = sum(sum(span["chunks"]) for span in spans if span.get("chunks"))
-    assert sum(line["Total Context Tokens"] for line in iterations) == of_context
+    assert sum(line["total_context_tokens"] for line in documented) == of_context
     assert sum(len(line["ifbbench"]["paused"]) for line in iterations) == summary["pauses"]
     assert sum(line["ifbbench"]["tokens_recomputed"] for line in iterations) == summary["recomputed_tokens"]
     bound_by = Counter(line["ifbbench"]["bound_by"] for line in iterations)
