@@ -192,8 +192,8 @@ def executor_line(line: InflightLine | StaticLine, completed: int) -> ExecutorLi
 
 def executor_statistics(known: Mapping[str, Any], details: IterationDetails | UnsetType = UNSET) -> ExecutorLine:
     """An iteration's line in the executor's form. known: fields of InflightLine or StaticLine and of IterationDetails,
-    and `completed`."""
-    reused, missed = known["reused_kv_cache_blocks"], known["missed_blocks"]
+    and `completed`; those that are missing, in runs of other versions, are None."""
+    reused, missed = known.get("reused_kv_cache_blocks"), known.get("missed_blocks")
     derived = {
         "cache_hit_rate": reused / (reused + missed) if reused and missed is not None else 0.0,
         # Every step of a request is one token: there is no speculative decoding.
@@ -205,13 +205,13 @@ def executor_statistics(known: Mapping[str, Any], details: IterationDetails | Un
         fields["inflight"] = _filled(InflightBatchingStats, fields)
     else:
         fields["static"] = _filled(StaticBatchingStats, fields)
-    if known["max_kv_cache_blocks"] is not None:
+    if known.get("max_kv_cache_blocks") is not None:
         fields["kv_cache"] = _filled(KvCacheStats, fields)
     return _filled(ExecutorLine, fields)
 
 
 def _filled(struct: type[Filled], fields: Mapping[str, Any]) -> Filled:
-    return struct(*(fields[name] for name in struct.__struct_fields__))
+    return struct(*(fields.get(name) for name in struct.__struct_fields__))
 
 
 def documented_fields(row: Mapping[str, Any]) -> dict[str, Any]:

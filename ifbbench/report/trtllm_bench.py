@@ -188,7 +188,7 @@ def write_iterations(run: RunData, path: Path) -> None:
     completed = Counter(spans.groupby("request_id")["last_iteration"].max().tolist())
     writer = JsonLinesWriter(path)
     for row in read_lines(find_lines(run.path, "iterations"), ("ifbbench",)):
-        details = {"missed_blocks": None} | row["ifbbench"]
-        known = documented_fields(row) | details
-        writer.write([encode(executor_statistics(known | {"completed": completed[known["iteration_counter"]]}))])
+        known = documented_fields(row) | row["ifbbench"]
+        known["completed"] = completed[known["iteration_counter"]]
+        writer.write([encode(executor_statistics(known))])
     writer.close()
