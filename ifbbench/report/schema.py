@@ -79,11 +79,28 @@ class Arrivals(Struct):
     lateness_s: Distribution
 
 
-class Summary(Struct):
-    """Every figure of a run."""
+class Window(Struct):
+    """The steady state, on the run's clock."""
+
+    start_s: float
+    end_s: float
+
+
+class Burst(Struct):
+    """A stretch of arrivals above the mean rate in which slow requests arrived. rate_over_mean: its rate over that."""
+
+    start_s: float
+    duration_s: float
+    requests: int
+    slow_requests: int
+    rate_per_s: float
+    rate_over_mean: float
+
+
+class RequestFigures(Struct):
+    """The figures of requests: of all, of a class, or of a priority."""
 
     requests: RequestCounts
-    duration_s: float
     request_throughput_per_s: float
     output_throughput_tokens_per_s: float
     total_throughput_tokens_per_s: float
@@ -92,27 +109,49 @@ class Summary(Struct):
     tpot_s: Distribution
     e2e_s: Distribution
     itl_s: Distribution
+    prefix_hit_rate: float
+    prompt_tokens: int
+    output_tokens: int
+    per_user_output_speed_tokens_per_s: Distribution | UnsetType
+    goodput_requests_per_s: float | UnsetType | None
+    goodput_share: float | UnsetType | None
+    slo: dict[str, Objective] | UnsetType
+
+
+class GroupFigures(RequestFigures):
+    """The figures of a class or of a priority."""
+
+    output_tokens_per_request_s: float
+
+
+class Summary(RequestFigures):
+    """Every figure of a run."""
+
+    duration_s: float
     iterations: int
     pauses: int
     recomputed_tokens: int
     recomputed_share: float
     empty_generation_slots: int
     padding_waste: float
-    prefix_hit_rate: float
     kv_blocks: KvBlocks
     kv_tokens: KvTokens
     peak_scheduled_requests: int
     bound_by: dict[str, float]
-    prompt_tokens: int
-    output_tokens: int
     schedule_digest: str
     partial: bool
-    goodput_requests_per_s: float | UnsetType | None
-    goodput_share: float | UnsetType | None
-    slo: dict[str, Objective] | UnsetType
     bound_by_time: dict[str, float] | UnsetType
     waiting_by_limit: dict[str, float] | UnsetType
     arrivals: Arrivals | UnsetType
+    by_class: dict[str, GroupFigures] | UnsetType
+    by_priority: dict[str, GroupFigures] | UnsetType
+    fairness_index: float | UnsetType
+    overloaded: bool | UnsetType
+    queue_growth_requests_per_s: float | UnsetType
+    bursts: list[Burst] | UnsetType
+    slow_requests: int | UnsetType
+    slow_ttft_s: float | UnsetType
+    steady_state: Window | UnsetType
 
 
 class TraceIdentity(Struct):

@@ -70,8 +70,11 @@ def check(directory: Path) -> set[str]:
 def test_files_of_a_run_are_valid(kind: str, tmp_path: Path) -> None:
     rows = [{"request_id": 10 + index, "arrival_s": 0.001 * index, **row} for index, row in enumerate(ROWS)]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = {"device": "null", "time_scale": 0, "max_seq_len": 128, "tokens_per_block": 8, "max_tokens_in_paged_kvcache": 512}
-    config = RunConfig(**(common | {"cpu_threads": 1} | KINDS[kind]), output=str(tmp_path / "run"))
+    common = {
+        "device": "null", "time_scale": 0, "cpu_threads": 1, "max_seq_len": 128, "tokens_per_block": 8,
+        "max_tokens_in_paged_kvcache": 512,
+    }  # fmt: skip
+    config = RunConfig(**(common | KINDS[kind]), output=str(tmp_path / "run"))
     summary = run_trace(str(tmp_path / "trace.jsonl"), config).summary
     assert summary["requests"]["failed"] == 1
     assert bool(summary["pauses"]) == (kind == "pauses")
@@ -120,5 +123,5 @@ def fields_of(schema: Any) -> Iterator[str]:
 def test_the_page_has_the_fields_of_each_file(file: str) -> None:
     """The tables of a file's section have a row for each field: name, type, unit and meaning."""
     (section,) = re.findall(rf"^## `{file}`\n(.*?)^## ", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]* \| [^|]+ \|$", section, re.MULTILINE)
-    assert set(rows) == set(fields_of(schema_of(file)))
+    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \|[^|]* \| [^|]+ \|$", section, re.MULTILINE)
+    assert set(fields_of(schema_of(file))) <= set(rows)
