@@ -171,8 +171,11 @@ class IterationEncoder:
                 details.device_ms = number((end_s - submit_s) * 1000)
                 fragmentation = max(0.0, 1.0 - filled / (held + more * size))
                 details.kv_fragmentation = number(round(fragmentation, FRAGMENTATION_DIGITS))
-                completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
-                lines.append(encode(executor_line(line, completed) if as_executor else line))
+                if not as_executor:
+                    lines.append(encode(line))
+                else:
+                    completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
+                    lines.append(encode(executor_line(line, completed)))
             filled += first.num_generation
         left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
         self._latest = stretch if left_out else None

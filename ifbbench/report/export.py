@@ -28,6 +28,8 @@ class Run(RunData):
     Of a killed run, the figures of `summary` cover what was done, and `partial` is True.
     """
 
+    summary: dict[str, Any]
+
     @cached_property
     def trace(self) -> pd.DataFrame:
         """A row a request of the trace that was replayed, in its order."""

@@ -70,7 +70,7 @@ def check(directory: Path) -> set[str]:
 def test_files_of_a_run_are_valid(kind: str, tmp_path: Path) -> None:
     rows = [{"request_id": 10 + index, "arrival_s": 0.001 * index, **row} for index, row in enumerate(ROWS)]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = {
+    common: dict[str, Any] = {
         "device": "null", "time_scale": 0, "cpu_threads": 1, "max_seq_len": 128, "tokens_per_block": 8,
         "max_tokens_in_paged_kvcache": 512,
     }  # fmt: skip
