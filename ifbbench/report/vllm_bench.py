@@ -65,9 +65,12 @@ def result(run: RunData, detailed: bool = False) -> dict[str, Any]:
 
 def _burstiness(config: dict[str, Any]) -> float | str:
     """1 is a Poisson process, and the default; constant gaps are infinitely regular."""
-    if config.get("burstiness") is not None:
-        return float(config["burstiness"])
-    return "inf" if config.get("request_rate") and not config.get("enable_exp_delays") else 1.0
+    kind, _, shape = str(config.get("arrival") or "").partition(":")
+    given = shape if kind == "gamma" else config.get("burstiness")
+    if given:
+        return float(given)
+    is_constant = config.get("request_rate") and not config.get("enable_exp_delays") and kind in ("", "constant")
+    return "inf" if is_constant else 1.0
 
 
 def _gaps(run: RunData) -> dict[str, Floats] | None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import hardware
 from ifbbench.report.load import RunData, load_run
 from ifbbench.report.outputs import write_outputs
 from ifbbench.report.trtllm_bench import percentiles, report, write_requests
@@ -76,6 +78,18 @@ def test_report_has_the_names_of_trtllm_bench(run: RunData) -> None:
     for name in ("tpot_percentiles", "ttft_percentiles", "gen_tps_percentiles"):
         assert list(known["streaming_metrics"][name]) == PERCENTILES
     assert list(known["performance"]["request_latency_percentiles_ms"]) == PERCENTILES
+
+
+def test_the_machine_of_a_report_is_its_gpu(run: RunData, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(name="a GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: facts)
+    run.run["hardware"] = hardware("cuda")
+    assert report(run)["machine"] == {"name": "a GPU", "memory.total": 80.0, "clocks.mem": None}
+    run.run["hardware"] = hardware("cpu")
+    assert report(run)["machine"] is None
+    run.run["config"]["device"] = "sim:h100-sxm"
+    assert report(run)["machine"]["name"] == "sim:h100-sxm"
 
 
 def test_report_without_streaming_has_no_metrics_of_tokens(tmp_path: Path) -> None:
@@ -147,6 +161,8 @@ def test_figures_of_the_result_are_those_of_its_formulas(run: RunData) -> None:
         ({"request_rate": 4.0}, (4.0, "inf")),
         ({"request_rate": 4.0, "enable_exp_delays": True}, (4.0, 1.0)),
         ({"request_rate": 4.0, "burstiness": 0.5}, (4.0, 0.5)),
+        ({"request_rate": 4.0, "arrival": "poisson"}, (4.0, 1.0)),
+        ({"request_rate": 4.0, "arrival": "gamma:0.25"}, (4.0, 0.25)),
     ],
 )
 def test_rate_and_burstiness(tmp_path: Path, config: dict[str, Any], expected: tuple[Any, Any]) -> None:
@@ -167,7 +183,8 @@ def test_a_run_without_a_completed_request_has_a_report_and_a_result(tmp_path: P
 
 def test_every_setting_writes_its_file(run: RunData, tmp_path: Path) -> None:
     names = {"output_csv": "a.csv", "report_json": "new/b.json", "request_json": "c.json", "iteration_log": "d.jsonl"}
-    write_outputs(run, RunConfig(**{name: str(tmp_path / file) for name, file in names.items()}, result_format="vllm"))
+    paths: dict[str, Any] = {name: str(tmp_path / file) for name, file in names.items()}
+    write_outputs(run, RunConfig(**paths, result_format="vllm"))
     assert all((tmp_path / file).stat().st_size for file in names.values())
     assert list(json.loads((run.path / "result.json").read_text())) == RESULT
 
