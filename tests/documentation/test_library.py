@@ -36,6 +36,18 @@ def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None
     assert any(line.startswith("request 3 failed: ") for line in lines)
 
 
+def test_the_example_of_load_run_reads_a_run(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--max_batch_size", "8", "--quiet"]
+    result = CliRunner().invoke(main, ["run", *options, "--output", "results/chat"])
+    assert result.exit_code == 0, result.output
+    exec(code_with("ifbbench.load_run"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("guaranteed_no_evict ")
+    assert "batch_size" in printed
+    assert "iterations were bound by a limit" in printed
+
+
 def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("shortest.py").write_text(code_with("ShortestRemainingOutputFirst"))

@@ -194,7 +194,7 @@ def test_overwrite_refuses_a_table_that_is_no_sweep(tmp_path):
     assert (tmp_path / "sweep.csv").read_text() == "a,b\n1,2\n"
 
 
-@pytest.mark.parametrize("values", [{"output_csv": "a.csv"}, {"responses_json": "a.json"}])
+@pytest.mark.parametrize("values", [{"output_csv": "a.csv"}, {"responses_json": "a.json"}, {"report_json": "b.json"}])
 def test_one_file_for_all_points_is_refused(tmp_path, values):
     with pytest.raises(InputError, match="names one file"):
         sweep(PretendedRuns(), tmp_path / "s", "seed=1,2", **values)

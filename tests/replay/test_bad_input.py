@@ -45,6 +45,8 @@ def trace_file(folder: Path, *rows: object) -> Path:
         (["--reserve", "half"], ["reserve", "half", "factor:F"]),
         (["--device", "null", "--responses_json", "r.json"], ["--responses_json", "null"]),
         (["--responses_json", "no/such/folder/r.json"], ["--responses_json", "directory that exists"]),
+        (["--iteration_log", "no/such/folder/i.log"], ["--iteration_log", "directory that exists"]),
+        (["--report_json", "a.json", "--result_json", "./a.json"], ["--result_json", "--report_json", "same file"]),
     ],
 )
 def test_bad_settings(options: list[str], words: list[str], tmp_path: Path) -> None:

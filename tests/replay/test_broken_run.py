@@ -27,7 +27,8 @@ def broken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.
             raise request.param
 
     monkeypatch.setattr(NullExecutor, "submit", submit)
-    return tmp_path / "run", CliRunner().invoke(main, [*ARGUMENTS, str(tmp_path / "run")])
+    outputs = ["--report_json", str(tmp_path / "report.json"), "--result_format", "vllm"]
+    return tmp_path / "run", CliRunner().invoke(main, [*ARGUMENTS, str(tmp_path / "run"), *outputs])
 
 
 @pytest.mark.parametrize("broken_run", [RuntimeError("device lost")], indirect=True)
@@ -40,6 +41,15 @@ def test_a_failing_executor_ends_the_run_with_status_1(broken_run: tuple[Path, R
     failed = [json.loads(line) for line in (directory / "requests.jsonl").read_text().splitlines()]
     errors = {row["error"] for row in failed if row["outcome"] == "failed"}
     assert errors == {"the executor failed: device lost"}
+
+
+@pytest.mark.parametrize("broken_run", [RuntimeError("device lost"), KeyboardInterrupt()], indirect=True)
+def test_files_for_other_tools_are_written_all_the_same(broken_run: tuple[Path, Result]) -> None:
+    directory, _ = broken_run
+    done = json.loads((directory / "summary.json").read_text())["requests"]["completed"]
+    assert done > 0
+    assert json.loads((directory.parent / "report.json").read_text())["request_info"]["num_requests"] == done
+    assert json.loads((directory / "result.json").read_text())["completed"] == done
 
 
 @pytest.mark.parametrize("broken_run", [KeyboardInterrupt()], indirect=True)
