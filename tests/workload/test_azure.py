@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.workload.formats import parse_timestamp
 from ifbbench.workload.reading import read_trace
+from ifbbench.workload.recorded_formats import parse_timestamp
 from ifbbench.workload.statistics import trace_statistics
 
 RECORDED = Path(__file__).parents[3] / "shared" / "traces" / "azure_conv_2023.csv"

@@ -15,12 +15,12 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.parquet", ROW, "unknown trace format (suffix '.parquet')"),
-        ("a", ROW, "unknown trace format (a name without suffix)"),
-        ("a.jsonl", '{"timestamp": 0, "input_length": 3}', "unknown trace format (rows with input_length, timestamp)"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 3}', "unknown trace format "
+         "(rows with input_length, timestamp). The nearest format is mooncake; missing: output_length."),
         ("a.csv", "a,b\n1,2\n", "unknown trace format (rows with a, b)"),
-        ("a.json", '{"rows": []}', "unknown trace format (an object with rows)"),
-        ("a.json", '[{"conversations": []}]', "unknown trace format (rows with conversations)"),
+        ("a.json", '{"rows": []}', "unknown trace format (rows with rows). Known formats: ifbbench, "),
+        ("a.json", '{\n"rows": []}', "unknown trace format (an object with rows)"),
+        ("a.json", '[{"conversations": []}]', "holds no request: all 1 rows are of failed requests."),
         ("a.json", '{"samples": 3}', "unknown trace format (no list of samples)"),
         ("a.json", "{\n\n!}", "unknown trace format (not valid JSON: Expecting property name enclosed"),
         ("a.jsonl", "", "holds no request: it has no rows."),

@@ -1,0 +1,198 @@
+"""Files that hold rows: CSV tables and JSON documents. JSON lines are in `reading`."""
+
+import csv
+import json
+import re
+import weakref
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from ifbbench.compressed import bounded_lines
+from ifbbench.errors import InputError
+from ifbbench.fields import shown
+from ifbbench.workload.formats import TOO_LONG, checked_object
+
+ROWS_TO_RECOGNISE = 8
+
+
+class UnknownFormat(ValueError):
+    """What was found where a trace file of a known format was expected, and what comes near. `read_trace` adds the
+    file."""
+
+
+class CsvTable:
+    """Rows of a CSV file with a header, as texts by column name. The origin of a row is its first byte."""
+
+    row_name = "line {}"
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._dialect = ","
+        self._header = self._read_header()
+
+    def _read_header(self) -> list[str]:
+        first = next((line for _, _, line in bounded_lines(self._file) if line is None or not line.isspace()), b"")
+        if first is None:
+            raise UnknownFormat(f"the first line is {TOO_LONG}")
+        line = first.decode(errors="replace")
+        self._dialect = max((",", "\t", ";"), key=line.count)
+        try:
+            return [name.strip() for name in next(csv.reader([line], delimiter=self._dialect), [])]
+        except csv.Error as error:
+            raise UnknownFormat(f"the first line is no header of CSV: {error}") from None
+
+    def first_keys(self) -> set[str]:
+        return set(self._header)
+
+    def rows(self) -> Iterator[tuple[int, int, list[str] | str]]:
+        """Each row that is not empty; a text instead of a row that cannot be read, saying why."""
+        starts: list[int] = []  # of the lines of the row that is read; quoted fields may hold line breaks
+        too_long = False
+
+        def texts() -> Iterator[str]:
+            nonlocal too_long
+            for _, start, line in bounded_lines(self._file):
+                starts.append(start)
+                too_long = line is None
+                yield "" if line is None else line.decode(errors="replace")
+
+        reader = csv.reader(texts(), delimiter=self._dialect)
+        is_header = True
+        while True:
+            starts.clear()
+            try:
+                row: list[str] | str = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                row = f"not valid CSV ({error})."
+            if too_long:
+                row = TOO_LONG
+            if is_header and row:
+                is_header = False
+            elif row:
+                yield reader.line_num, starts[0], row
+
+    def parse(self, content: list[str] | str) -> dict[str, str]:
+        if isinstance(content, str):
+            raise InputError(content)
+        return dict(zip(self._header, content, strict=False))
+
+    def row_at(self, origin: int) -> dict[str, str]:
+        """The row of an origin again."""
+        self._file.seek(origin)
+        texts = (line.decode(errors="replace") for line in iter(self._file.readline, b""))
+        return self.parse(next(csv.reader(texts, delimiter=self._dialect)))
+
+    def close_with(self, owner: Any) -> None:
+        """Close the file when `owner` is not needed any more."""
+        weakref.finalize(owner, self._file.close)
+
+
+class JsonDocument:
+    """A JSON file that is one list of objects, or an object that holds them; `//` comments are ignored.
+
+    Its text is kept in memory, and each row is parsed when it is asked for. Rows are those of `samples`
+    (gptManagerBenchmark), of `data` (aiperf), of the requests of `benchmarks` (guidellm), or one for each value of
+    `input_lens` (vLLM).
+    """
+
+    row_name = "samples[{}]"
+
+    def __init__(self, file: BinaryIO) -> None:
+        file.seek(0)
+        text = file.read().removeprefix(BOM_UTF8)
+        file.close()
+        self._rows: list[Any] = self._found(_commented_json(text)) if text.strip() else []
+
+    def _found(self, document: Any) -> list[Any]:
+        if isinstance(document, list):
+            return document
+        if not isinstance(document, dict):
+            raise UnknownFormat(f"one JSON value, {shown(document)}")
+        for name in ("samples", "data"):
+            if name in document:
+                self.row_name = f"{name}[{{}}]"
+                rows = _value(document[name], list[msgspec.Raw])
+                if not isinstance(rows, list):
+                    raise UnknownFormat(f"no list of {name}")
+                return rows
+        self.row_name = "request {}"
+        if "benchmarks" in document:
+            return list(_guidellm_rows(_value(document["benchmarks"], Any)))
+        if "input_lens" in document:
+            return list(_vllm_rows({name: _value(document[name], Any) for name in VLLM_COLUMNS if name in document}))
+        raise UnknownFormat(f"an object with {', '.join(shown(name)[1:-1] for name in document) or 'no keys'}")
+
+    def first_keys(self) -> set[str]:
+        rows = (_value(row, Any) for row in self._rows[:ROWS_TO_RECOGNISE])
+        return {key for row in rows if isinstance(row, dict) for key in row}
+
+    def rows(self) -> Iterator[tuple[int, int, Any]]:
+        return ((index, index, row) for index, row in enumerate(self._rows))
+
+    def parse(self, content: Any) -> dict[str, Any]:
+        return checked_object(_value(content, Any))
+
+    def row_at(self, origin: int) -> dict[str, Any]:
+        return self.parse(self._rows[origin])
+
+    def close_with(self, owner: Any) -> None:
+        pass
+
+
+def _value(content: Any, kind: Any) -> Any:
+    """The JSON value of a part of a document."""
+    if not isinstance(content, msgspec.Raw):
+        return content
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError):
+        return json.loads(bytes(content))
+
+
+VLLM_COLUMNS = ("input_lens", "output_lens", "start_times", "errors")
+
+
+def _vllm_rows(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row for each value of the columns; UnknownFormat if they differ in length."""
+    for name, column in columns.items():
+        if not isinstance(column, list):
+            raise UnknownFormat(f"no list of {name}")
+        if len(column) != len(columns["input_lens"]):
+            raise UnknownFormat(f"{len(column)} {name} for {len(columns['input_lens'])} input_lens")
+    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+
+
+def _guidellm_rows(benchmarks: Any) -> Iterator[Any]:
+    """The requests of all benchmarks, each with its `status`."""
+    for benchmark in benchmarks if isinstance(benchmarks, list) else [None]:
+        requests = benchmark.get("requests") if isinstance(benchmark, dict) else None
+        if isinstance(requests, list):
+            yield from requests
+        elif isinstance(requests, dict):
+            for status, rows in requests.items():
+                for row in rows if isinstance(rows, list) else ():
+                    yield row | {"status": status} if isinstance(row, dict) else row
+        else:
+            raise UnknownFormat("benchmarks without requests")
+
+
+_STRING_OR_COMMENT = re.compile(rb'"(?:\\.|[^"\\])*"|//[^\n]*')
+
+
+def _commented_json(text: bytes) -> Any:
+    """The list (of unparsed rows) or the object (of unparsed values) in `text`, without its `//` comments;
+    UnknownFormat (with the line) if it is not JSON."""
+    if b"//" in text:
+        text = _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0].startswith(b'"') else b"", text)
+    try:
+        return msgspec.json.decode(text, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        try:
+            return json.loads(text)  # takes NaN as well, and has the better messages
+        except (ValueError, RecursionError) as error:
+            raise UnknownFormat(f"not valid JSON: {str(error)[:200]}") from None
