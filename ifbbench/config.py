@@ -32,8 +32,8 @@ SIMULATED = "sim:"
 HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
 WINDOW_MODES = ("cyclic", "linear")
 TRACE_FORMATS = (
-    "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "mooncake", "gptmanager", "trtllm-bench",
-    "sharegpt", "openai-batch", "vllm-result", "guidellm", "aiperf", "vllm-dataset",
+    "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "aiperf", "mooncake", "gptmanager",
+    "trtllm-bench", "sharegpt", "openai-batch", "vllm-result", "guidellm", "vllm-dataset",
 )  # fmt: skip
 TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")

@@ -6,6 +6,7 @@ import re
 import weakref
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from ifbbench.compressed import bounded_lines
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
-from ifbbench.workload.formats import TOO_LONG, checked_object
+from ifbbench.workload.formats import TOO_LONG, checked_object, json_value
 
 ROWS_TO_RECOGNISE = 8
 
@@ -106,7 +107,10 @@ class JsonDocument:
         file.seek(0)
         text = file.read().removeprefix(BOM_UTF8)
         file.close()
-        self._rows: list[Any] = self._found(_commented_json(text)) if text.strip() else []
+        try:
+            self._rows: list[Any] = self._found(_commented_json(text)) if text.strip() else []
+        except InputError as error:
+            raise UnknownFormat(str(error)) from None
 
     def _found(self, document: Any) -> list[Any]:
         if isinstance(document, list):
@@ -116,26 +120,26 @@ class JsonDocument:
         for name in ("samples", "data"):
             if name in document:
                 self.row_name = f"{name}[{{}}]"
-                rows = _value(document[name], list[msgspec.Raw])
-                if not isinstance(rows, list):
-                    raise UnknownFormat(f"no list of {name}")
-                return rows
+                return _list(document[name], name)
         self.row_name = "request {}"
         if "benchmarks" in document:
-            return list(_guidellm_rows(_value(document["benchmarks"], Any)))
+            return list(_guidellm_rows(_value(document["benchmarks"])))
         if "input_lens" in document:
-            return list(_vllm_rows({name: _value(document[name], Any) for name in VLLM_COLUMNS if name in document}))
+            return list(_vllm_rows({name: _value(document[name]) for name in VLLM_COLUMNS if name in document}))
         raise UnknownFormat(f"an object with {', '.join(shown(name)[1:-1] for name in document) or 'no keys'}")
 
     def first_keys(self) -> set[str]:
-        rows = (_value(row, Any) for row in self._rows[:ROWS_TO_RECOGNISE])
-        return {key for row in rows if isinstance(row, dict) for key in row}
+        keys: set[str] = set()
+        for row in self._rows[:ROWS_TO_RECOGNISE]:
+            with suppress(InputError):
+                keys |= self.parse(row).keys()
+        return keys
 
     def rows(self) -> Iterator[tuple[int, int, Any]]:
         return ((index, index, row) for index, row in enumerate(self._rows))
 
     def parse(self, content: Any) -> dict[str, Any]:
-        return checked_object(_value(content, Any))
+        return checked_object(_value(content))
 
     def row_at(self, origin: int) -> dict[str, Any]:
         return self.parse(self._rows[origin])
@@ -144,14 +148,19 @@ class JsonDocument:
         pass
 
 
-def _value(content: Any, kind: Any) -> Any:
+def _value(content: Any) -> Any:
     """The JSON value of a part of a document."""
-    if not isinstance(content, msgspec.Raw):
-        return content
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (ValueError, RecursionError):
-        return json.loads(bytes(content))
+    return json_value(content) if isinstance(content, msgspec.Raw) else content
+
+
+def _list(content: Any, name: str) -> list[Any]:
+    """The items of the list `content`, not parsed yet if it is not."""
+    if isinstance(content, msgspec.Raw):
+        with suppress(ValueError, RecursionError):
+            return msgspec.json.decode(content, type=list[msgspec.Raw])
+    if not isinstance(content, list):
+        raise UnknownFormat(f"no list of {name}")
+    return content
 
 
 VLLM_COLUMNS = ("input_lens", "output_lens", "start_times", "errors")

@@ -34,18 +34,22 @@ def checked_object(value: Any) -> dict[str, Any]:
 _decode = msgspec.json.Decoder().decode
 
 
-def json_object(line: bytes | None) -> dict[str, Any]:
-    """The JSON object in `line`, or InputError."""
-    if line is None:
-        raise InputError(TOO_LONG)
+def json_value(text: bytes | msgspec.Raw) -> Any:
+    """The JSON value in `text`, or InputError."""
     try:
-        value = _decode(line)
+        return _decode(text)
     except (ValueError, RecursionError):
         try:
-            value = json.loads(line)  # takes NaN as well, and has the better messages
+            return json.loads(bytes(text))  # takes NaN as well, and has the better messages
         except (ValueError, RecursionError) as error:
             raise InputError(f"not valid JSON ({str(error)[:200]}); expected one JSON object.") from None
-    return checked_object(value)
+
+
+def json_object(line: bytes | None) -> dict[str, Any]:
+    """The JSON object in `line`, which is None for a line that is too long."""
+    if line is None:
+        raise InputError(TOO_LONG)
+    return checked_object(json_value(line))
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,12 @@ class TraceFormat(ABC):
     needs: keys that the rows of this format have; `a|b` is one of two. The first rows of a file decide which format it
         has.
     mark: a key that suffices instead of `needs`; empty if there is none.
+    left_out: what the rows without a request are.
     """
 
     needs: tuple[str, ...]
     mark: str = ""
+    left_out: str = "rows of failed requests"
 
     def __init__(self, keys: Collection[str], options: ReadOptions) -> None:
         """keys: those of the first rows."""
@@ -76,7 +82,7 @@ class TraceFormat(ABC):
 
     @abstractmethod
     def requests(self, row: Row, index: int) -> Sequence[TraceRequest]:
-        """The requests of a row, the first one the `index`-th of the file; none if the row records a failed request.
+        """The requests of a row, the first one the `index`-th of the file; none if the row is to be left out.
 
         InputError names the field that is wrong. Called in the order of the rows."""
 

@@ -51,6 +51,7 @@ FORMATS: dict[str, type[TraceFormat]] = {
     "burstgpt": BurstGptFormat,
     "lengths": LengthsFormat,
     "bailian": BailianFormat,
+    "aiperf": AiperfFormat,
     "mooncake": MooncakeFormat,
     "gptmanager": GptManagerFormat,
     "trtllm-bench": TrtllmBenchFormat,
@@ -58,7 +59,6 @@ FORMATS: dict[str, type[TraceFormat]] = {
     "openai-batch": OpenAiBatchFormat,
     "vllm-result": VllmResultFormat,
     "guidellm": GuidellmFormat,
-    "aiperf": AiperfFormat,
     "vllm-dataset": VllmDatasetFormat,
 }
 """By the names of --trace_format, in the order in which they are tried."""
@@ -102,7 +102,7 @@ def read_trace(
         raise InputError(f"{path}: {error}. Give the whole file.") from error
     notes = trace_format.notes()
     if num_failed:
-        notes.append(f"{num_failed:,} rows of failed requests are left out")
+        notes.append(f"{trace_format.left_out} are left out: {num_failed:,}")
     for note in notes:
         _log.warning("%s: %s.", path, note)
     name = "stdin" if str(path) == STANDARD_INPUT else content_path(path).stem
@@ -155,7 +155,7 @@ def _read_rows(
     if not len(builder):
         reason = f"all {num_skipped} rows are bad; the first: {first_problem}" if num_skipped else "it has no rows."
         if num_failed and not num_skipped:
-            reason = f"all {num_failed} rows are of failed requests."
+            reason = f"{trace_format.left_out} are left out, and all {num_failed} are such."
         raise InputError(f"{path} holds no request: {reason} Give a trace with at least one request.")
     return builder, num_skipped, num_failed
 
@@ -226,9 +226,8 @@ def _container(file: BinaryIO) -> "Container":
     if start.startswith((b"[", b"//")) or (start.startswith(b"{") and _is_document(start)):
         return JsonDocument(file)
     lines = start.splitlines()[:ROWS_TO_RECOGNISE]
-    if not lines or any(line.lstrip().startswith(b"{") for line in lines):
-        return JsonLines(file)
-    return CsvTable(file)
+    objects = sum(line.lstrip().startswith(b"{") for line in lines)
+    return JsonLines(file) if start.startswith(b"{") or 2 * objects >= len(lines) else CsvTable(file)
 
 
 def _is_text(sample: bytes) -> bool:
@@ -330,7 +329,7 @@ class JsonLines:
 
     def rows(self) -> Iterator[tuple[int, int, bytes | None]]:
         """Each line that is not blank; None for one that is too long."""
-        return (row for row in bounded_lines(self._file) if row[2] is None or not row[2].isspace())
+        return (row for row in bounded_lines(self._file) if row[2] is None or (row[2] and not row[2].isspace()))
 
     def row_at(self, origin: int) -> dict[str, Any]:
         self._file.seek(origin)

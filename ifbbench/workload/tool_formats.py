@@ -6,9 +6,9 @@ from typing import Any
 from ifbbench.errors import InputError
 from ifbbench.fields import integer, number, unexpected
 from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, token_ids
-from ifbbench.workload.recorded_formats import SessionTimes, Times
+from ifbbench.workload.recorded_formats import SessionTimes, Times, hashed_prompt
 from ifbbench.workload.texts import PromptTexts, chat_text
-from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, TraceRequest
+from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest
 
 NO_LORA = -1
 ASKERS, ANSWERERS = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
@@ -105,6 +105,7 @@ class ShareGptFormat(TextFormat):
     """
 
     needs = ("conversations",)
+    left_out = "conversations without an answer"
 
     def requests(self, row: Row, index: int) -> tuple[TraceRequest, ...]:
         turns = row.get("conversations")
@@ -151,7 +152,7 @@ class OpenAiBatchFormat(TextFormat):
 class AiperfFormat(OpenAiBatchFormat):
     """Inputs of genai-perf and aiperf: JSONL with text, text_input, texts, messages or payload, and perhaps
     output_length, timestamp or delay (ms) and session_id; sessions as one row with `turns`, or as `payloads` in
-    aiperf's inputs.json.
+    aiperf's inputs.json. Rows may have input_length and hash_ids instead, as in Mooncake's traces.
 
     A delay counts from the arrival of the turn before, because the answer's end is not known before the replay.
     """
@@ -185,7 +186,9 @@ class AiperfFormat(OpenAiBatchFormat):
         if row.get("messages") is not None:
             prompt_len, tokens = self.texts.prompt(chat_text(row["messages"], "messages"), "messages")
         elif row.get("input_length") is not None:
-            prompt_len, tokens = integer(row["input_length"], "input_length", 1, MAX_LENGTH), None
+            prompt_len, hash_ids = hashed_prompt(row, PREFIX_BLOCK, needs_ids=False)
+            output_len = self.output_len(row, "output_length")
+            return TraceRequest(index, arrival_s, prompt_len, output_len, output_len, prefix_ids=hash_ids)
         else:
             name = next((one for one in ("text_input", "texts") if row.get(one) is not None), "text")
             value = row.get(name)

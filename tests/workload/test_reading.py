@@ -20,7 +20,8 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ("a.csv", "a,b\n1,2\n", "unknown trace format (rows with a, b)"),
         ("a.json", '{"rows": []}', "unknown trace format (rows with rows). Known formats: ifbbench, "),
         ("a.json", '{\n"rows": []}', "unknown trace format (an object with rows)"),
-        ("a.json", '[{"conversations": []}]', "holds no request: all 1 rows are of failed requests."),
+        ("a.json", '[{"conversations": []}]', "holds no request: conversations without an answer are left "
+         "out, and all 1 are such."),
         ("a.json", '{"samples": 3}', "unknown trace format (no list of samples)"),
         ("a.json", "{\n\n!}", "unknown trace format (not valid JSON: Expecting property name enclosed"),
         ("a.jsonl", "", "holds no request: it has no rows."),
