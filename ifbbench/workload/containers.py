@@ -4,17 +4,22 @@ import csv
 import json
 import re
 import weakref
+from array import array
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import suppress
+from io import SEEK_END
+from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO
 
 import msgspec
+import numpy as np
 
 from ifbbench.compressed import bounded_lines
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
 from ifbbench.workload.formats import TOO_LONG, checked_object, json_value
+from ifbbench.workload.trace import ID
 
 ROWS_TO_RECOGNISE = 8
 
@@ -96,71 +101,103 @@ class CsvTable:
 class JsonDocument:
     """A JSON file that is one list of objects, or an object that holds them; `//` comments are ignored.
 
-    Its text is kept in memory, and each row is parsed when it is asked for. Rows are those of `samples`
-    (gptManagerBenchmark), of `data` (aiperf), of the requests of `benchmarks` (guidellm), or one for each value of
-    `input_lens` (vLLM).
+    Rows are those of `samples` (gptManagerBenchmark), of `data` (aiperf), of the requests of `benchmarks` (guidellm),
+    or one for each value of `input_lens` (vLLM). The first two, and a list alone, are read from the file row by row; a
+    document with comments or NaN, and those of results, are kept in memory.
     """
 
     row_name = "samples[{}]"
 
     def __init__(self, file: BinaryIO) -> None:
-        file.seek(0)
-        text = file.read().removeprefix(BOM_UTF8)
-        file.close()
-        try:
-            self._rows: list[Any] = self._found(_commented_json(text)) if text.strip() else []
-        except InputError as error:
-            raise UnknownFormat(str(error)) from None
+        self._file = file
+        self._values: list[Any] | None = None
+        self._starts, self._lengths = array(ID), array(ID)
+        if file.seek(0, SEEK_END):
+            try:
+                self._find_rows(mmap(file.fileno(), 0, access=ACCESS_READ))
+            except InputError as error:
+                raise UnknownFormat(str(error)) from None
 
-    def _found(self, document: Any) -> list[Any]:
-        if isinstance(document, list):
-            return document
-        if not isinstance(document, dict):
+    def _find_rows(self, text: mmap) -> None:
+        try:
+            document = msgspec.json.decode(text, type=list[msgspec.Raw] | _Document)
+        except (ValueError, RecursionError):
+            document = _commented_json(text[:].removeprefix(BOM_UTF8))
+        parts: dict[str, Any] = {}
+        if isinstance(document, _Document):
+            parts = {name: part for name, part in msgspec.structs.asdict(document).items() if part is not msgspec.UNSET}
+            parts = parts or msgspec.json.decode(text, type=dict[str, Any])
+        elif isinstance(document, dict):
+            parts = document
+        elif not isinstance(document, list):
             raise UnknownFormat(f"one JSON value, {shown(document)}")
+        rows = document if isinstance(document, list) else self._rows_of(parts)
+        if rows and isinstance(rows[0], msgspec.Raw):
+            base = _address(text)
+            self._starts.extend(_address(row) - base for row in rows)
+            self._lengths.extend(len(memoryview(row)) for row in rows)
+        else:
+            self._values = rows
+
+    def _rows_of(self, parts: dict[str, Any]) -> list[Any]:
         for name in ("samples", "data"):
-            if name in document:
+            if name in parts:
                 self.row_name = f"{name}[{{}}]"
-                return _list(document[name], name)
+                if not isinstance(parts[name], list):
+                    raise UnknownFormat(f"no list of {name}")
+                return list(parts[name])
         self.row_name = "request {}"
-        if "benchmarks" in document:
-            return list(_guidellm_rows(_value(document["benchmarks"])))
-        if "input_lens" in document:
-            return list(_vllm_rows({name: _value(document[name]) for name in VLLM_COLUMNS if name in document}))
-        raise UnknownFormat(f"an object with {', '.join(shown(name)[1:-1] for name in document) or 'no keys'}")
+        if "benchmarks" in parts:
+            return list(_guidellm_rows(_value(parts["benchmarks"])))
+        if "input_lens" in parts:
+            return list(_vllm_rows({name: _value(parts[name]) for name in VLLM_COLUMNS if name in parts}))
+        raise UnknownFormat(f"an object with {', '.join(shown(name)[1:-1] for name in parts) or 'no keys'}")
+
+    def __len__(self) -> int:
+        return len(self._starts if self._values is None else self._values)
 
     def first_keys(self) -> set[str]:
         keys: set[str] = set()
-        for row in self._rows[:ROWS_TO_RECOGNISE]:
+        for index in range(min(len(self), ROWS_TO_RECOGNISE)):
             with suppress(InputError):
-                keys |= self.parse(row).keys()
+                keys |= self.row_at(index).keys()
         return keys
 
-    def rows(self) -> Iterator[tuple[int, int, Any]]:
-        return ((index, index, row) for index, row in enumerate(self._rows))
-
-    def parse(self, content: Any) -> dict[str, Any]:
-        return checked_object(_value(content))
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        return ((index, index, index) for index in range(len(self)))
 
     def row_at(self, origin: int) -> dict[str, Any]:
-        return self.parse(self._rows[origin])
+        if self._values is not None:
+            return checked_object(self._values[origin])
+        self._file.seek(self._starts[origin])
+        return checked_object(json_value(self._file.read(self._lengths[origin])))
+
+    parse = row_at
 
     def close_with(self, owner: Any) -> None:
-        pass
+        weakref.finalize(owner, self._file.close)
+
+
+class _Document(msgspec.Struct):
+    """The parts of a document that hold rows."""
+
+    samples: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
+    data: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
+    benchmarks: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input_lens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    output_lens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    start_times: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    errors: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _address(buffer: Any) -> int:
+    """The address of the first byte of a buffer."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
 def _value(content: Any) -> Any:
     """The JSON value of a part of a document."""
     return json_value(content) if isinstance(content, msgspec.Raw) else content
-
-
-def _list(content: Any, name: str) -> list[Any]:
-    """The items of the list `content`, not parsed yet if it is not."""
-    if isinstance(content, msgspec.Raw):
-        with suppress(ValueError, RecursionError):
-            return msgspec.json.decode(content, type=list[msgspec.Raw])
-    if not isinstance(content, list):
-        raise UnknownFormat(f"no list of {name}")
-    return content
 
 
 VLLM_COLUMNS = ("input_lens", "output_lens", "start_times", "errors")
@@ -194,14 +231,12 @@ _STRING_OR_COMMENT = re.compile(rb'"(?:\\.|[^"\\])*"|//[^\n]*')
 
 
 def _commented_json(text: bytes) -> Any:
-    """The list (of unparsed rows) or the object (of unparsed values) in `text`, without its `//` comments;
-    UnknownFormat (with the line) if it is not JSON."""
+    """The JSON document in `text`, without its `//` comments; UnknownFormat (with the line) if it is not JSON."""
+    if not text.strip():
+        return []
     if b"//" in text:
         text = _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0].startswith(b'"') else b"", text)
     try:
-        return msgspec.json.decode(text, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
-    except (ValueError, RecursionError):
-        try:
-            return json.loads(text)  # takes NaN as well, and has the better messages
-        except (ValueError, RecursionError) as error:
-            raise UnknownFormat(f"not valid JSON: {str(error)[:200]}") from None
+        return json.loads(text)  # takes NaN as well, and has the better messages
+    except (ValueError, RecursionError) as error:
+        raise UnknownFormat(f"not valid JSON: {str(error)[:200]}") from None
