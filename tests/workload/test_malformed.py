@@ -41,6 +41,7 @@ TIMES = {
     "aiperf.jsonl": "timestamp", "genai_perf.jsonl": "timestamp",
 }  # fmt: skip
 BAD_LENGTHS = [0, -1, -(2**40), 2**31, 1.5, "many", True, float("nan"), [3], {"a": 1}, 10**400]
+LONG_LINES = (b"x" * 10_000_000, b'{"a": "' + b"x" * 10_000_000 + b'"}', b"1," * 5_000_000)
 BAD_TIMES = [-1, "soon", True, float("nan"), float("inf"), [3], {"a": 1}]
 
 
@@ -78,7 +79,7 @@ def test_bad_value(name: str, field: str, value: object, tmp_path: Path) -> None
 def test_file_that_is_cut_anywhere(name: str, tmp_path: Path) -> None:
     content = (SAMPLES / name).read_bytes()
     path = tmp_path / "cut"
-    for length in range(0, len(content), max(1, len(content) // 120)):
+    for length in range(0, len(content), max(1, len(content) // 40)):
         path.write_bytes(content[:length])
         for skip in (False, True):
             read_or_refused(path, skip_bad_rows=skip)
@@ -105,7 +106,7 @@ def test_ten_megabytes_on_one_line(name: str, tmp_path: Path) -> None:
     """As the last line but one."""
     *lines, last = (SAMPLES / name).read_bytes().splitlines()
     path = tmp_path / "long"
-    for long in (b"x" * 10_000_000, b'{"a": "' + b"x" * 10_000_000 + b'"}', b"1," * 5_000_000):
+    for long in LONG_LINES if name in ("azure_2024.csv", "ifbbench.jsonl") else LONG_LINES[:1]:
         path.write_bytes(b"\n".join((*lines, long, last)))
         assert f"line {len(lines) + 1}: longer than 8 MiB; expected one request a line." in error_of(path)
         trace = read_trace(path, skip_bad_rows=True)
