@@ -131,6 +131,7 @@ def test_a_file_is_streamed(tmp_path, name, content):
 def test_requests_of_recorded_traces_do_not_change(shared_dir, name, requests, columns, all_fields):
     """Digests of the requests as they were read before other formats were."""
     path = shared_dir / name if name else bundled_path("default")
+    assert path is not None
     trace = read_trace(path)
     assert len(trace) == requests
     numbers, fields = hashlib.sha256(), hashlib.sha256()

@@ -106,7 +106,7 @@ def test_the_first_requests_of_a_sample(name: str) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_standard_input(name: str, pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    piped = io.TextIOWrapper(io.BufferedReader(io.BytesIO(pack((SAMPLES / name).read_bytes()))))  # type: ignore[arg-type]
+    piped = io.TextIOWrapper(io.BufferedReader(io.BytesIO(pack((SAMPLES / name).read_bytes()))))
     monkeypatch.setattr("sys.stdin", piped)
     trace = read_trace(Path("-"))
     assert (list(trace), trace.name, trace.source) == (EXPECTED[name][1], "stdin", "-")
