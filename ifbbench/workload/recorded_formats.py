@@ -37,7 +37,7 @@ def parse_timestamp(text: str | None, name: str = "TIMESTAMP") -> int:
         if match is not None:
             whole, fraction, zone = match.groups()
             return _whole_seconds(whole + (zone or "Z")) * NANOSECONDS + int((fraction or "").ljust(9, "0"))
-    except (ValueError, OverflowError):  # a month 13; a time zone that leads out of the calendar
+    except ValueError:  # a month 13
         pass
     raise unexpected(name, text, "a time such as 2023-11-16 18:15:46.6805900")
 

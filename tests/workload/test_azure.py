@@ -52,6 +52,7 @@ def test_a_tenth_of_a_microsecond_is_kept():
     [
         ("yesterday,1,1", "TIMESTAMP is 'yesterday'"),
         ("2023-13-16 18:15:46,1,1", "TIMESTAMP is '2023-13-16 18:15:46'"),
+        ("{,1,1", "TIMESTAMP is '{'"),
         ("2023-11-16 18:15:46,1,0", "GeneratedTokens is '0'"),
         ("2023-11-16 18:15:46,1.5,1", "ContextTokens is '1.5'"),
         ("2023-11-16 18:15:46,,1", "ContextTokens is ''"),
