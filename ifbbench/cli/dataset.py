@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ifbbench.cli.options import SettingOption, given_config
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, synth, write
+from ifbbench.config import RunConfig, setting
+from ifbbench.errors import InputError
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 
 COUNT = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
+READING = (
+    "max_num_samples", "skip_bad_rows", "seed", "trace_format", "columns", "tokenizer", "characters_per_token",
+    "default_output_len",
+)  # fmt: skip
 
 
 @click.group(cls=Group)
@@ -31,26 +38,23 @@ dataset.add_command(synth)
 
 
 def _reads_a_trace(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument TRACE and the options of reading it."""
-    options = (
-        click.argument("trace"),
-        click.option("--max-num-samples", type=COUNT, metavar="N", help="Read only the first N requests."),
-        click.option("--skip-bad-rows", is_flag=True, help="Skip and count bad rows."),
-        click.option("--seed", "--random-seed", type=click.IntRange(min=0), default=0, show_default=True,
-                     help="Seed of everything that is drawn."),
-    )  # fmt: skip
-    return add_options(function, options)
+    """Adds the argument TRACE and the settings of reading it as options."""
+    return add_options(function, (click.argument("trace"), *map(_setting_option, READING)))
 
 
-def _load(
-    trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int, output: Path | None = None
-) -> "Trace":
+def _setting_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__dict__.setdefault("__click_params__", []).append(SettingOption(setting(name)))
+        return function
+
+    return decorate
+
+
+def _load(trace: str, config: RunConfig, output: Path | None = None) -> "Trace":
     """The requests of `trace`. InputError if `output` is its file, which is read while that is written."""
-    from ifbbench.config import RunConfig
-    from ifbbench.errors import InputError
     from ifbbench.workload.load import load_trace
 
-    loaded = load_trace(trace, RunConfig(max_num_samples=max_num_samples, skip_bad_rows=skip_bad_rows, seed=seed))
+    loaded = load_trace(trace, config)
     if output is not None and output.exists() and output.samefile(loaded.source):
         raise InputError(f"{output} is the trace that is read; give another file to write.")
     return loaded
@@ -65,12 +69,12 @@ def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_siz
     ifbbench: JSONL with all that a trace can say. gpt-manager: gptManagerBenchmark's JSON. trtllm-bench: its JSONL.
     lengths: CSV with num_prefill_tokens, num_decode_tokens, arrived_at. mooncake: JSONL with hash_ids.
     """
-    from ifbbench.errors import InputError
     from ifbbench.workload.convert import format_of
 
     if to is None and format_of(output) is None:
         raise InputError(f"{output} does not say which format to write; give --to {'|'.join(FORMATS)}.")
-    write(_load(trace, **reading, output=output), output, overwrite, reading["seed"], to, vocab_size)
+    config = given_config(None, reading)
+    write(_load(trace, config, output), output, overwrite, config.seed, to, vocab_size)
 
 
 @dataset.command()
@@ -98,9 +102,9 @@ def sample(
     if to_s <= from_s:
         raise click.UsageError(f"--to {to_s:g} is not after --from {from_s:g}.")
     selection = Selection(from_s, to_s, every, num_requests, stratified, preserve_rate)
-    seed = reading["seed"]
-    kept = Sample(_load(trace, **reading, output=output), selection, seed)
-    write(kept, output, overwrite, seed, to=None, vocab_size=vocab_size)
+    config = given_config(None, reading)
+    kept = Sample(_load(trace, config, output), selection, config.seed)
+    write(kept, output, overwrite, config.seed, to=None, vocab_size=vocab_size)
 
 
 @dataset.command()
@@ -112,7 +116,7 @@ def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> N
     """Describe TRACE: lengths, arrivals, classes, and the prompt tokens that requests have in common."""
     from ifbbench.workload.statistics import trace_statistics
 
-    loaded = _load(trace, **reading)
+    loaded = _load(trace, given_config(None, reading))
     statistics = trace_statistics(loaded)
     if as_json:
         identity = {"name": loaded.name, "source": loaded.source, "sha256": loaded.sha256}

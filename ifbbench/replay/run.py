@@ -171,6 +171,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
             "sha256": trace.sha256,
             "requests": len(trace),
             "skipped_rows": trace.skipped_rows,
+            "notes": list(trace.notes),
         },
         "model": engine.describe_model(),
         "versions": run_directory.versions(),

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ifbbench.config import DEFAULT_PRIORITY
-from ifbbench.workload.formats import NO_LORA, trace_lines
+from ifbbench.workload.formats import trace_lines
 from ifbbench.workload.prompts import prompt_tokens
+from ifbbench.workload.tool_formats import NO_LORA
 from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,65 +1,131 @@
-"""Trace formats: what identifies each kind of file, and how one of its rows becomes a request.
+"""ifbbench's own trace format, its writer, and what every trace format has.
 
-A format is a class with the keys that identify its rows and a method `request`; `reading` finds the rows in the file.
-To add one, write the class and name it in FORMATS.
+A format is a class with the keys that identify its rows and a method `requests`; `reading` finds the rows in the file.
+To add one, write the class, name it in `reading.FORMATS` and in `config.TRACE_FORMATS`.
 """
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from ifbbench.compressed import open_to_write
+import msgspec
+
+from ifbbench.compressed import MAX_LINE, open_to_write
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
-from ifbbench.fields import integer, integers, number, text, unexpected
+from ifbbench.fields import integer, integers, number, shown, text
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks
 
-MILLISECONDS = 1_000
-NANOSECONDS = 1_000_000_000
-NO_LORA = -1
-
 Row = Mapping[str, Any]
+TOO_LONG = f"longer than {MAX_LINE >> 20} MiB; expected one request a line."
+
+def checked_object(value: Any) -> dict[str, Any]:
+    """`value`, a JSON object."""
+    if not isinstance(value, dict):
+        raise InputError(f"{shown(value)} is not valid; expected a JSON object.")
+    return value
 
 
-class TraceFormat(Protocol):
+_decode = msgspec.json.Decoder().decode
+
+
+def json_value(text: bytes | msgspec.Raw) -> Any:
+    """The JSON value in `text`, or InputError."""
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError):
+        try:
+            return json.loads(bytes(text))  # takes NaN as well, and has the better messages
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not valid JSON ({str(error)[:200]}); expected one JSON object.") from None
+
+
+def json_object(line: bytes | None) -> dict[str, Any]:
+    """The JSON object in `line`, which is None for a line that is too long."""
+    if line is None:
+        raise InputError(TOO_LONG)
+    return checked_object(json_value(line))
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a trace file is read: the settings of the same names."""
+
+    trace_format: str | None = None
+    columns: str | None = None
+    tokenizer: str | None = None
+    characters_per_token: float = 4.0
+    default_output_len: int | None = None
+
+
+class TraceFormat(ABC):
     """One kind of trace file. An instance reads one file.
 
-    keys: all in the rows of this format; the first rows of a file decide which format it has.
+    needs: keys that the rows of this format have; `a|b` is one of two. The first rows of a file decide which format it
+        has.
+    mark: a key that suffices instead of `needs`; empty if there is none.
+    left_out: what the rows without a request are.
     """
 
-    keys: frozenset[str]
+    needs: tuple[str, ...]
+    mark: str = ""
+    left_out: str = "rows of failed requests"
 
-    def request(self, row: Row, index: int) -> TraceRequest:
-        """The request of a row, the `index`-th; InputError names the field that is wrong. Called in the rows' order."""
-        ...
+    def __init__(self, keys: Collection[str], options: ReadOptions) -> None:
+        """keys: those of the first rows."""
+        self.options = options
+
+    @abstractmethod
+    def requests(self, row: Row, index: int) -> Sequence[TraceRequest]:
+        """The requests of a row, the first one the `index`-th of the file; none if the row is to be left out.
+
+        InputError names the field that is wrong. Called in the order of the rows."""
+
+    def notes(self) -> list[str]:
+        """What a user must know of the requests, such as a rule for lengths; complete when all rows are read."""
+        return []
+
+    def output_len(self, row: Row, name: str) -> int:
+        """The output length in the field `name`; `--default_output_len` if the row has none."""
+        value = row.get(name)
+        if value is not None:
+            return integer(value, name, 1, MAX_LENGTH)
+        if self.options.default_output_len is None:
+            raise InputError(f"{name} is missing; expected an integer of at least 1, or --default_output_len.")
+        return self.options.default_output_len
 
 
-class IfbbenchFormat:
+class IfbbenchFormat(TraceFormat):
     """JSONL with `arrival_s` (seconds), `prompt_tokens` or `prompt_len`, and `output_len` or `max_new_tokens`.
 
-    Either of the last two stands in for the other. Optional: `request_id` (default: the row's number, from 0),
-    `priority`, `beam_width`, `lora_task_id`, `stop_ids`, `class`, `after` with `think_s`; beside `prompt_len`,
-    `prefix_ids` and `prefix_lens`. Other keys are ignored. `write_trace` is the inverse.
+    Either of the last two stands in for the other. If the first rows have no `arrival_s`, all requests arrive at once.
+    Optional: `request_id` (default: the row's number, from 0), `priority`, `beam_width`, `lora_task_id`, `stop_ids`,
+    `class`, `after` with `think_s`; beside `prompt_len`, `prefix_ids` and `prefix_lens`. Other keys are ignored.
+    `write_trace` is the inverse.
     """
 
-    keys = frozenset({"arrival_s"})
+    needs = ("prompt_len|prompt_tokens", "output_len|max_new_tokens")
+    mark = "arrival_s"
     number_keys = frozenset({"request_id", "arrival_s", "prompt_len", "max_new_tokens", "output_len"})
 
-    def request(self, row: Row, index: int) -> TraceRequest:
+    def __init__(self, keys: Collection[str], options: ReadOptions) -> None:
+        super().__init__(keys, options)
+        self._default_arrival_s = None if "arrival_s" in keys else 0.0
+
+    def requests(self, row: Row, index: int) -> tuple[TraceRequest]:
         get = row.get
         request_id = index if (given := get("request_id")) is None else integer(given, "request_id", 0, MAX_ID)
-        arrival_s = number(get("arrival_s"), "arrival_s", 0.0)
+        arrival_s = number(get("arrival_s", self._default_arrival_s), "arrival_s", 0.0)
         prompt_tokens = None
         if get("prompt_tokens") is None:
             prompt_len = integer(get("prompt_len"), "prompt_len", 1, MAX_LENGTH)
         else:
-            prompt_tokens = _token_ids(row, "prompt_tokens")
+            prompt_tokens = token_ids(row, "prompt_tokens")
             prompt_len = len(prompt_tokens)
             if (given := get("prompt_len")) is not None and integer(given, "prompt_len", 1, MAX_LENGTH) != prompt_len:
                 raise InputError(f"prompt_len is {given}; expected {prompt_len}, the number of prompt_tokens.")
@@ -68,11 +134,11 @@ class IfbbenchFormat:
         max_new_tokens = integer(get(reserved), reserved, 1, MAX_LENGTH)
         output_len = integer(get(actual), actual, 1, MAX_LENGTH)
         if row.keys() <= self.number_keys:  # true of most rows in large traces
-            return TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len)
+            return (TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len),)
         priority, beam_width, task_id = get("priority"), get("beam_width"), get("lora_task_id")
         request_class, after, think_s = get("class"), get("after"), get("think_s")
         prefix_ids, prefix_lens = _prefix(row, prompt_len)
-        return TraceRequest(
+        return (TraceRequest(
             request_id,
             arrival_s,
             prompt_len,
@@ -82,16 +148,17 @@ class IfbbenchFormat:
             priority=DEFAULT_PRIORITY if priority is None else number(priority, "priority", 0.0, 1.0),
             beam_width=1 if beam_width is None else integer(beam_width, "beam_width", 1, MAX_LENGTH),
             lora_task_id=None if task_id is None else integer(task_id, "lora_task_id", 0, MAX_ID),
-            stop_ids=() if get("stop_ids") is None else _token_ids(row, "stop_ids"),
+            stop_ids=() if get("stop_ids") is None else token_ids(row, "stop_ids"),
             prefix_ids=prefix_ids,
             prefix_lens=prefix_lens,
             request_class=None if request_class is None else text(request_class, "class"),
             after=None if after is None else integer(after, "after", 0, MAX_ID),
             think_s=0.0 if think_s is None else number(think_s, "think_s", 0.0),
-        )
+        ),)  # fmt: skip
 
 
-def _token_ids(row: Row, name: str) -> tuple[int, ...]:
+def token_ids(row: Row, name: str) -> tuple[int, ...]:
+    """The field `name`, a list of token ids."""
     return integers(row.get(name), name, "token id", 0, MAX_LENGTH)
 
 
@@ -118,118 +185,6 @@ def _prefix(row: Row, prompt_len: int) -> tuple[tuple[int, ...] | None, tuple[in
     if sum(lens) > prompt_len:
         raise InputError(f"prefix_lens adds up to {sum(lens)}; expected at most the prompt's {prompt_len} tokens.")
     return ids, lens
-
-
-class MooncakeFormat:
-    """The Mooncake traces (FAST'25; github.com/kvcache-ai/Mooncake): JSONL with timestamp (ms), input_length,
-    output_length, and hash_ids, one for each 512 tokens: equal ids, equal tokens.
-
-    Arrivals count from the first row; those of earlier time stamps are negative. The trace records no reservation:
-    `max_new_tokens` is output_length.
-    """
-
-    keys = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})
-
-    def __init__(self) -> None:
-        self._first_ms: float | None = None
-
-    def request(self, row: Row, index: int) -> TraceRequest:
-        timestamp_ms = number(row.get("timestamp"), "timestamp", 0.0)
-        prompt_len = integer(row.get("input_length"), "input_length", 1, MAX_LENGTH)
-        output_len = integer(row.get("output_length"), "output_length", 1, MAX_LENGTH)
-        hash_ids = integers(row.get("hash_ids"), "hash_ids", "prefix id", 0, MAX_PREFIX_ID)
-        if len(hash_ids) != num_blocks(prompt_len):
-            raise InputError(
-                f"hash_ids has {len(hash_ids)} ids; expected {num_blocks(prompt_len)} for an input_length of "
-                f"{prompt_len}, one for each {PREFIX_BLOCK} tokens and one for the rest."
-            )
-        if self._first_ms is None:
-            self._first_ms = timestamp_ms
-        arrival_s = (timestamp_ms - self._first_ms) / MILLISECONDS
-        return TraceRequest(index, arrival_s, prompt_len, output_len, output_len, prefix_ids=hash_ids)
-
-
-class AzureFormat:
-    """The Azure LLM inference traces of 2023 and 2024 (github.com/Azure/AzurePublicDataset): CSV with TIMESTAMP,
-    ContextTokens and GeneratedTokens.
-
-    Arrivals count from the first row; those of earlier time stamps are negative. The trace records no reservation:
-    `max_new_tokens` is GeneratedTokens.
-    """
-
-    keys = frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"})
-
-    def __init__(self) -> None:
-        self._first_ns: int | None = None
-
-    def request(self, row: Row, index: int) -> TraceRequest:
-        timestamp_ns = parse_timestamp(row.get("TIMESTAMP"))
-        prompt_len = integer(row.get("ContextTokens"), "ContextTokens", 1, MAX_LENGTH, from_text=True)
-        output_len = integer(row.get("GeneratedTokens"), "GeneratedTokens", 1, MAX_LENGTH, from_text=True)
-        if self._first_ns is None:
-            self._first_ns = timestamp_ns
-        return TraceRequest(index, (timestamp_ns - self._first_ns) / NANOSECONDS, prompt_len, output_len, output_len)
-
-
-_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-def parse_timestamp(text: str | None) -> int:
-    """Nanoseconds since 1970 of `2023-11-16 18:15:46.6805900` or `2024-05-10 00:00:00.009930+00:00`; UTC if no zone."""
-    match = _TIMESTAMP.fullmatch((text or "").strip())
-    try:
-        if match is not None:
-            whole, fraction, zone = match.groups()
-            return _whole_seconds(whole + (zone or "Z")) * NANOSECONDS + int((fraction or "").ljust(9, "0"))
-    except ValueError:  # a month 13
-        pass
-    raise unexpected("TIMESTAMP", text, "a time such as 2023-11-16 18:15:46.6805900")
-
-
-@lru_cache(maxsize=1)  # rows are in order of time, several in most seconds
-def _whole_seconds(text: str) -> int:
-    """Seconds since 1970, of a time with its zone."""
-    return (datetime.fromisoformat(text) - _EPOCH) // timedelta(seconds=1)
-
-
-class GptManagerFormat:
-    """gptManagerBenchmark's dataset: JSON `{"metadata": …, "samples": [{input_ids, output_len, task_id?, delay?}]}`, or
-    the list of samples alone.
-
-    `delay` is the gap in seconds since the sample before; without any, all requests arrive at once. `task_id` -1 is no
-    LoRA. The samples record no reservation: `max_new_tokens` is `output_len`.
-    """
-
-    keys = frozenset({"input_ids", "output_len"})
-
-    def __init__(self) -> None:
-        self._arrival_s = 0.0
-
-    def request(self, row: Row, index: int) -> TraceRequest:
-        if (delay := row.get("delay")) is not None:
-            self._arrival_s += number(delay, "delay", 0.0)
-        tokens = _token_ids(row, "input_ids")
-        output_len = integer(row.get("output_len"), "output_len", 1, MAX_LENGTH)
-        task_id = NO_LORA if (given := row.get("task_id")) is None else integer(given, "task_id", NO_LORA, MAX_ID)
-        return TraceRequest(
-            index, self._arrival_s, len(tokens), output_len, output_len, tokens,
-            lora_task_id=None if task_id == NO_LORA else task_id,
-        )  # fmt: skip
-
-
-FORMATS: dict[str, tuple[type[TraceFormat], ...]] = {
-    ".jsonl": (IfbbenchFormat, MooncakeFormat),
-    ".csv": (AzureFormat,),
-    ".json": (GptManagerFormat,),
-}
-"""By suffix, in the order in which they are tried. The first one also reads files without a row to recognise."""
-
-UNDERSTOOD = (
-    ".jsonl with arrival_s (ifbbench) or with timestamp, input_length, output_length, hash_ids (Mooncake), .json with "
-    "`samples` or a list of {input_ids, output_len} (gptManagerBenchmark), .csv with TIMESTAMP, ContextTokens, "
-    "GeneratedTokens (Azure LLM inference); each may be compressed (.gz)"
-)
 
 
 # Writing.

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean
 from ifbbench.workload.distributions import ArrivalProcess, Constant, Poisson, Stream, generator
 from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
 from ifbbench.workload.spec import read_spec
@@ -23,8 +25,9 @@ RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECO
 def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
     """The requests that `config` asks for, in order of arrival; each is made when it is asked for.
 
-    source: a trace file, a workload specification (.yaml, .yml, .toml; drawn with `config.seed`), a run directory (its
-        requests as replayed), the name of a bundled dataset, or None for the bundled default.
+    source: a trace file, `-` (a trace on standard input), a workload specification (.yaml, .yml, .toml; drawn with
+        `config.seed`), a run directory (its requests as replayed), the name of a bundled dataset, or None for the
+        bundled default.
 
     InputError if the source cannot be read or the settings contradict each other.
     """
@@ -32,7 +35,9 @@ def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
     if path.suffix.lower() in SPEC_SUFFIXES:
         trace = draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     else:
-        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, accept_cut=is_recorded)
+        options = ReadOptions(config.trace_format, config.columns, config.tokenizer, config.characters_per_token,
+                              config.default_output_len)  # fmt: skip
+        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options)
     return replace(trace, requests=_with_settings(columns_of(trace.requests), config))
 
 
@@ -40,7 +45,7 @@ def _find(source: str | Path | None) -> tuple[Path, bool]:
     """The file, and whether a run recorded it."""
     name = str(source or DEFAULT_DATASET)
     path = Path(name)
-    if source is not None and path.is_file():
+    if name == STANDARD_INPUT or (source is not None and path.exists() and not path.is_dir()):
         return path, False
     recorded = [path / trace for trace in RECORDED_TRACES if (path / trace).is_file()]
     if source is not None and recorded:

@@ -4,109 +4,160 @@ Every row is read once, up to the last one needed, but only numbers are kept. Th
 priority) are read from the file again when its request is asked for.
 """
 
-import csv
 import hashlib
 import json
+import logging
 import re
 import weakref
 from array import array
-from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from codecs import BOM_UTF8, getincrementaldecoder
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol, cast
 
-import msgspec
-
-from ifbbench.compressed import DamagedFile, content_path, open_to_read
+from ifbbench.compressed import STANDARD_INPUT, DamagedFile, bounded_lines, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
-from ifbbench.workload.formats import FORMATS, UNDERSTOOD, Row, TraceFormat
-from ifbbench.workload.trace import ID, ColumnsBuilder, Recall, Trace, TraceRequest, no_recall
+from ifbbench.workload.containers import ROWS_TO_RECOGNISE, CsvTable, JsonDocument, UnknownFormat
+from ifbbench.workload.formats import IfbbenchFormat, ReadOptions, Row, TraceFormat, json_object
+from ifbbench.workload.recorded_formats import (
+    AzureFormat,
+    BailianFormat,
+    BurstGptFormat,
+    LengthsFormat,
+    MooncakeFormat,
+    TableFormat,
+    table_format,
+)
+from ifbbench.workload.tool_formats import (
+    AiperfFormat,
+    GptManagerFormat,
+    GuidellmFormat,
+    OpenAiBatchFormat,
+    ShareGptFormat,
+    TrtllmBenchFormat,
+    VllmDatasetFormat,
+    VllmResultFormat,
+)
+from ifbbench.workload.trace import ID, ColumnsBuilder, Recall, Trace, TraceRequest
 
-ROWS_TO_RECOGNISE = 8
-MakeRequest: TypeAlias = Callable[[Row, int], TraceRequest]
+FORMATS: dict[str, type[TraceFormat]] = {
+    "ifbbench": IfbbenchFormat,
+    "table": TableFormat,
+    "azure": AzureFormat,
+    "burstgpt": BurstGptFormat,
+    "lengths": LengthsFormat,
+    "bailian": BailianFormat,
+    "aiperf": AiperfFormat,
+    "mooncake": MooncakeFormat,
+    "gptmanager": GptManagerFormat,
+    "trtllm-bench": TrtllmBenchFormat,
+    "sharegpt": ShareGptFormat,
+    "openai-batch": OpenAiBatchFormat,
+    "vllm-result": VllmResultFormat,
+    "guidellm": GuidellmFormat,
+    "vllm-dataset": VllmDatasetFormat,
+}
+"""By the names of --trace_format, in the order in which they are tried."""
 
+MAX_PARTS = 1 << 12
+"""Requests that one row may hold: an origin is that of the row times this, plus the position among its requests."""
 
-class UnknownFormat(ValueError):
-    """What was found where a trace file of a known format was expected. `read_trace` adds the file."""
+_log = logging.getLogger("ifbbench")
 
 
 def read_trace(
-    path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False
-) -> Trace:
-    """The first `max_num_samples` good rows of the file at `path`, in order of arrival (equal ones as in the file).
+    path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False,
+    options: ReadOptions | None = None,
+) -> Trace:  # fmt: skip
+    """The first `max_num_samples` good requests of the file at `path` (`-`: standard input), in order of arrival (equal
+    ones as in the file).
 
     accept_cut: an incomplete last line, as a killed process leaves it, is skipped. InputError if the file cannot be
     read, has an unknown format, no request, or a bad row where `skip_bad_rows` is not set.
     """
+    options = options or ReadOptions()
     try:
         file = open_to_read(path, accept_cut)
         try:
-            suffix = content_path(path).suffix.lower()
-            if suffix not in CONTAINERS:
-                raise UnknownFormat(f"suffix {suffix!r}" if suffix else "a name without suffix")
-            container = CONTAINERS[suffix](file)
-            trace_format = _recognise(suffix, container)
-            builder, num_skipped = _read_rows(path, container, trace_format, max_num_samples, skip_bad_rows, accept_cut)
-            requests = builder.columns(container.recall(trace_format.request, path))
+            sha256 = _sha256(path, file)
+            container = _container(file)
+            trace_format = _recognise(container, options)
+            builder, num_skipped, num_failed = _read_rows(
+                path, container, trace_format, max_num_samples, skip_bad_rows, accept_cut
+            )
+            requests = builder.columns(_recall(path, container, trace_format))
         except BaseException:
             file.close()
             raise
-        with path.open("rb") as binary:
-            sha256 = hashlib.file_digest(binary, "sha256").hexdigest()
     except UnknownFormat as error:
-        raise InputError(f"{path}: unknown trace format ({str(error)[:200]}). Understood: {UNDERSTOOD}.") from None
+        found, nearest = str(error.args[0])[:200], "".join(error.args[1:])
+        raise InputError(f"{path}: unknown trace format ({found}).{nearest} {ADVICE}") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}. Give a trace file that you can read.") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} is not a text file in UTF-8 ({error}). Understood: {UNDERSTOOD}.") from error
     except (EOFError, DamagedFile) as error:
         raise InputError(f"{path}: {error}. Give the whole file.") from error
-    return Trace(content_path(path).stem, requests.by_arrival(), sha256, str(path), num_skipped)
+    notes = trace_format.notes()
+    if num_failed:
+        notes.append(f"{trace_format.left_out} are left out: {num_failed:,}")
+    for note in notes:
+        _log.warning("%s: %s.", path, note)
+    name = "stdin" if str(path) == STANDARD_INPUT else content_path(path).stem
+    return Trace(name, requests.by_arrival(), sha256, str(path), num_skipped, tuple(notes))
 
 
-def _recognise(suffix: str, container: "Container") -> TraceFormat:
-    """By the keys of the first rows. Of a file without any, the first format of the suffix has the better message."""
-    keys = container.first_keys()
-    for trace_format in FORMATS[suffix]:
-        if not keys or keys >= trace_format.keys:
-            return trace_format()
-    raise UnknownFormat(f"rows with {', '.join(sorted(keys))}")
+def _sha256(path: Path, content: BinaryIO) -> str:
+    """The digest of the bytes of the file; of its content, if it can be read only once."""
+    if not path.is_file():
+        return hashlib.file_digest(cast(BufferedReader, content), "sha256").hexdigest()
+    with path.open("rb") as binary:
+        return hashlib.file_digest(binary, "sha256").hexdigest()
 
 
 def _read_rows(
     path: Path, container: "Container", trace_format: TraceFormat, limit: int | None, skip_bad_rows: bool,
     accept_cut: bool,
-) -> tuple[ColumnsBuilder, int]:  # fmt: skip
-    """The first `limit` requests, and the number of bad rows among theirs. InputError at a bad row that is not to be
-    skipped, and if there is no good one."""
+) -> tuple[ColumnsBuilder, int, int]:  # fmt: skip
+    """The first `limit` requests, and the numbers of bad rows and of failed requests before the last of them.
+    InputError at a bad row that is not to be skipped, and if there is no good one."""
     builder, ids = ColumnsBuilder(), _RowsOfIds()
-    num_skipped, first_problem = 0, ""
-    parse, make_request = container.parse, trace_format.request
-    for index, (row_number, origin, content) in enumerate(container.rows()):
+    num_skipped, num_failed, first_problem = 0, 0, ""
+    parse, make_requests = container.parse, trace_format.requests
+    index = 0
+    for row_number, origin, content in container.rows():
         try:
-            request = make_request(parse(content), index)
-            first_row = ids.add(request.request_id, row_number)
-            if first_row is not None:
-                where = container.row_name.format(first_row)
-                raise InputError(f"request_id is {request.request_id}, as in {where}; expected each id once.")
+            requests = make_requests(parse(content), index)
+            if len(requests) > MAX_PARTS:
+                raise InputError(f"it holds {len(requests)} requests; expected at most {MAX_PARTS} in a row.")
+            for request in requests:
+                first_row = ids.add(request.request_id, row_number)
+                if first_row is not None:
+                    where = container.row_name.format(first_row)
+                    raise InputError(f"request_id is {request.request_id}, as in {where}; expected each id once.")
         except InputError as error:
+            index += 1
             problem = f"{path}, {container.row_name.format(row_number)}: {error}"
-            was_cut = accept_cut and isinstance(content, str) and not content.endswith("\n")
+            was_cut = accept_cut and isinstance(content, bytes) and not content.endswith(b"\n")
             if not skip_bad_rows and not was_cut:
                 raise InputError(f"{problem} Correct the row, or skip such rows with --skip-bad-rows.") from None
             num_skipped += 1
             first_problem = first_problem or problem
             continue
-        builder.append(request, origin)
-        if len(builder) == limit:
-            break
+        index += len(requests) or 1
+        num_failed += not requests
+        for part, request in enumerate(requests):
+            builder.append(request, origin * MAX_PARTS + part)
+            if len(builder) == limit:
+                return builder, num_skipped, num_failed
     if not len(builder):
         reason = f"all {num_skipped} rows are bad; the first: {first_problem}" if num_skipped else "it has no rows."
+        if num_failed and not num_skipped:
+            reason = f"{trace_format.left_out} are left out, and all {num_failed} are such."
         raise InputError(f"{path} holds no request: {reason} Give a trace with at least one request.")
-    return builder, num_skipped
+    return builder, num_skipped, num_failed
 
 
 class _RowsOfIds:
@@ -134,27 +185,102 @@ class _RowsOfIds:
         return None
 
 
-# Where rows are in a file.
+def _recall(path: Path, container: "Container", trace_format: TraceFormat) -> Recall:
+    """Makes the request of an origin again."""
 
-_decode = msgspec.json.Decoder().decode
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, or InputError."""
-    try:
-        value = _decode(text)
-    except (ValueError, RecursionError):
+    def request_at(origin: int) -> TraceRequest:
+        row, part = divmod(origin, MAX_PARTS)
         try:
-            value = json.loads(text)  # takes NaN as well, and has the better messages
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"not valid JSON ({error}); expected one JSON object.") from None
-    return checked_object(value)
+            return trace_format.requests(container.row_at(row), 0)[part]
+        except (InputError, OSError, IndexError, StopIteration) as error:
+            raise InputError(
+                f"{path} was changed during the replay: {error}, at byte {row}. Replay it again, and do not write to "
+                "it meanwhile."
+            ) from error
+
+    container.close_with(request_at)
+    return request_at
 
 
-def checked_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{shown(value)} is not valid; expected a JSON object.")
-    return value
+# Recognising.
+
+SAMPLE_BYTES = 1 << 16
+BINARY_FILES = {b"PAR1": "Parquet", b"PK\x03\x04": "zip or Excel", b"SQLite": "SQLite", b"\x28\xb5\x2f\xfd": "zstd",
+                b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"%PDF": "PDF", b"ARROW1": "Arrow"}  # fmt: skip
+ADVICE = (
+    f"Known formats: {', '.join(FORMATS)} (docs/traces.md has their keys). Name one with --trace_format, or the "
+    "columns of any CSV or JSON lines with --columns prompt_len=NAME,output_len=NAME."
+)
+DOCUMENT_KEYS = frozenset({"samples", "data", "benchmarks", "input_lens"})
+_DOCUMENT = re.compile(rf'(?<!\\)"(?:{"|".join(DOCUMENT_KEYS)})"\s*:\s*\['.encode())
+
+
+def _container(file: BinaryIO) -> "Container":
+    """The kind of file, by the beginning of its content."""
+    file.seek(0)
+    sample = file.read(SAMPLE_BYTES)
+    kind = next((kind for magic, kind in BINARY_FILES.items() if sample.startswith(magic)), None)
+    if kind or not _is_text(sample):
+        raise UnknownFormat(f"a {kind} file" if kind else "not a text file in UTF-8")
+    start = sample.removeprefix(BOM_UTF8).lstrip()
+    if start.startswith((b"[", b"//")) or (start.startswith(b"{") and _is_document(start)):
+        return JsonDocument(file)
+    lines = start.splitlines()[:ROWS_TO_RECOGNISE]
+    objects = sum(line.lstrip().startswith(b"{") for line in lines)
+    return JsonLines(file) if start.startswith(b"{") or 2 * objects >= len(lines) else CsvTable(file)
+
+
+def _is_text(sample: bytes) -> bool:
+    """Whether a file that starts with `sample` is text in UTF-8. The sample may end within a character."""
+    try:
+        return "\0" not in getincrementaldecoder("utf-8")().decode(sample)
+    except UnicodeDecodeError:
+        return False
+
+
+def _is_document(start: bytes) -> bool:
+    """Whether a file that starts with an object is one JSON document, not JSON lines."""
+    line, _, rest = start.partition(b"\n")
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        goes_on = line.rstrip().endswith((b"{", b"[", b",")) and rest.lstrip().startswith(b'"')
+        return goes_on or line.strip() == b"{" or bool(_DOCUMENT.search(start))
+    return not rest.strip() and not DOCUMENT_KEYS.isdisjoint(first)
+
+
+def _recognise(container: "Container", options: ReadOptions) -> TraceFormat:
+    """The format asked for, or by the keys of the first rows. ifbbench's own has the best messages for a file without
+    any."""
+    keys = container.first_keys()
+    if options.columns is not None:
+        if options.trace_format is not None:
+            raise InputError("--columns and --trace_format exclude each other. Leave out one of them.")
+        return table_format(options.columns, keys)(keys, options)
+    if options.trace_format is not None:
+        return FORMATS[options.trace_format](keys, options)
+    if not keys:
+        return IfbbenchFormat(keys, options)
+    missing = {name: _missing(one, keys, container) for name, one in FORMATS.items()}
+    for name, needs in missing.items():
+        if not needs:
+            return FORMATS[name](keys, options)
+    found = ", ".join(sorted(shown(key)[1:-1] for key in keys))
+    name = min(missing, key=lambda one: (len(missing[one]) / len(FORMATS[one].needs), len(missing[one])))
+    nearest = ""
+    if len(missing[name]) < len(FORMATS[name].needs):
+        wanted = ", ".join(need.replace("|", " or ") for need in missing[name])
+        nearest = f" The nearest format is {name}; missing: {wanted}."
+    raise UnknownFormat(f"rows with {found}", nearest)
+
+
+def _missing(trace_format: type[TraceFormat], keys: Collection[str], container: "Container") -> list[str]:
+    """The keys that rows of a format need and the file does not have."""
+    if trace_format is IfbbenchFormat and isinstance(container, CsvTable):
+        return list(trace_format.needs)  # its values are no texts: a table with these names is `table`
+    if trace_format.mark in keys:
+        return []
+    return [need for need in trace_format.needs if not any(key in keys for key in need.split("|"))]
 
 
 class Container(Protocol):
@@ -169,15 +295,19 @@ class Container(Protocol):
         ...
 
     def rows(self) -> Iterator[tuple[int, int, Any]]:
-        """(number, origin, content) of each row; `parse` takes the content, and `recall` finds the row by origin."""
+        """(number, origin, content) of each row; `parse` takes the content."""
         ...
 
     def parse(self, content: Any) -> Row:
         """The keys and values of a row; InputError if it has none."""
         ...
 
-    def recall(self, make_request: MakeRequest, path: Path) -> Recall:
-        """Makes the request of an origin again. The container closes the file when it is not needed any more."""
+    def row_at(self, origin: int) -> Row:
+        """The row of an origin again."""
+        ...
+
+    def close_with(self, owner: Any) -> None:
+        """Close the file when `owner` is not needed any more."""
         ...
 
 
@@ -197,104 +327,13 @@ class JsonLines:
                 keys |= json_object(line).keys()
         return keys
 
-    def rows(self) -> Iterator[tuple[int, int, str]]:
-        """Each line that is not blank."""
-        self._file.seek(0)
-        end = 0
-        for line_number, line in enumerate(self._file, start=1):
-            start, end = end, end + len(line)
-            if start == 0 and line.startswith(BOM_UTF8):
-                start, line = len(BOM_UTF8), line.removeprefix(BOM_UTF8)
-            if not line.isspace():
-                yield line_number, start, line.decode()
+    def rows(self) -> Iterator[tuple[int, int, bytes | None]]:
+        """Each line that is not blank; None for one that is too long."""
+        return (row for row in bounded_lines(self._file) if row[2] is None or (row[2] and not row[2].isspace()))
 
-    def recall(self, make_request: MakeRequest, path: Path) -> Recall:
-        file = self._file
+    def row_at(self, origin: int) -> dict[str, Any]:
+        self._file.seek(origin)
+        return json_object(self._file.readline())
 
-        def request_at(origin: int) -> TraceRequest:
-            file.seek(origin)
-            line = file.readline()
-            try:
-                return make_request(json_object(line.decode()), 0)
-            except (InputError, UnicodeDecodeError, OSError) as error:
-                raise InputError(
-                    f"{path} was changed during the replay: {error}, at byte {origin}. Replay it again, and do not "
-                    "write to it meanwhile."
-                ) from error
-
-        weakref.finalize(request_at, file.close)
-        return request_at
-
-
-class CsvTable:
-    """Rows of a CSV file with a header, as texts by column name. All formats in CSV have only numbers."""
-
-    row_name = "line {}"
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def first_keys(self) -> set[str]:
-        return set(next(csv.reader(_text_lines(self._file)), []))
-
-    def rows(self) -> Iterator[tuple[int, int, Row]]:
-        """Each row that is not empty."""
-        self._file.seek(0)
-        reader = csv.reader(_text_lines(self._file))
-        header = next(reader, [])
-        for row in reader:
-            if row:
-                yield reader.line_num, reader.line_num, dict(zip(header, row, strict=False))
-
-    def parse(self, content: Row) -> Row:
-        return content
-
-    def recall(self, make_request: MakeRequest, path: Path) -> Recall:
-        self._file.close()
-        return no_recall
-
-
-class JsonDocument:
-    """A list of JSON objects, alone or as `samples` of an object; `//` comments are ignored. It is kept in memory."""
-
-    row_name = "samples[{}]"
-    parse = staticmethod(checked_object)
-
-    def __init__(self, file: BinaryIO) -> None:
-        text = "".join(_text_lines(file))
-        file.close()
-        document = _commented_json(text) if text.strip() else []
-        if isinstance(document, dict) and "samples" not in document:
-            raise UnknownFormat(f"an object with {', '.join(map(str, document)) or 'no keys'}")
-        self._samples = document["samples"] if isinstance(document, dict) else document
-        if not isinstance(self._samples, list):
-            raise UnknownFormat("no list of samples")
-
-    def first_keys(self) -> set[str]:
-        return {key for sample in self._samples[:ROWS_TO_RECOGNISE] if isinstance(sample, dict) for key in sample}
-
-    def rows(self) -> Iterator[tuple[int, int, Any]]:
-        return ((index, index, sample) for index, sample in enumerate(self._samples))
-
-    def recall(self, make_request: MakeRequest, path: Path) -> Recall:
-        return lambda index: make_request(self._samples[index], index)
-
-
-CONTAINERS: dict[str, type[Container]] = {".jsonl": JsonLines, ".csv": CsvTable, ".json": JsonDocument}
-_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*')
-
-
-def _commented_json(text: str) -> Any:
-    """The JSON document in `text` without its `//` comments; UnknownFormat (with the line) if it is not JSON."""
-    if "//" in text:
-        text = _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0].startswith('"') else "", text)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnknownFormat(f"not valid JSON: {error}") from None
-
-
-def _text_lines(file: BinaryIO) -> Iterator[str]:
-    """The lines of a file in UTF-8, without a byte order mark."""
-    for index, line in enumerate(file):
-        yield (line if index else line.removeprefix(BOM_UTF8)).decode()
+    def close_with(self, owner: Any) -> None:
+        weakref.finalize(owner, self._file.close)

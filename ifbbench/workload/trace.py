@@ -111,6 +111,7 @@ class Trace:
 
     requests: those of files and specifications are made one by one when asked for.
     sha256: of the bytes of the file, or of the canonical text of a specification.
+    notes: what a user must know of how the requests were read, such as a rule for the lengths of texts.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Trace:
     sha256: str
     source: str
     skipped_rows: int = 0
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.workload.formats import parse_timestamp
 from ifbbench.workload.reading import read_trace
+from ifbbench.workload.recorded_formats import parse_timestamp
 from ifbbench.workload.statistics import trace_statistics
 
 RECORDED = Path(__file__).parents[3] / "shared" / "traces" / "azure_conv_2023.csv"
@@ -52,6 +52,7 @@ def test_a_tenth_of_a_microsecond_is_kept():
     [
         ("yesterday,1,1", "TIMESTAMP is 'yesterday'"),
         ("2023-13-16 18:15:46,1,1", "TIMESTAMP is '2023-13-16 18:15:46'"),
+        ("{,1,1", "TIMESTAMP is '{'"),
         ("2023-11-16 18:15:46,1,0", "GeneratedTokens is '0'"),
         ("2023-11-16 18:15:46,1.5,1", "ContextTokens is '1.5'"),
         ("2023-11-16 18:15:46,,1", "ContextTokens is ''"),

@@ -88,7 +88,9 @@ def test_bad_row_is_named_with_line_and_field(tmp_path, change, complaint):
 @pytest.mark.parametrize(("line", "complaint"), [("{oops", "not valid JSON"), ("[1]", "[1] is not valid; expected")])
 @pytest.mark.parametrize("lines_before", [0, 1])
 def test_line_that_is_no_object(tmp_path, line, complaint, lines_before):
-    path = written(tmp_path, *[GOOD] * lines_before, line)
+    path = written(tmp_path, *[GOOD] * lines_before, line, GOOD)
+    if line.startswith("[") and not lines_before:
+        pytest.skip("a file that starts with a list is a JSON document")
     with pytest.raises(InputError) as raised:
         read_trace(path)
     assert f"line {lines_before + 1}: {complaint}" in str(raised.value)
