@@ -94,8 +94,8 @@ class Recorder:
         replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
         self._flushed_s = self._clock.now()
 
-    def close(self, partial: bool) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the run did not reach its end."""
+    def close(self, partial: bool, **more: Any) -> dict[str, Any]:
+        """End the recording; returns the summary. partial: the run did not reach its end. more: further figures."""
         wall_s = self._clock.now()
         self._tracker.close(self.metrics.iterations - 1)
         self._iterations.write(self._encoder.last())
@@ -103,7 +103,7 @@ class Recorder:
             writer.close()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         digest = self._digest.hexdigest()
-        summary = self.metrics.summary(digest, partial, self._ends)
+        summary = self.metrics.summary(digest, partial, self._ends) | more
         write_json(self.directory / "summary.json", summary)
         description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
         write_json(self.directory / "run.json", description)

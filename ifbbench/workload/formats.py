@@ -44,8 +44,8 @@ class IfbbenchFormat:
     """JSONL with `arrival_s` (seconds), `prompt_tokens` or `prompt_len`, and `output_len` or `max_new_tokens`.
 
     Either of the last two stands in for the other. Optional: `request_id` (default: the row's number, from 0),
-    `priority`, `beam_width`, `lora_task_id`, `stop_ids`, `class`; beside `prompt_len`, `prefix_ids` and
-    `prefix_lens`. Other keys are ignored. `write_trace` is the inverse.
+    `priority`, `beam_width`, `lora_task_id`, `stop_ids`, `class`, `after` with `think_s`; beside `prompt_len`,
+    `prefix_ids` and `prefix_lens`. Other keys are ignored. `write_trace` is the inverse.
     """
 
     keys = frozenset({"arrival_s"})
@@ -70,7 +70,7 @@ class IfbbenchFormat:
         if row.keys() <= self.number_keys:  # true of most rows in large traces
             return TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len)
         priority, beam_width, task_id = get("priority"), get("beam_width"), get("lora_task_id")
-        request_class = get("class")
+        request_class, after, think_s = get("class"), get("after"), get("think_s")
         prefix_ids, prefix_lens = _prefix(row, prompt_len)
         return TraceRequest(
             request_id,
@@ -86,6 +86,8 @@ class IfbbenchFormat:
             prefix_ids=prefix_ids,
             prefix_lens=prefix_lens,
             request_class=None if request_class is None else text(request_class, "class"),
+            after=None if after is None else integer(after, "after", 0, MAX_ID),
+            think_s=0.0 if think_s is None else number(think_s, "think_s", 0.0),
         )
 
 
@@ -279,4 +281,6 @@ def _line(request: TraceRequest) -> str:
         record["stop_ids"] = request.stop_ids
     if request.request_class is not None:
         record["class"] = request.request_class
+    if request.after is not None:
+        record |= {"after": request.after, "think_s": request.think_s}
     return _encode(record) + "\n"

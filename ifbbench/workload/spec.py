@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from ifbbench import fields
 from ifbbench.errors import InputError
 from ifbbench.fields import located
+from ifbbench.workload.arrivals import ARRIVALS, AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import (
-    ARRIVALS,
     DURATIONS,
     LENGTHS,
-    AllAtOnce,
-    ArrivalProcess,
     DurationDistribution,
     LengthDistribution,
     Lengths,

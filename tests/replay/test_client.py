@@ -186,7 +186,8 @@ def test_concurrency_without_recorded_times():
 def test_concurrency_waits_for_the_later_of_time_and_place():
     engine = Engine(0.0, 0.1, 0.2, 5.0, concurrency=1)
     assert engine.run(1.0) == [(0.0, [0]), (1.0, [1]), (2.0, [2]), (5.0, [3])]
-    assert engine.arrivals() == [0.0, 1.0, 2.0, 5.0]
+    assert engine.arrivals() == [0.0, 0.1, 0.2, 5.0], "latencies count from the scheduled arrival"
+    assert engine.client.arrivals()["lateness_s"]["max"] == 1.8
 
 
 def test_a_waiting_request_takes_a_place():

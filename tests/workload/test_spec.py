@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from ifbbench.errors import InputError
-from ifbbench.workload.distributions import AllAtOnce, Fixed, Gamma, Geometric, LogNormalTime, Quantiles, Uniform
+from ifbbench.workload.arrivals import AllAtOnce, Gamma
+from ifbbench.workload.distributions import Fixed, Geometric, LogNormalTime, Quantiles, Uniform
 from ifbbench.workload.load import bundled_path
 from ifbbench.workload.spec import (
     Sessions,
