@@ -8,6 +8,7 @@ import click
 
 from ifbbench.cli.options import Command
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import REPEATS_FILE
 
 DIRECTORY = click.Path(path_type=Path)
 Drawing = tuple[str, Callable[[], Sequence[Path]]]
@@ -18,8 +19,22 @@ Drawing = tuple[str, Callable[[], Sequence[Path]]]
 @click.argument("run", type=DIRECTORY)
 @click.option("--output-csv", type=DIRECTORY, help="Also write gptManagerBenchmark's CSV here.")
 def report(run: Path, output_csv: Path | None) -> None:
-    """Print the report of RUN, a run directory. That of a killed run covers what was done."""
-    report_run(run, output_csv)
+    """Print the report of RUN, a run directory. That of a killed run covers what was done.
+
+    Of a directory of `run --repeat` it has the means and their confidence intervals.
+    """
+    if (run / REPEATS_FILE).is_file():
+        report_repeats(run)
+    else:
+        report_run(run, output_csv)
+
+
+def report_repeats(directory: Path) -> None:
+    """Print the means of repeats."""
+    from ifbbench.cli.console import report_console
+    from ifbbench.report.repeats import print_repeats
+
+    print_repeats(directory, report_console())
 
 
 def report_run(directory: Path, output_csv: Path | None, quiet: bool = False) -> None:

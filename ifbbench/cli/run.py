@@ -1,5 +1,6 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,20 @@ SWEEP_HELP = {
 
 @click.command(cls=SettingsCommand)
 @click.argument("trace", required=False)
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N",
+              help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.")
 @click.pass_context
-def run(context: click.Context, /, trace: str | None, config_file: Path | None, **options: Any) -> None:
+def run(
+    context: click.Context, /, trace: str | None, repeat: int, config_file: Path | None, **options: Any
+) -> None:
     """Replay TRACE and report what happened, iteration by iteration.
 
     Without TRACE the small bundled one is replayed.
     """
     config = given_config(config_file, options)
+    if repeat > 1:
+        _repeat(context, trace, config, repeat)
+        return
 
     from ifbbench.cli.report import report_run
     from ifbbench.recording.run_directory import find_lines
@@ -57,19 +65,38 @@ def sweep(
 
     axes = parse_axes(over)
     config = given_config(config_file, options)
-
-    def run_point(trace: str | None, config: RunConfig) -> "RunResult":
-        return _replay(trace, config, Path(str(config.output)).name)
-
-    def report_point(ended: int, points: int, label: str, error: str) -> None:
-        if not config.quiet:
-            click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
-
-    result = run_sweep(trace, config, axes, run_point, report_point)
+    result = run_sweep(trace, config, axes, _run_point, _point_reporter(config.quiet))
     _report_sweep(result.directory, config.quiet)
     if result.failed:
         click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
         context.exit(1)
+
+
+def _repeat(context: click.Context, trace: str | None, config: RunConfig, count: int) -> None:
+    from ifbbench.cli.report import report_repeats
+    from ifbbench.planning.repeat import run_repeats
+
+    result = run_repeats(trace, config, count, _run_point, _point_reporter(config.quiet))
+    if not config.quiet:
+        report_repeats(result.directory)
+        click.echo(f"Results are in {result.directory}; each repeat is a run directory in it.")
+    if result.failed:
+        click.echo(f"{result.failed} of {count} repeats failed or had failed requests.", err=True)
+        context.exit(1)
+
+
+def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
+    return _replay(trace, config, Path(str(config.output)).name)
+
+
+def _point_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
+    """Reports each of several runs as it ends."""
+
+    def report_point(ended: int, points: int, label: str, error: str) -> None:
+        if not quiet:
+            click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
+
+    return report_point
 
 
 def _report_sweep(directory: Path, quiet: bool) -> None:
