@@ -1,7 +1,7 @@
 """`ifbbench run --repeat N`: the same run with N seeds, the mean of each figure and its confidence interval."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import atan, cos, pi, sin, sqrt
+from math import cos, pi, sin, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any

@@ -329,7 +329,8 @@ def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: Mak
         emulation = StaticEmulation(config.static_emulated_batch_size, timeout_s)
     return ReplayClient(
         trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.keeps_arrivals,
-        duration_s=config.duration, emulation=emulation, wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
+        duration_s=config.duration, emulation=emulation,
+        wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
         keeps_outputs=config.responses_json is not None,
     )  # fmt: skip
 

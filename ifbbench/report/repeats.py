@@ -36,8 +36,8 @@ def print_repeats(directory: Path, console: Console) -> None:
     intervals = known["confidence_interval_95"]
     completed, total = (known["repeats"][name] for name in ("completed", "total"))
     console.print()
-    console.print(f"[bold]{escape(directory.name)}[/bold]  {count(completed)} of {count(total)} repeats completed, each "
-                  "with its own seed", highlight=False)  # fmt: skip
+    ended = f"{count(completed)} of {count(total)} repeats completed, each with its own seed"
+    console.print(f"[bold]{escape(directory.name)}[/bold]  {ended}", highlight=False)
     console.print("[dim]mean ± half of the 95 % confidence interval of the mean (Student's t)[/dim]", highlight=False)
     console.print()
     table = Table.grid(padding=(0, 3))

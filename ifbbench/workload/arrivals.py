@@ -148,7 +148,8 @@ class Schedule(Limited):
         work = _at_rate_1(generator, count, self.burstiness)
         work_before = np.concatenate(([0.0], np.cumsum(np.diff(starts) * rates[:-1])))
         step = work_before.searchsorted(work, side="right") - 1  # never one with a rate of 0
-        return starts[step] + (work - work_before[step]) / rates[step]
+        times: Times = starts[step] + (work - work_before[step]) / rates[step]
+        return times
 
 
 def _step(value: Any, name: str) -> tuple[float, float]:
@@ -168,7 +169,8 @@ def read_schedule(path: Path, burstiness: float) -> Schedule:
             raise InputError(f"the rates cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         if [name.strip() for name in header] != SCHEDULE_COLUMNS:
             raise fields.unexpected("the first line", ",".join(header), ",".join(SCHEDULE_COLUMNS))
-        return Schedule(tuple(tuple(cell.strip() for cell in row) for row in rows), burstiness)  # type: ignore[arg-type]
+        rates = tuple(_step([cell.strip() for cell in row], f"rates[{index}]") for index, row in enumerate(rows))
+        return Schedule(rates, burstiness)
 
 
 def _after(gaps: Times) -> Times:
@@ -255,9 +257,11 @@ def chosen_process(config: RunConfig) -> ArrivalProcess | None:
         if kind == "all_at_once":
             return AllAtOnce()
         if kind == "ramp":
-            return Ramp(*values[:3], *values[3:], burstiness=burstiness)
+            start, end, duration, *strategy = values
+            return Ramp(start, end, duration, *(strategy or RAMPS[:1]), burstiness)
         if kind == "on_off":
-            return OnOff(*values, burstiness=burstiness)
+            rate_on, on, off = values
+            return OnOff(rate_on, on, off, burstiness)
         if config.rate_schedule is not None:
             return read_schedule(Path(config.rate_schedule), burstiness)
         assert config.request_rate is not None

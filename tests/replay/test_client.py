@@ -222,7 +222,7 @@ class Sessions(Engine):
 
     def __init__(self, *after, think_s=2.0, **options):
         super().__init__(**options)
-        rows = [TraceRequest(index, float(index), 4, 4, 4, after=one, think_s=think_s) for index, one in enumerate(after)]
+        rows = [TraceRequest(k, float(k), 4, 4, 4, after=before, think_s=think_s) for k, before in enumerate(after)]
         self.client = ReplayClient(Trace("sessions", rows, "0" * 64, ""), self.clock, make_request, **options)
 
 
