@@ -169,7 +169,7 @@ def read_schedule(path: Path, burstiness: float) -> Schedule:
             raise InputError(f"the rates cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         if [name.strip() for name in header] != SCHEDULE_COLUMNS:
             raise fields.unexpected("the first line", ",".join(header), ",".join(SCHEDULE_COLUMNS))
-        rates = tuple(_step([cell.strip() for cell in row], f"rates[{index}]") for index, row in enumerate(rows))
+        rates = tuple(_step([cell.strip() for cell in row], f"row {number}") for number, row in enumerate(rows, 1))
         return Schedule(rates, burstiness)
 
 
@@ -258,7 +258,7 @@ def chosen_process(config: RunConfig) -> ArrivalProcess | None:
             return AllAtOnce()
         if kind == "ramp":
             start, end, duration, *strategy = values
-            return Ramp(start, end, duration, *(strategy or RAMPS[:1]), burstiness)
+            return Ramp(start, end, duration, strategy[0] if strategy else RAMPS[0], burstiness)
         if kind == "on_off":
             rate_on, on, off = values
             return OnOff(rate_on, on, off, burstiness)
