@@ -25,15 +25,16 @@ class Recorder:
     its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
-    trace, in seconds on the run's clock. recording_format: suffix of the files of lines. statistics,
-    iteration_stats_every, profile: see IterationEncoder. clock: files are flushed each second by it; real time if None,
-    even if the run has a virtual clock, so that a killed run loses at most this much.
+    trace, in seconds on the run's clock. held_until_s: see SpanTracker. recording_format: suffix of the files of lines.
+    statistics, iteration_stats_every, profile: see IterationEncoder. clock: files are flushed each second by it; real
+    time if None, even if the run has a virtual clock, so that a killed run loses at most this much.
     """
 
     def __init__(
         self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
         arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
+        held_until_s: Callable[[Request], float] | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
@@ -44,7 +45,7 @@ class Recorder:
             JsonLinesWriter(directory / f"{name}.{recording_format}") for name in ("iterations", "spans", "requests")
         ]
         self._encoder = IterationEncoder(statistics, iteration_stats_every, profile)
-        self._tracker = SpanTracker(self._spans.write, arrival_s)
+        self._tracker = SpanTracker(self._spans.write, arrival_s, held_until_s)
         self._digest = ScheduleDigest()
         self._starts = array("d")
         self._ends = array("d")

@@ -16,6 +16,7 @@ from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.recording.metrics import distribution
+from ifbbench.replay.priority_queue import PriorityQueue
 from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.trace import NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
 
@@ -90,7 +91,8 @@ class ReplayClient:
         self._num_first = bisect_right(self._first, self._duration_s, key=self._arrivals.__getitem__)
         self._room_s = 0.0
         self._lateness_s = array("d")
-        self._queue = None if columns.priority is None else _PriorityQueue(columns.priority)
+        self._held_until_s: dict[int, float] = {}
+        self._queue = None if columns.priority is None else PriorityQueue(columns.priority)
         self._emulation = emulation
         self._batch_end = 0
         self._wait_sleep_s = wait_sleep_s
@@ -180,6 +182,10 @@ class ReplayClient:
         """When `request` arrived, in seconds on the run's clock."""
         return self._arrivals[request.index]
 
+    def held_until_s(self, request: Request) -> float:
+        """When there was room for `request` and it had arrived."""
+        return self._held_until_s.get(request.index, self._arrivals[request.index])
+
     def arrivals(self) -> dict[str, Any]:
         """The figures `arrivals` of `summary.json`: the rate at which requests were to arrive (None where that depends
         on responses, and of all at once), the rate at which they were submitted, and how late that was."""
@@ -259,6 +265,8 @@ class ReplayClient:
                 self._order.append(index)
             self.submitted += 1
             self._lateness_s.append(submitted_s - self._arrivals[index])
+            if self._room_s > self._arrivals[index]:
+                self._held_until_s[index] = self._room_s
             self._find_due()
 
     def _due(self) -> int:
@@ -283,42 +291,6 @@ class ReplayClient:
             coming = sorted([*map(self._arrivals.__getitem__, first), *(arrival_s for arrival_s, _ in self._later)])
             full_s = coming[:missing][-1] if coming else self._arrival_of(self.submitted - 1)
         return min(full_s, self._oldest_s + emulation.timeout_s)
-
-
-class _PriorityQueue:
-    """Numbers of requests that were submitted, by descending priority, then by number.
-
-    The heap holds plain integers: the rank of the priority, from 0, times the number of requests, plus the number."""
-
-    def __init__(self, priority: "array[float]") -> None:
-        priorities, rank_of = np.unique(-np.asarray(priority), return_inverse=True)
-        self._priorities = (-priorities).tolist()
-        self._rank_of = array("q", rank_of.astype(np.int64).tobytes())
-        self._size = len(priority)
-        self._keys: list[int] = []
-        self._popped = bytearray(len(priority) + 1)
-        self._oldest = 0
-
-    def push(self, number: int, index: int) -> None:
-        """Add the request that is at `index` of the trace."""
-        heappush(self._keys, self._rank_of[index] * self._size + number)
-
-    def pop(self) -> int:
-        number = heappop(self._keys) % self._size
-        self._popped[number] = True
-        return number
-
-    @property
-    def highest_priority(self) -> float:
-        """The priority of the request that `pop` would return."""
-        return float(self._priorities[self._keys[0] // self._size])
-
-    @property
-    def oldest(self) -> int:
-        """The smallest number that `pop` has not returned."""
-        while self._popped[self._oldest]:
-            self._oldest += 1
-        return self._oldest
 
 
 def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest) -> ReplayClient:

@@ -91,6 +91,19 @@ def test_a_rate_with_a_limit_of_concurrency_counts_from_the_schedule(tmp_path: P
     assert closed["arrivals"]["requested_rate_per_s"] is None
 
 
+def test_waiting_for_a_place_is_attributed_to_the_limit_of_concurrency(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"device": "sim:h100-sxm", "request_rate": 5_000.0, "concurrency": 2}
+    run(trace_file(tmp_path, 20, output_len=40), tmp_path, **settings)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+    for line in lines[4:]:
+        assert line["attribution_s"]["waiting_concurrency"] == pytest.approx(line["queue_time_s"], rel=0.05)
+        assert "waiting_batch_size" not in line["attribution_s"]
+    spans = [json.loads(line) for line in (tmp_path / "run" / "spans.jsonl").read_text().splitlines()]
+    held = [span for span in spans if span["cause"] == "concurrency"]
+    assert {span["phase"] for span in held} == {"waiting"}
+    assert len(held) == len({span["request_id"] for span in held}) >= 16
+
+
 def test_a_closed_loop_ends_after_the_duration(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "sim:h100-sxm", "concurrency": 2}
     whole = run(trace_file(tmp_path, 60, output_len=40), tmp_path, **settings)
