@@ -1,16 +1,20 @@
 """When requests of a run arrive: the schedule kept in real time, the figures of arrivals, the duration, warming up."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.replay.run import run_trace
+from ifbbench.report.load import load_run
+from ifbbench.report.tables import print_report
 
 
 def trace_file(tmp_path: Path, count: int, output_len: int = 2, **fields: Any) -> str:
@@ -111,6 +115,29 @@ def test_a_closed_loop_ends_after_the_duration(tmp_path: Path) -> None:
     assert not summary["partial"]
     assert 28 <= summary["requests"]["total"] == summary["requests"]["completed"] <= 34
     assert max(arrivals_of(tmp_path, "short").values()) <= whole["duration_s"] / 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"request_rate": 500.0}, "Arrivals 500 requests/s of 500 Lateness none"),
+        ({"concurrency": 60}, ""),
+        ({"time_scale": 0.0}, ""),
+    ],
+)
+def test_the_report_states_the_rate_asked_and_achieved(tmp_path: Path, settings: dict[str, Any], line: str) -> None:
+    run(trace_file(tmp_path, 60), tmp_path, device="sim:h100-sxm", **settings)
+    out = io.StringIO()
+    print_report(load_run(tmp_path / "run"), Console(file=out, width=120))
+    lines = [" ".join(text.split()) for text in out.getvalue().splitlines()]
+    assert [text for text in lines if text.startswith("Arrivals")] == [line] * bool(line)
+
+
+def test_the_report_of_a_closed_loop_says_what_set_the_rate(tmp_path: Path) -> None:
+    run(trace_file(tmp_path, 60), tmp_path, device="sim:h100-sxm", concurrency=2)
+    out = io.StringIO()
+    print_report(load_run(tmp_path / "run"), Console(file=out, width=120))
+    assert "requests/s (set by responses)" in out.getvalue()
 
 
 # Warming up.

@@ -44,7 +44,7 @@ DRAWS: dict[str, Draw] = {
     "burstiness": sometimes(0.04, 0.3, 4.0),
     "arrival": sometimes(0.15, "recorded", "all_at_once", "ramp:0:5e3:0.01", "ramp:1e3:9e3:0.01:exponential",
                          "on_off:5e3:0.002:0.003"),
-    "rate_schedule": sometimes(0.0),
+    "rate_schedule": sometimes(0.04, "rates.csv"),
     "duration": sometimes(0.1, 0.001, 0.004, 1.0),
     "reserve": sometimes(0.3, "actual", "factor:1.5", "factor:0.5", "fixed:7"),
     "max_prompt_len": sometimes(0.15, 1, 8, 40),
@@ -136,6 +136,9 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         if name in values:
             values[name] = str(folder / values[name])
     folder.mkdir(exist_ok=True)
+    if "rate_schedule" in values:
+        values["rate_schedule"] = str(folder / values["rate_schedule"])
+        Path(values["rate_schedule"]).write_text("start_s,rate\n0,5000\n0.002,0\n0.004,20000\n")
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows(draw, is_short=values["device"] == "cpu")))
     loops: list[TokenGenerationLoop] = []
