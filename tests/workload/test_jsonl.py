@@ -98,7 +98,7 @@ def test_line_that_is_no_object(tmp_path, line, complaint, lines_before):
 
 
 lengths = st.integers(1, MAX_LENGTH)
-requests = st.builds(
+requests_of_lengths = st.builds(
     TraceRequest,
     request_id=st.integers(0, MAX_ID),
     arrival_s=st.floats(0, allow_infinity=False, allow_nan=False),
@@ -112,8 +112,13 @@ requests = st.builds(
     request_class=st.none() | st.sampled_from(["chat", "code"]),
     after=st.none() | st.integers(0, 2**63 - 1),
     think_s=st.floats(0, allow_infinity=False, allow_nan=False),
-).map(lambda request: request if request.after is not None else replace(request, think_s=0.0)) | st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=5).map(
+)
+requests_of_tokens = st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=5).map(
     lambda tokens: TraceRequest(0, 0.0, len(tokens), 1, 1, prompt_tokens=tuple(tokens))
+)
+# Only a request that comes after another has a time to think.
+requests = requests_of_tokens | requests_of_lengths.map(
+    lambda request: request if request.after is not None else replace(request, think_s=0.0)
 )
 
 
