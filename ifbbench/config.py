@@ -80,6 +80,18 @@ class RunConfig:
         None, "Replace recorded arrivals by this rate.", above=0.0, unit="requests/s", elsewhere="rate qps rps")
     enable_exp_delays: bool = _replay(
         False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones.")
+    burstiness: float | None = _replay(
+        None, "With a rate: gamma-distributed gaps of this shape; 1 is Poisson, below 1 are bursts.", above=0.0)
+    arrival: str | None = _replay(
+        None, "Replace recorded arrivals: all_at_once; with --request_rate constant, poisson or gamma:BURSTINESS; "
+        "ramp:FROM:TO:SECONDS[:exponential]; on_off:RATE:ON_SECONDS:OFF_SECONDS. recorded keeps them with "
+        "--concurrency, too.",
+        elsewhere="arrival_process ramp_up_strategy ramp_up_start_rps ramp_up_end_rps rate_type request_distribution")
+    rate_schedule: str | None = _replay(
+        None, "Replace recorded arrivals by the rates in this CSV file, with the columns start_s and rate.")
+    duration: float | None = _replay(
+        None, "No request arrives later than this; the trace is not repeated.", above=0.0, unit="s",
+        elsewhere="max_seconds benchmark_duration test_duration")
     reserve: str = _replay(
         "trace", "max_new_tokens of each request: trace (as recorded), actual (its output length), factor:F or "
         "fixed:N.")
@@ -100,7 +112,7 @@ class RunConfig:
         elsewhere="custom_output_len sharegpt_output_len output_len output_tokens_mean osl")
     concurrency: int | None = _replay(
         None, "Maximum number of requests waiting or running; the next one arrives when one completes. Recorded "
-        "arrivals are ignored; a --request_rate is not.", minimum=1, unit="requests",
+        "arrivals are ignored; a rate or --arrival is not.", minimum=1, unit="requests",
         elsewhere="max_concurrency num_concurrent users num_users")
     wait_sleep: int | None = _replay(
         None, "While idle, look for requests every N ms. Default: when the next one arrives.", minimum=1, unit="ms")
@@ -116,6 +128,9 @@ class RunConfig:
         None, "Token id that ends a request before its recorded output length; -1 is none.", minimum=-1,
         aliases=("end_id",), elsewhere="eos_token_id end_token")
     pad_id: int | None = _replay(None, "Token id that pads shorter beams in a response.", minimum=0)
+    warm_up: int | None = _replay(
+        None, "Requests of its own that a device runs before the measured ones. Default: 2; a simulated or null device "
+        "needs none.", minimum=0, unit="requests", elsewhere="num_warmups warmup num_warmup_requests warmup_requests")
     seed: int = _replay(
         0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, aliases=("random_seed",))
 
@@ -279,6 +294,12 @@ class RunConfig:
     def hardware(self) -> str | None:
         """The hardware profile of a simulated device, None for others."""
         return self.device.removeprefix(SIMULATED) if self.device.startswith(SIMULATED) else None
+
+    @property
+    def keeps_arrivals(self) -> bool:
+        """Whether requests arrive at times of their own, with --concurrency too, and not when a response makes room."""
+        rates = (self.request_rate, self.rate_schedule, self.arrival)
+        return self.concurrency is None or any(given is not None for given in rates)
 
     @property
     def makes_no_tokens(self) -> bool:

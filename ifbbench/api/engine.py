@@ -1,5 +1,6 @@
 """The engine of a run: an executor, its clock and the resolved limits, built from the settings."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
 CPU_WARM_UP_FLOPS = 5e10
 WARM_UP_NEW_TOKENS = 3
+_log = logging.getLogger("ifbbench")
 
 
 class Progress(Protocol):
@@ -142,21 +144,27 @@ def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
 
 
 def warm_up(engine: Engine, progress: Progress | None = None) -> None:
-    """Run two requests with the options of the run's, so that allocation, threads, kernels and CUDA graphs are not part
-    of the measurement.
+    """Run `warm_up` requests with the options of the run's, so that allocation, threads, kernels and CUDA graphs are
+    not part of the measurement.
 
-    They run in a token generation loop of their own, which leaves no blocks behind. The second arrives an iteration
-    after the first, so that there are batches of context, of generation and of both. On a GPU all graphs are recorded.
-    InputError if memory does not suffice."""
-    if not engine.makes_tokens:
-        return
+    They are made for it, and run in a token generation loop with a KV cache manager of its own, so that no block holds
+    anything of them afterwards. Short and long prompts alternate, and one request arrives in each iteration, so that
+    there are batches of context, of generation and of both. On a GPU all graphs are recorded. A device without a model
+    has nothing to warm up. InputError if memory does not suffice."""
     config = engine.config
+    count = config.warm_up or 0
+    if count and not engine.makes_tokens:
+        _log.warning("--warm_up: device %s has no state to warm up; no request is run before the measured ones.",
+                     config.device)  # fmt: skip
+    if not count or not engine.makes_tokens:
+        return
+    lengths = _warm_up_lengths(engine)
     requests = [
         Request(
-            number, prompt_len, WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(prompt_len, np.int32),
+            number, lengths[number % 2], WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(lengths[number % 2], np.int32),
             sampling=_sampling(config, config.seed), options=OutputOptions(return_log_probs=config.return_log_probs),
         )
-        for number, prompt_len in enumerate(_warm_up_lengths(engine))
+        for number in range(count)
     ]  # fmt: skip
 
     def get_requests(count: int) -> list[Request]:

@@ -14,6 +14,7 @@ from ifbbench.model.config import ModelConfig
 
 CPU_MAX_BATCH_SIZE = 16
 GPU_MAX_BATCH_SIZE = 2048
+WARM_UP_REQUESTS = 2  # the default of gptManagerBenchmark, too
 
 _log = logging.getLogger("ifbbench")
 
@@ -52,6 +53,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         max_batch_size=config.max_batch_size or (CPU_MAX_BATCH_SIZE if on_cpu else GPU_MAX_BATCH_SIZE),
         max_seq_len=max_seq_len,
         max_input_len=min(config.max_input_len or longest, longest),
+        warm_up=(0 if config.makes_no_tokens else WARM_UP_REQUESTS) if config.warm_up is None else config.warm_up,
     )
 
 

@@ -19,7 +19,6 @@ _ADVICE = {
     "dataset trace dataset_path dataset_name input input_file": "Give the trace as an argument: ifbbench run TRACE.",
     "goodput slo request_goodput": "There is no goodput yet; requests.jsonl of a run has the latency of each request.",
     "ignore_eos": "Requests end at their recorded output length unless --stop_at_end_token is given.",
-    "num_warmups warmup warm_up": "Every run on a real device warms up first; its requests are not measured.",
 }
 
 

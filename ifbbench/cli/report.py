@@ -11,6 +11,7 @@ import click
 from ifbbench.cli.options import Command, SettingsCommand, given_config
 from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import REPEATS_FILE
 
 DIRECTORY = click.Path(path_type=Path)
 EXPORT_FORMATS = ("csv", "parquet")
@@ -26,7 +27,13 @@ json_option = click.option(
 @click.argument("run", type=DIRECTORY)
 @json_option
 def report(run: Path, as_json: bool, **options: Any) -> None:
-    """Print the report of RUN, a run directory. That of a killed run covers what was done."""
+    """Print the report of RUN, a run directory. That of a killed run covers what was done.
+
+    Of a directory of `run --repeat` it has the means and their confidence intervals.
+    """
+    if (run / REPEATS_FILE).is_file():
+        report_repeats(run, as_json)
+        return
     write_run_outputs(run, given_config(None, options))
     if not as_json:
         print_run(run)
@@ -36,6 +43,18 @@ def report(run: Path, as_json: bool, **options: Any) -> None:
     from ifbbench.report.load import load_run
 
     click.echo(json.dumps(figures(load_run(run)), indent=2))
+
+
+def report_repeats(directory: Path, as_json: bool = False) -> None:
+    """Print the means of repeats."""
+    if as_json:
+        click.echo((directory / "summary.json").read_text(encoding="utf-8"), nl=False)
+        return
+
+    from ifbbench.cli.console import report_console
+    from ifbbench.report.repeats import print_repeats
+
+    print_repeats(directory, report_console())
 
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:

@@ -4,7 +4,7 @@ import csv
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,43 +167,45 @@ def run_sweep(
     directory = Path(base.output) if base.output else RESULTS / f"sweep-{'-'.join(over)}"
     points = grid(axes)
     configs = [base.with_values(**point, output=str(directory / point_label(point))) for point in points]
-    _prepare(directory, base.overwrite)
+    prepare_directory(directory, base.overwrite)
+    if (directory / SWEEP_FILE).exists():
+        runs = [directory / name for name in read_sweep(directory).run_names]
+        (directory / SWEEP_FILE).unlink()
+        remove_runs(runs)
     rows: list[Row] = []
     failed = 0
     for point, config in zip(points, configs, strict=True):
         try:
-            row, is_failed = _run_one(source, config, over, run_point)
+            row, is_failed = run_one(source, config, over, run_point)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"{len(rows)} of {len(points)} points are kept in {directory}.")
             raise
         rows.append(row)
         failed += is_failed
-        _write_table(directory, rows)
+        write_table(directory / SWEEP_FILE, rows)
         on_point(len(rows), len(points), point_label(point), row[ERROR_COLUMN])
     return SweepResult(directory, len(points), failed)
 
 
-def _prepare(directory: Path, overwrite: bool) -> None:
-    """Make `directory`. With `overwrite`, delete the table of an earlier sweep and the runs that this table names.
+def prepare_directory(directory: Path, overwrite: bool) -> None:
+    """Make `directory`, for several runs. InputError if it is not empty and `overwrite` is off.
 
-    Nothing else is deleted: `directory` may hold other runs too. InputError if it is not empty and `overwrite` is off,
-    or its sweep.csv is not the table of a sweep.
-    """
+    Nothing is deleted: `directory` may hold other runs too."""
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is not a directory; choose another --output.")
     if directory.exists() and any(directory.iterdir()) and not overwrite:
         raise InputError(f"{directory} already holds results; choose another --output, or replace it by --overwrite.")
     directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / SWEEP_FILE).exists():
-        return
-    runs = [directory / name for name in read_sweep(directory).run_names]
-    (directory / SWEEP_FILE).unlink()
-    for run in runs:
-        if (run / "run.json").is_file() and not run.is_symlink():
-            shutil.rmtree(run)
 
 
-def _run_one(source: str | None, config: RunConfig, over: Sequence[str], run_point: RunPoint) -> tuple[Row, bool]:
+def remove_runs(paths: Iterable[Path]) -> None:
+    """Delete those of `paths` that are run directories."""
+    for path in paths:
+        if (path / "run.json").is_file() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def run_one(source: str | None, config: RunConfig, over: Sequence[str], run_point: RunPoint) -> tuple[Row, bool]:
     """The row of a point, and whether the point failed. Settings that do not work are a result of the sweep too."""
     summary: Mapping[str, Any] = {}
     message, is_failed = "", True
@@ -229,12 +231,12 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Row:
     return flat
 
 
-def _write_table(directory: Path, rows: Sequence[Row]) -> None:
-    """Replace `sweep.csv` atomically. A failed point has no figures, so the columns are those of all rows."""
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    """Replace a CSV file atomically. A failed point has no figures, so the columns are those of all rows."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    partial = directory / f".{SWEEP_FILE}.part"
+    partial = path.with_name(f".{path.name}.part")
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(partial, directory / SWEEP_FILE)
+    os.replace(partial, path)

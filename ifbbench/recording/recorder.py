@@ -25,9 +25,10 @@ class Recorder:
     its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
-    trace, in seconds on the run's clock. recording_format: suffix of the files of lines. statistics,
-    iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are flushed each second
-    by it; real time if None, even if the run has a virtual clock, so that a killed run loses at most this much.
+    trace, in seconds on the run's clock. held_until_s: see SpanTracker. recording_format: suffix of the files of lines.
+    statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are flushed
+    each second by it; real time if None, even if the run has a virtual clock, so that a killed run loses at most this
+    much.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Recorder:
         arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
         iteration_stats_format: str = ITERATION_STATS_FORMATS[0],
+        held_until_s: Callable[[Request], float] | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
@@ -47,7 +49,7 @@ class Recorder:
         self._encoder = IterationEncoder(
             statistics, iteration_stats_every, profile, as_executor=iteration_stats_format == "trtllm"
         )
-        self._tracker = SpanTracker(self._spans.write, arrival_s)
+        self._tracker = SpanTracker(self._spans.write, arrival_s, held_until_s)
         self._digest = ScheduleDigest()
         self._starts = array("d")
         self._ends = array("d")
@@ -97,8 +99,8 @@ class Recorder:
         replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
         self._flushed_s = self._clock.now()
 
-    def close(self, partial: bool) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the run did not reach its end."""
+    def close(self, partial: bool, **more: Any) -> dict[str, Any]:
+        """End the recording; returns the summary. partial: the run did not reach its end. more: further figures."""
         wall_s = self._clock.now()
         self._tracker.close(self.metrics.iterations - 1)
         self._iterations.write(self._encoder.last())
@@ -106,7 +108,7 @@ class Recorder:
             writer.close()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         digest = self._digest.hexdigest()
-        summary = self.metrics.summary(digest, partial, self._ends)
+        summary = self.metrics.summary(digest, partial, self._ends) | more
         write_json(self.directory / "summary.json", summary)
         description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
         write_json(self.directory / "run.json", description)

@@ -19,6 +19,8 @@ OPEN_SPANS = "open_spans.jsonl"
 RESULT = "result.json"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", "spans", "requests", "trace")
+# The table of the repeats of a run, beside the mean of their summaries.
+REPEATS_FILE = "repeats.csv"
 # Packages that results depend on.
 PACKAGES = ("ifbbench", "torch", "triton", "numpy")
 

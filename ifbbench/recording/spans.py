@@ -16,6 +16,7 @@ from ifbbench.engine.request import Request
 from ifbbench.recording.lines import SpanLine, encode
 
 HEAD_OF_LINE = "head_of_line"
+CONCURRENCY = "concurrency"
 
 
 class Phase(StrEnum):
@@ -137,11 +138,16 @@ class SpanTracker:
     """Keeps the timeline of each active request and writes spans as they close.
 
     write(lines): takes lines of `spans.jsonl`. arrival_s(request): its arrival by the trace, in seconds.
+    held_until_s(request): until when the client held it back after its arrival, to limit the concurrency.
     """
 
-    def __init__(self, write: Callable[[Iterable[bytes]], None], arrival_s: Callable[[Request], float]) -> None:
+    def __init__(
+        self, write: Callable[[Iterable[bytes]], None], arrival_s: Callable[[Request], float],
+        held_until_s: Callable[[Request], float] | None = None,
+    ) -> None:  # fmt: skip
         self._write = write
         self._arrival_s = arrival_s
+        self._held_until_s = held_until_s or arrival_s
         # By request id: all active requests; those with a partly computed prompt; generation requests that did not run
         # in the latest iteration; those that were left out first.
         self._timelines: dict[int, RequestTimeline] = {}
@@ -194,10 +200,13 @@ class SpanTracker:
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
         timeline = self._timelines[request.request_id] = RequestTimeline(request, self._arrival_s(request))
+        held_from = bisect_left(starts, timeline.arrival_s)
+        queued_from = bisect_left(starts, self._held_until_s(request))
+        if held_from < queued_from:
+            timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
         # While it was in the queue, all places of the batch were taken.
-        queued_from = bisect_left(starts, timeline.arrival_s)
         if queued_from < iteration:
-            timeline.begin(Span(Phase.WAITING, queued_from, Limit.BATCH_SIZE.value))
+            self._begin(timeline, Span(Phase.WAITING, queued_from, Limit.BATCH_SIZE.value))
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 
     def _pause(self, record: IterationRecord) -> None:

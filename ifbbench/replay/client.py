@@ -1,18 +1,24 @@
 """The client of a replay: hands out requests that have arrived, and takes their responses."""
 
 from array import array
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
+from typing import Any
 
 import numpy as np
 
-from ifbbench.clock import NANOSECONDS, Clock
+from ifbbench.clock import NANOSECONDS, Clock, VirtualClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.workload.trace import Trace, TraceRequest, columns_of
+from ifbbench.recording.metrics import distribution
+from ifbbench.replay.priority_queue import PriorityQueue
+from ifbbench.workload.arrivals import predecessors, session_starts
+from ifbbench.workload.trace import NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
 
 MILLISECONDS = 1000
 
@@ -32,13 +38,18 @@ class StaticEmulation:
 
 
 class ReplayClient:
-    """The queue of requests that have arrived; hands them out by priority, then by arrival.
+    """Submits requests when they have arrived; hands them out by priority, then by arrival.
 
-    concurrency: maximum number of requests that have arrived and are not answered. The others arrive one by one, each
-        when a response makes room; with `keeps_arrivals` not before their time in the trace.
+    concurrency: maximum number of requests that are submitted and not answered. Another one is submitted when a
+        response makes room; with `keeps_arrivals` it has arrived at its time in the trace and waits, else it arrives
+        then, unless a later turn of a session waits.
+    duration_s: no request arrives later than this.
     emulation: requests are handed out in batches; not together with `concurrency`.
     keeps_outputs: the tokens of each request are kept in `outputs`, by its id.
     wait_sleep_s: `wait` looks for requests at such intervals instead of exactly when the next one arrives.
+
+    The turn of a session arrives `think_s` after the final response to the turn before, whatever that is.
+    Requests are numbered in the order of submission; without sessions, that is their order in the trace.
     """
 
     def __init__(
@@ -49,55 +60,73 @@ class ReplayClient:
         *,
         concurrency: int | None = None,
         keeps_arrivals: bool = True,
+        duration_s: float | None = None,
         emulation: StaticEmulation | None = None,
         wait_sleep_s: float | None = None,
         keeps_outputs: bool = True,
     ) -> None:
         self.outputs: dict[int, IntArray] = {}
+        self.submitted = 0
         self.answered = 0
         self.handed_out = 0
         self._trace = trace
         self._clock = clock
+        self._is_real_time = not isinstance(clock, VirtualClock)
         self._make_request = make_request
         columns = columns_of(trace.requests)
-        keeps_arrivals = keeps_arrivals or concurrency is None
+        self._places = len(trace) if concurrency is None else concurrency
+        self._keeps_arrivals = keeps_arrivals or concurrency is None
+        self._duration_s = inf if duration_s is None else duration_s
         size = columns.arrival_s.itemsize * len(trace)
-        self._arrivals = array("d", columns.arrival_s if keeps_arrivals else bytes(size))
-        # Only the first `_num_known` requests have a known arrival; `concurrency` keeps the others back.
-        self._num_known = len(trace) if concurrency is None else min(concurrency, len(trace))
-        self._num_arrived = 0
-        self._queue = None if columns.priority is None else _PriorityQueue(columns.priority)
+        self._arrivals = array("d", columns.arrival_s if self._keeps_arrivals else bytes(size))
+        # Requests that come after no other, in order of arrival; the later turns with a known arrival, as a heap.
+        self._first: Sequence[int] = range(len(trace))
+        self._later: list[tuple[float, int]] = []
+        self._turns: dict[int, list[int]] = {}
+        self._think_s = columns.think_s
+        self._order: array[int] | None = None
+        if columns.after is not None:
+            self._find_sessions(columns)
+        self._next_first = 0
+        self._num_first = bisect_right(self._first, self._duration_s, key=self._arrivals.__getitem__)
+        self._room_s = 0.0
+        self._lateness_s = array("d")
+        self._held_until_s: dict[int, float] = {}
+        self._queue = None if columns.priority is None else PriorityQueue(columns.priority)
         self._emulation = emulation
         self._batch_end = 0
         self._wait_sleep_s = wait_sleep_s
         self._keeps_outputs = keeps_outputs
         self._streamed: dict[int, list[IntArray]] = {}
+        self._find_due()
 
     @property
     def done(self) -> bool:
-        """Whether every request has its final response."""
-        return self.answered == len(self._arrivals)
+        """Whether every request has its final response, but for those that do not arrive within the duration."""
+        is_idle = self.answered == self.submitted and not self._later
+        return is_idle and self._next_first == self._num_first
 
     @property
     def next_event_s(self) -> float | None:
         """When `get_requests` may return more requests, on the run's clock, possibly in the past. None while that takes
         a response, and when all requests have been handed out."""
-        if self.handed_out == self._num_known:
+        oldest_s = self._oldest_s
+        if oldest_s == inf:
             return None
         if self._emulation is None or self.handed_out < self._batch_end:
-            return _on_tick(self._arrivals[self._oldest])
+            return _on_tick(oldest_s)
         if self._outstanding:
             return None
         return _on_tick(self._batch_ready_s(self._emulation))
 
     def next_arrival_s(self, now_s: float) -> float | None:
-        """When the first request arrives after `now_s`, on the run's clock; None if that takes a response, and when all
-        have arrived. With emulated static batching, `now_s` while none is outstanding: one may be handed out at any
+        """When the first request is submitted after `now_s`, on the run's clock; None if that takes a response, and
+        when all are. With emulated static batching, `now_s` while none is outstanding: one may be handed out at any
         time."""
         if self._emulation is not None and not self._outstanding:
             return now_s
-        arrived = self._arrived(now_s)
-        return self._arrivals[arrived] if arrived < self._num_known else None
+        self._submit_until(now_s)
+        return None if self._due_s == inf else self._due_s
 
     def wait(self) -> bool:
         """Wait until `get_requests` may return more requests; for when nothing is active. False, at once, if it may do
@@ -115,9 +144,10 @@ class ReplayClient:
         if max_requests >= 0:
             count = min(count, max_requests)
         self.handed_out += count
-        indices: Iterable[int] = range(first, first + count)
+        numbers: Iterable[int] = range(first, first + count)
         if self._queue is not None:
-            indices = [self._queue.pop() for _ in indices]
+            numbers = [self._queue.pop() for _ in numbers]
+        indices = numbers if self._order is None else [self._order[number] for number in numbers]
         return [self._make_request(index, self._trace.requests[index]) for index in indices]
 
     def next_priority(self) -> float | None:
@@ -128,17 +158,23 @@ class ReplayClient:
         return self._queue.highest_priority
 
     def queued(self) -> int:
-        """Number of requests that have arrived and were not handed out."""
-        return self._arrived(self._clock.now()) - self.handed_out
+        """Number of requests that were submitted and not handed out."""
+        self._submit_until(self._clock.now())
+        return self.submitted - self.handed_out
 
     def send_response(self, response: Response) -> None:
         """Take a response: new tokens of a streaming request, or the final response of any."""
         if response.is_final:
+            now = self._clock.now()
+            self._submit_until(now)
             self.answered += 1
-            if self._num_known < len(self._arrivals):
-                # Arrivals of the trace that do not count are 0.
-                self._arrivals[self._num_known] = max(self._arrivals[self._num_known], self._clock.now())
-                self._num_known += 1
+            self._room_s = now
+            for index in self._turns.pop(response.request.index, ()):
+                self._begin_thinking(index, now)
+            if not self._keeps_arrivals and now > self._duration_s:
+                self._num_first = self._next_first
+            self._find_due()
+            self._submit_until(now)
         if self._keeps_outputs:
             self._keep_output(response)
 
@@ -146,14 +182,35 @@ class ReplayClient:
         """When `request` arrived, in seconds on the run's clock."""
         return self._arrivals[request.index]
 
+    def held_until_s(self, request: Request) -> float:
+        """When there was room for `request` and it had arrived."""
+        return self._held_until_s.get(request.index, self._arrivals[request.index])
+
+    def arrivals(self) -> dict[str, Any]:
+        """The figures `arrivals` of `summary.json`: the rate at which requests were to arrive (None where that depends
+        on responses, and of all at once), the rate at which they were submitted, and how late that was."""
+        lateness_s, gaps = self._lateness_s, self.submitted - 1
+        asked_s = self._arrival_of(gaps) - self._arrival_of(0) if gaps > 0 else 0.0
+        submitted_s = asked_s + lateness_s[-1] - lateness_s[0] if gaps > 0 else 0.0
+        is_asked = self._keeps_arrivals and self._order is None and asked_s > 0
+        return {
+            "requested_rate_per_s": gaps / asked_s if is_asked else None,
+            "achieved_rate_per_s": gaps / submitted_s if submitted_s > 0 else None,
+            "lateness_s": distribution(lateness_s),
+        }
+
     @property
     def _outstanding(self) -> int:
         return self.handed_out - self.answered
 
     @property
-    def _oldest(self) -> int:
-        """The index of the request that has waited longest, or arrives next."""
-        return self.handed_out if self._queue is None else self._queue.oldest
+    def _oldest_s(self) -> float:
+        """The arrival of the request that has waited longest, or else when the next one is submitted."""
+        number = self.handed_out if self._queue is None else self._queue.oldest
+        return self._arrival_of(number) if number < self.submitted else self._due_s
+
+    def _arrival_of(self, number: int) -> float:
+        return self._arrivals[number if self._order is None else self._order[number]]
 
     def _keep_output(self, response: Response) -> None:
         index, tokens = response.request.index, response.output_tokens
@@ -165,64 +222,75 @@ class ReplayClient:
         if response.error is None and tokens is not None:
             self.outputs[response.request.request_id] = np.concatenate([*streamed, tokens]) if streamed else tokens
 
-    def _arrived(self, now: float) -> int:
-        """How many requests have arrived; these are the first ones of the trace."""
-        while self._num_arrived < self._num_known and self._arrivals[self._num_arrived] <= now:
+    def _find_sessions(self, columns: RequestColumns) -> None:
+        before = predecessors(columns)
+        session_starts(before)
+        self._first = array("q", np.flatnonzero(before == NO_REQUEST).tobytes())
+        self._order = array("q")
+        for index in np.flatnonzero(before != NO_REQUEST).tolist():
+            self._turns.setdefault(int(before[index]), []).append(index)
+
+    def _begin_thinking(self, index: int, now: float) -> None:
+        """The turn before this one has ended: its arrival is known."""
+        assert self._think_s is not None
+        arrival_s = self._arrivals[index] = now + self._think_s[index]
+        if arrival_s <= self._duration_s:
+            heappush(self._later, (arrival_s, index))
+
+    def _find_due(self) -> None:
+        """Set `_due_s`, when the next request is submitted; infinite if that takes a response."""
+        self._due_s = inf
+        if self.submitted - self.answered < self._places:
+            if self._next_first < self._num_first:
+                self._due_s = self._arrivals[self._first[self._next_first]]
+            if self._later:
+                self._due_s = min(self._due_s, self._later[0][0])
+
+    def _submit_until(self, now: float) -> None:
+        """Submit the requests that have arrived, in order of arrival, as long as there are places."""
+        while self._due_s <= now:
+            later_s = self._later[0][0] if self._later else inf
+            submitted_s = now if self._is_real_time else max(self._due_s, self._room_s)
+            # A turn that is due goes before the start of a session that has no time of its own.
+            if later_s == self._due_s or (later_s <= now and not self._keeps_arrivals):
+                _, index = heappop(self._later)
+            else:
+                index = self._first[self._next_first]
+                self._next_first += 1
+                if not self._keeps_arrivals:
+                    submitted_s = self._arrivals[index] = self._room_s
             if self._queue is not None:
-                self._queue.push(self._num_arrived)
-            self._num_arrived += 1
-        return self._num_arrived
+                self._queue.push(self.submitted, index)
+            if self._order is not None:
+                self._order.append(index)
+            self.submitted += 1
+            self._lateness_s.append(submitted_s - self._arrivals[index])
+            if self._room_s > self._arrivals[index]:
+                self._held_until_s[index] = self._room_s
+            self._find_due()
 
     def _due(self) -> int:
         """How many requests are to be handed out by now, in all."""
         now = self._clock.now()
-        arrived = self._arrived(now)
-        if self._emulation is None or arrived == self.handed_out:
-            return arrived
+        self._submit_until(now)
+        if self._emulation is None or self.submitted == self.handed_out:
+            return self.submitted
         is_next_batch = self.handed_out == self._batch_end and not self._outstanding
         if is_next_batch and now >= self._batch_ready_s(self._emulation):
-            self._batch_end = min(arrived, self.handed_out + self._emulation.batch_size)
+            self._batch_end = min(self.submitted, self.handed_out + self._emulation.batch_size)
         return self._batch_end
 
     def _batch_ready_s(self, emulation: StaticEmulation) -> float:
         """When the next emulated batch is due, if nothing is outstanding."""
-        last = min(self.handed_out + emulation.batch_size, len(self._arrivals)) - 1
-        return min(self._arrivals[last], self._arrivals[self._oldest] + emulation.timeout_s)
-
-
-class _PriorityQueue:
-    """Indices of requests that have arrived, by descending priority, then arrival.
-
-    All requests are ranked once, so that the heap holds plain integers."""
-
-    def __init__(self, priority: "array[float]") -> None:
-        order = np.argsort(-np.asarray(priority), kind="stable")
-        self._priority = priority
-        self._index_of = array("q", order.tobytes())
-        self._rank_of = array("q", np.argsort(order).tobytes())
-        self._ranks: list[int] = []
-        self._popped = bytearray(len(priority) + 1)
-        self._oldest = 0
-
-    def push(self, index: int) -> None:
-        heappush(self._ranks, self._rank_of[index])
-
-    def pop(self) -> int:
-        index = self._index_of[heappop(self._ranks)]
-        self._popped[index] = True
-        return index
-
-    @property
-    def highest_priority(self) -> float:
-        """The priority of the request that `pop` would return."""
-        return self._priority[self._index_of[self._ranks[0]]]
-
-    @property
-    def oldest(self) -> int:
-        """The smallest index that `pop` has not returned."""
-        while self._popped[self._oldest]:
-            self._oldest += 1
-        return self._oldest
+        end = self.handed_out + emulation.batch_size
+        if end <= self.submitted:
+            full_s = self._arrival_of(end - 1)
+        else:
+            missing = end - self.submitted
+            first = self._first[self._next_first : min(self._next_first + missing, self._num_first)]
+            coming = sorted([*map(self._arrivals.__getitem__, first), *(arrival_s for arrival_s, _ in self._later)])
+            full_s = coming[:missing][-1] if coming else self._arrival_of(self.submitted - 1)
+        return min(full_s, self._oldest_s + emulation.timeout_s)
 
 
 def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest) -> ReplayClient:
@@ -232,8 +300,9 @@ def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: Mak
         timeout_s = config.static_emulated_timeout / MILLISECONDS
         emulation = StaticEmulation(config.static_emulated_batch_size, timeout_s)
     return ReplayClient(
-        trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.request_rate is not None,
-        emulation=emulation, wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
+        trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.keeps_arrivals,
+        duration_s=config.duration, emulation=emulation,
+        wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
         keeps_outputs=config.responses_json is not None,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.api.engine import Engine, Progress, build_engine, warm_up
-from ifbbench.clock import WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
@@ -25,6 +25,7 @@ from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 
 PROGRESS_INTERVAL_S = 0.1
+FLUSH_BEFORE_WAIT_S = 0.05  # a shorter wait is too short: the next request would be late
 _log = logging.getLogger("ifbbench")
 
 
@@ -87,6 +88,7 @@ def _replay(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
+        held_until_s=client.held_until_s,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
@@ -94,7 +96,7 @@ def _replay(
     )  # fmt: skip
     clock.restart()
     try:
-        _loop(manager, client, recorder, progress, len(trace), isinstance(clock, WallClock))
+        _loop(manager, client, recorder, progress, len(trace), clock)
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; results are kept in {directory}.")
         raise
@@ -104,7 +106,9 @@ def _replay(
             f"({client.answered} of {len(trace)} requests were done; what was recorded is in {directory})"
         ) from error
     finally:
-        summary = recorder.close(partial=not client.done)
+        if client.done:  # with --duration, not each request of the trace was submitted
+            recorder.metrics.total = client.submitted
+        summary = recorder.close(partial=not client.done, arrivals=client.arrivals())
     return summary, client
 
 
@@ -127,14 +131,16 @@ class _PrintingRecorder(Recorder):
 
 def _loop(
     manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder, progress: Progress | None, total: int,
-    is_real_time: bool,
+    clock: Clock,
 ) -> None:  # fmt: skip
-    """Step until every request is answered. is_real_time: waits take time, so the recorder is flushed before them."""
-    clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S  # progress is shown in real time, whatever the run's clock is
+    """Step until every request is answered. Before waits in real time that are long enough, the recorder is flushed."""
+    is_real_time = isinstance(clock, WallClock)
+    real_clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S  # progress is shown in real time, whatever the run's clock
     idle_at: tuple[int, int] | None = None
     while not client.done:
         if not manager.step() and not client.done:
-            if is_real_time:
+            next_s = client.next_event_s
+            if is_real_time and next_s is not None and next_s - clock.now() > FLUSH_BEFORE_WAIT_S:
                 recorder.flush()
             counts = (client.handed_out, client.answered)
             if client.wait():
@@ -148,8 +154,8 @@ def _loop(
                 )
             else:
                 idle_at = counts
-        if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
-            shown_s = clock.now()
+        if progress and real_clock.now() - shown_s >= PROGRESS_INTERVAL_S:
+            shown_s = real_clock.now()
             blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")
     while manager.step():  # with overlap, an iteration of no outstanding request may still be in flight

@@ -138,9 +138,21 @@ def _throughput_table(known: dict[str, Any]) -> Table:
     if known.get("padding_waste"):
         rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",
                      percent(known["padding_waste"])))  # fmt: skip
-    for row in rows:
+    for row in rows + _arrival_rows(known.get("arrivals") or {}):
         table.add_row(*row)
     return table
+
+
+def _arrival_rows(arrivals: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """The rate at which requests arrived, and how late the client submitted them; nothing if all came at once."""
+    if not arrivals or arrivals["achieved_rate_per_s"] is None:
+        return []
+    asked, late_s = arrivals["requested_rate_per_s"], arrivals["lateness_s"]
+    rate = f"{significant(arrivals['achieved_rate_per_s'])} requests/s"
+    unit, scale = time_unit([late_s["max"]])
+    late = f"{significant(late_s['mean'], scale)} {unit} mean, {significant(late_s['max'], scale)} {unit} max"
+    asked_text = f" of {significant(asked)}" if asked else " (set by responses)"
+    return [("Arrivals", rate + asked_text, "Lateness", late if late_s["max"] else "none")]
 
 
 def _latency_table(known: dict[str, Any]) -> Table:

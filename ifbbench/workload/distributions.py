@@ -1,4 +1,4 @@
-"""Random lengths, durations and arrival times of a workload, and the streams that they are drawn from.
+"""Random lengths and durations of a workload, and the streams that they and its arrivals are drawn from.
 
 The first N values of a longer series are the values of a series of N, so a workload can be cut or extended.
 """
@@ -239,60 +239,6 @@ class LogNormal(LogNormalTime):
         return whole(super().draw(generator, count))
 
 
-# Arrival times in seconds; the first is always 0.
-
-
-class ArrivalProcess(Protocol):
-    """Draws `count` arrival times in seconds, ascending; shape [count]."""
-
-    def draw(self, generator: Generator, count: int) -> Times: ...
-
-
-def _after(gaps: Times) -> Times:
-    return np.concatenate((np.zeros(1), np.cumsum(gaps)))
-
-
-@dataclass(frozen=True)
-class AllAtOnce:
-    """Every request at 0."""
-
-    def draw(self, generator: Generator, count: int) -> Times:
-        return np.zeros(count)
-
-
-@dataclass(frozen=True)
-class Constant(Limited):
-    """Equal gaps; `rate` in requests/s."""
-
-    rate: Positive
-
-    def draw(self, generator: Generator, count: int) -> Times:
-        return np.arange(count) / self.rate
-
-
-@dataclass(frozen=True)
-class Poisson(Limited):
-    """Exponential gaps; `rate` in requests/s."""
-
-    rate: Positive
-
-    def draw(self, generator: Generator, count: int) -> Times:
-        return _after(generator.exponential(1 / self.rate, max(count - 1, 0)))
-
-
-@dataclass(frozen=True)
-class Gamma(Limited):
-    """Gamma-distributed gaps; `rate` in requests/s, `cv` the gaps' coefficient of variation (1: Poisson, above:
-    bursts)."""
-
-    rate: Positive
-    cv: Positive
-
-    def draw(self, generator: Generator, count: int) -> Times:
-        variance = self.cv**2
-        return _after(generator.gamma(1 / variance, variance / self.rate, max(count - 1, 0)))
-
-
 # By their names in specifications.
 
 LENGTHS: dict[str, type[LengthDistribution]] = {
@@ -301,7 +247,4 @@ LENGTHS: dict[str, type[LengthDistribution]] = {
 }  # fmt: skip
 DURATIONS: dict[str, type[DurationDistribution]] = {
     "fixed": FixedTime, "uniform": UniformTime, "exponential": ExponentialTime, "lognormal": LogNormalTime,
-}  # fmt: skip
-ARRIVALS: dict[str, type[ArrivalProcess]] = {
-    "all_at_once": AllAtOnce, "constant": Constant, "poisson": Poisson, "gamma": Gamma,
 }  # fmt: skip

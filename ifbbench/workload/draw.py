@@ -18,6 +18,7 @@ from ifbbench.workload.prompts import runs_of, with_prefix
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, SharedPrefix, WorkloadSpec
 from ifbbench.workload.trace import (
     NO_ORIGIN,
+    NO_REQUEST,
     PREFIX_BLOCK,
     Integers,
     PrefixRun,
@@ -57,25 +58,27 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
         reserved[members] = part.reserved
         position[members] = np.arange(len(members))
         if kind.sessions is not None:
-            think_s = kind.sessions.think_time.draw(streams.of(Stream.THINK_TIME), len(members))
+            times_s = kind.sessions.think_time.draw(streams.of(Stream.THINK_TIME), len(members))
             is_later = turns.turn_of[members] > 0
-            gaps_s[members[is_later]] = think_s[is_later]
+            gaps_s[members[is_later]] = times_s[is_later]
         elif kind.name is None and kind.priority is None and kind.lora_task_id is None:
             origin[members[part.pool_of == NO_POOL]] = NO_ORIGIN
         drawn.append(part)
-    class_of, turn_of = turns.class_of, turns.turn_of
+    class_of = turns.class_of
+    waits_for_answer = [kind.sessions is not None and kind.sessions.think_from == FROM_ANSWER for kind in classes]
+    follows = np.array(waits_for_answer)[class_of] & (turns.turn_of > 0)
+    think_s = np.round(np.where(follows, gaps_s, 0.0), ARRIVAL_DECIMALS)
 
     def recall(index: int) -> TraceRequest:
         kind, part, place = classes[class_of[index]], drawn[class_of[index]], int(position[index])
-        follows = kind.sessions is not None and kind.sessions.think_from == FROM_ANSWER and turn_of[index] > 0
         # The columns have the arrival and the other lengths.
         request = TraceRequest(
             index, 0.0, int(prompt_len[index]), 1, 1,
             priority=DEFAULT_PRIORITY if kind.priority is None else kind.priority,
             lora_task_id=None if part.task_ids is None else int(part.task_ids[place]),
             request_class=kind.name,
-            after=index - 1 if follows else None,
-            think_s=round(float(gaps_s[index]), ARRIVAL_DECIMALS) if follows else 0.0,
+            after=index - 1 if follows[index] else None,
+            think_s=float(think_s[index]),
         )  # fmt: skip
         runs = part.named_tokens(place)
         return with_prefix(request, runs) if runs else request
@@ -91,6 +94,8 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
         recall=recall,
         priority=seconds(priorities[class_of]) if (priorities != DEFAULT_PRIORITY).any() else None,
         class_of=None if spec.classes is None else integers(class_of),
+        after=identifiers(np.where(follows, np.arange(count) - 1, NO_REQUEST)) if follows.any() else None,
+        think_s=seconds(think_s) if follows.any() else None,
         class_names=tuple(kind.name for kind in classes if kind.name is not None),
     ).by_arrival()
     sha256 = hashlib.sha256(spec.canonical_text(seed).encode()).hexdigest()

@@ -1,7 +1,10 @@
 """From the name that the user gives to the requests to replay: `load_trace` is the entry point of this package."""
 
+import logging
+from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,17 +12,21 @@ from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean
-from ifbbench.workload.distributions import ArrivalProcess, Constant, Poisson, Stream, generator
+from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
+from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
 from ifbbench.workload.spec import read_spec
-from ifbbench.workload.trace import Floats, RequestColumns, Reserve, Trace, columns_of, integers, seconds
+from ifbbench.workload.trace import RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
+ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
+
+_log = logging.getLogger("ifbbench")
 
 
 def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
@@ -65,28 +72,45 @@ def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns
     prompts = columns.prompt_len
     if config.max_prompt_len is not None:
         prompts = integers(np.minimum(prompts, config.max_prompt_len))
-    return replace(
-        columns,
-        arrival_s=_arrivals(columns.arrival_s, config),
-        prompt_len=prompts,
-        max_new_tokens=reserved,
-        output_len=outputs,
-    )
+    columns = replace(columns, prompt_len=prompts, max_new_tokens=reserved, output_len=outputs)
+    return _until(config.duration, _with_arrivals(columns, config), config.keeps_arrivals)
 
 
-def _arrivals(recorded_s: Floats, config: RunConfig) -> Floats:
-    """As recorded, times `time_scale`; or at `request_rate`, in the recorded order."""
-    if config.request_rate is None:
-        if config.enable_exp_delays:
-            raise InputError("--enable_exp_delays needs a rate; give --request_rate too, or leave it out.")
-        return seconds(np.asarray(recorded_s) * config.time_scale)
-    if config.time_scale != 1:
+def _with_arrivals(columns: RequestColumns, config: RunConfig) -> RequestColumns:
+    """As recorded, times `time_scale`; or those of a process, in the recorded order. Of sessions, it draws the first
+    turns; later ones keep their distance, which only orders them: they arrive after an answer."""
+    process = chosen_process(config) if any(getattr(config, name) for name in ARRIVAL_SETTINGS) else None
+    recorded_s = np.asarray(columns.arrival_s) * config.time_scale
+    if columns.after is not None and columns.think_s is not None:
+        columns = replace(columns, think_s=seconds(np.asarray(columns.think_s) * config.time_scale))
+    if process is None:
+        return replace(columns, arrival_s=seconds(recorded_s))
+    draws = generator(config.seed, Stream.ARRIVAL)
+    if columns.after is None:
+        return replace(columns, arrival_s=seconds(process.draw(draws, len(columns))))
+    first = session_starts(predecessors(columns))
+    firsts, session_of = np.unique(first, return_inverse=True)
+    starts_s = process.draw(draws, len(firsts))
+    later_s = np.maximum(recorded_s - recorded_s[first], 0)
+    return replace(columns, arrival_s=seconds(starts_s[session_of] + later_s)).by_arrival()
+
+
+def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bool) -> RequestColumns:
+    """The requests that arrive by `duration_s`. The client leaves out those that arrive when a response comes."""
+    if duration_s is None or not keeps_arrivals or columns.after is not None:
+        return columns
+    count = int(np.searchsorted(np.asarray(columns.arrival_s), duration_s, side="right"))
+    if not count:
         raise InputError(
-            "--time_scale scales recorded arrivals, which --request_rate replaces; expected one of the two. Leave out "
-            "the other."
+            f"--duration {duration_s:g}: no request arrives by then, the first one at {columns.arrival_s[0]:g} s; "
+            "give a longer one."
         )
-    process: ArrivalProcess = (Poisson if config.enable_exp_delays else Constant)(config.request_rate)
-    return seconds(process.draw(generator(config.seed, Stream.ARRIVAL), len(recorded_s)))
+    if count == len(columns):
+        _log.warning("--duration %g: the trace ends before, with the last of its %d requests at %.6g s; it is not "
+                     "repeated.", duration_s, count, columns.arrival_s[-1])  # fmt: skip
+        return columns
+    kept: dict[str, Any] = {name: value[:count] for name, value in vars(columns).items() if isinstance(value, array)}
+    return replace(columns, **kept)
 
 
 # Bundled datasets.

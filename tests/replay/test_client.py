@@ -9,6 +9,8 @@ from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
+from ifbbench.workload.arrivals import Poisson
+from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest
 
 ALL = -1
@@ -186,7 +188,8 @@ def test_concurrency_without_recorded_times():
 def test_concurrency_waits_for_the_later_of_time_and_place():
     engine = Engine(0.0, 0.1, 0.2, 5.0, concurrency=1)
     assert engine.run(1.0) == [(0.0, [0]), (1.0, [1]), (2.0, [2]), (5.0, [3])]
-    assert engine.arrivals() == [0.0, 1.0, 2.0, 5.0]
+    assert engine.arrivals() == [0.0, 0.1, 0.2, 5.0], "latencies count from the scheduled arrival"
+    assert engine.client.arrivals()["lateness_s"]["max"] == 1.8
 
 
 def test_a_waiting_request_takes_a_place():
@@ -209,6 +212,123 @@ def test_a_refused_request_frees_its_place():
 
 def test_more_places_than_requests_change_nothing():
     assert Engine(0.0, 0.5, concurrency=9).run(0.1) == Engine(0.0, 0.5).run(0.1)
+
+
+# Sessions.
+
+
+class Sessions(Engine):
+    """An engine with a trace in which request k comes after `after[k]`, `think_s` seconds after its end."""
+
+    def __init__(self, *after, think_s=2.0, **options):
+        super().__init__(**options)
+        rows = [TraceRequest(k, float(k), 4, 4, 4, after=before, think_s=think_s) for k, before in enumerate(after)]
+        self.client = ReplayClient(Trace("sessions", rows, "0" * 64, ""), self.clock, make_request, **options)
+
+
+def test_a_turn_arrives_after_the_answer_and_a_pause():
+    engine = Sessions(None, 0, 1, None)
+    assert engine.run(0.5) == [(0.0, [0]), (2.5, [1]), (3.0, [3]), (5.0, [2])]
+    assert engine.arrivals() == [0.0, 2.5, 5.0, 3.0]
+    figures = engine.client.arrivals()
+    assert figures["requested_rate_per_s"] is None, "responses decide when turns arrive"
+    assert figures["achieved_rate_per_s"] == 3 / 5
+
+
+def test_several_turns_may_follow_one():
+    assert Sessions(None, 0, 0).run(0.5) == [(0.0, [0]), (2.5, [1, 2])]
+
+
+def test_a_turn_after_a_failed_one_is_offered():
+    engine = Sessions(None, 0, think_s=0.0)
+    engine.take()
+    engine.answer(error="refused")
+    assert engine.take() == [1]
+
+
+def test_a_turn_waits_for_a_place():
+    engine = Sessions(None, None, 0, concurrency=1)
+    assert engine.run(4.0) == [(0.0, [0]), (4.0, [1]), (8.0, [2])]
+    assert engine.arrivals() == [0.0, 1.0, 6.0]
+    assert engine.client.arrivals()["lateness_s"]["max"] == 3.0
+
+
+def test_in_a_closed_loop_a_turn_that_is_due_goes_before_a_new_session():
+    engine = Sessions(None, 0, None, None, think_s=1.0, concurrency=1, keeps_arrivals=False)
+    assert engine.run(4.0) == [(0.0, [0]), (4.0, [2]), (8.0, [1]), (12.0, [3])]
+    assert engine.arrivals() == [0.0, 5.0, 4.0, 12.0]
+
+
+def test_turns_are_handed_out_by_priority():
+    rows = [
+        TraceRequest(0, 0.0, 4, 4, 4), TraceRequest(1, 1.0, 4, 4, 4, after=0), TraceRequest(2, 0.0, 4, 4, 4),
+        TraceRequest(3, 2.0, 4, 4, 4, after=0, priority=0.9),
+    ]  # fmt: skip
+    engine = Engine()
+    engine.client = ReplayClient(Trace("t", rows, "0" * 64, ""), engine.clock, make_request)
+    assert engine.take(1) == [0]
+    engine.answer()
+    assert (engine.take(1), engine.take()) == ([3], [2, 1])
+
+
+def test_turns_in_emulated_batches():
+    engine = Sessions(None, None, 0, 1, think_s=0.2, emulation=StaticEmulation(2, 5.0))
+    assert engine.run(0.5) == [(1.0, [0, 1]), (1.7, [2, 3])]
+
+
+# Duration.
+
+
+def test_turns_and_requests_of_a_closed_loop_do_not_arrive_after_the_duration():
+    assert Sessions(None, 0, 1, None, duration_s=2.9).run(0.5) == [(0.0, [0]), (2.5, [1])]
+    engine = Engine(0.0, 0.0, 0.0, 0.0, 0.0, concurrency=2, keeps_arrivals=False, duration_s=1.5)
+    assert engine.run(1.0) == [(0.0, [0, 1]), (1.0, [2, 3])]
+    assert engine.client.submitted == 4
+
+
+def test_a_request_that_arrived_in_time_may_start_late():
+    engine = Engine(0.0, 0.5, 9.0, concurrency=1, duration_s=1.0)
+    assert engine.run(5.0) == [(0.0, [0]), (5.0, [1])]
+    assert engine.arrivals()[:2] == [0.0, 0.5]
+
+
+# Real time.
+
+
+class LateClock:
+    """Real time, as far as the client knows: each wait ends `late_s` too late."""
+
+    def __init__(self, late_s):
+        self.late_s, self.seconds = late_s, 0.0
+
+    def now(self):
+        return self.seconds
+
+    def wait_until(self, seconds):
+        self.seconds = max(self.seconds, seconds + self.late_s)
+
+
+def test_a_late_submission_does_not_shift_the_next():
+    process = Poisson(50.0)
+    arrivals_s = process.draw(generator(0, Stream.ARRIVAL), 3_000).tolist()
+    engine = Engine()
+    engine.clock = LateClock(0.0003)
+    engine.client = ReplayClient(trace_at(*arrivals_s), engine.clock, make_request)
+    while not engine.client.done:
+        engine.take()
+        engine.answer()
+        engine.client.wait()
+    assert engine.arrivals() == arrivals_s, "latencies count from the schedule"
+    figures = engine.client.arrivals()
+    assert figures["requested_rate_per_s"] == pytest.approx(2_999 / (arrivals_s[-1] - arrivals_s[0]))
+    assert figures["achieved_rate_per_s"] == pytest.approx(figures["requested_rate_per_s"], rel=1e-4)
+    assert 0 < figures["lateness_s"]["mean"] <= figures["lateness_s"]["max"] < 0.0003 + 1e-9
+
+
+def test_without_requests_there_are_no_rates():
+    figures = Engine(0.0).client.arrivals()
+    assert (figures["requested_rate_per_s"], figures["achieved_rate_per_s"]) == (None, None)
+    assert set(figures["lateness_s"].values()) == {None}
 
 
 # Emulated static batches.

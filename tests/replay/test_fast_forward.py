@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,11 @@ def config_of(**changes: Any) -> BatchingConfig:
 
 def run(
     trace: Trace, config: BatchingConfig, directory: Path, together: bool, window: int | None = None,
-    concurrency: int | None = None, every: int = 1,
+    concurrency: int | None = None, every: int = 1, **client_options: Any,
 ) -> CountingRecorder:
     """Replay `trace` on a virtual clock, with fast-forward if `together`."""
     clock = VirtualClock()
-    client = ReplayClient(trace, clock, make_request, concurrency=concurrency)
+    client = ReplayClient(trace, clock, make_request, concurrency=concurrency, **client_options)
     recorder = CountingRecorder(
         run_directory.prepare(directory, overwrite=False), {}, len(trace),
         IterationStatistics(config.batching_type, config.max_batch_size), client.arrival_s, "jsonl", every,
@@ -150,6 +151,44 @@ def test_together_is_as_one_by_one(
     recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency)
     event(f"advanced together: {recorder.together > 0}")
     assert files(folder / "together") == files(folder / "apart")
+
+
+turns = st.lists(
+    st.tuples(
+        st.integers(0, 3_000), st.integers(1, 59), st.integers(1, 40), st.integers(0, 20),
+        st.sampled_from([0.5, 0.5, 0.5, 0.9]), st.one_of(st.none(), st.integers(0, 15)), st.integers(0, 2_000),
+    ),
+    min_size=2, max_size=16,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=turns, changes=configs, concurrency=st.sampled_from([None, None, 2]), keeps_arrivals=st.booleans(),
+       duration_s=st.sampled_from([None, None, 0.002]))  # fmt: skip
+def test_sessions_together_are_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], changes: dict[str, Any], concurrency: int | None,
+    keeps_arrivals: bool, duration_s: float | None,
+) -> None:  # fmt: skip
+    """Turns arrive after the answer to the turn before, with a limit of outstanding requests and without."""
+    trace = trace_of([row[:5] for row in rows])
+    requests = [
+        replace(request, after=after if after is not None and after < index else None, think_s=think / 1e6)
+        for index, (request, (*_, after, think)) in enumerate(zip(trace, rows, strict=True))
+    ]
+    trace = replace(trace, requests=requests)
+    options = {"concurrency": concurrency, "keeps_arrivals": keeps_arrivals, "duration_s": duration_s}
+    config, folder = config_of(**changes), tmp_path_factory.mktemp("runs")
+    run(trace, config, folder / "apart", together=False, **options)
+    recorder = run(trace, config, folder / "together", together=True, **options)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+    lines = {line["request_id"]: line for line in map(json.loads, files(folder / "apart")["requests.jsonl"].split())}
+    for request in requests:
+        line, before = lines.get(request.request_id), lines.get(-1 if request.after is None else request.after)
+        assert duration_s is not None or line is not None
+        if line and before and before["end_s"] is not None:
+            assert line["arrival_s"] == before["end_s"] + request.think_s
+        assert line is None or duration_s is None or line["arrival_s"] <= duration_s
 
 
 crowded_requests = st.lists(

@@ -54,6 +54,11 @@ DRAWS: dict[str, Draw] = {
     "time_scale": sometimes(0.3, 0.0, 0.0, 0.5, 2.0),
     "request_rate": sometimes(0.15, 1e3, 2e4),
     "enable_exp_delays": on_or_off(0.05),
+    "burstiness": sometimes(0.04, 0.3, 4.0),
+    "arrival": sometimes(0.15, "recorded", "all_at_once", "ramp:0:5e3:0.01", "ramp:1e3:9e3:0.01:exponential",
+                         "on_off:5e3:0.002:0.003"),
+    "rate_schedule": sometimes(0.04, "rates.csv"),
+    "duration": sometimes(0.1, 0.001, 0.004, 1.0),
     "reserve": sometimes(0.3, "actual", "factor:1.5", "factor:0.5", "fixed:7"),
     "max_prompt_len": sometimes(0.15, 1, 8, 40),
     "skip_bad_rows": on_or_off(0.1),
@@ -72,6 +77,7 @@ DRAWS: dict[str, Draw] = {
     "exclude_input_in_output_seq": on_or_off(0.1),
     "eos_id": sometimes(0.15, -1, 0, 7, 99),
     "pad_id": sometimes(0.1, 0, 5),
+    "warm_up": sometimes(0.1, 0, 1, 3),
     "seed": lambda draw: draw.randrange(5),
     "type": sometimes(0.35, "v1", "inflight"),
     "policy": sometimes(0.6, *POLICIES),
@@ -155,6 +161,9 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         if name in values:
             values[name] = str(folder / values[name])
     folder.mkdir(exist_ok=True)
+    if "rate_schedule" in values:
+        values["rate_schedule"] = str(folder / values["rate_schedule"])
+        Path(values["rate_schedule"]).write_text("start_s,rate\n0,5000\n0.002,0\n0.004,20000\n")
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows(draw, is_short=values["device"] == "cpu")))
     loops: list[TokenGenerationLoop] = []
@@ -194,6 +203,7 @@ def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
     kind = draw.choice(["lengths", "tokens", "prefixes"])
     common = [draw.randrange(4_096) for _ in range(60)]
     has_beams, is_at_once = draw.random() < 0.1, draw.random() < 0.4
+    session_share = draw.choice([0.0, 0.0, 0.4, 0.9])
     arrival_s = 0.0
     for index in range(draw.randint(1, 4 if is_short else 14)):
         prompt_len = draw.choice([1, draw.randint(1, 12), draw.randint(1, 24 if is_short else 70)])
@@ -219,6 +229,8 @@ def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
             row["lora_task_id"] = draw.randrange(3)
         if draw.random() < 0.15:
             row["stop_ids"] = [draw.randrange(4_096) for _ in range(draw.choice([1, 300]))]
+        if index and draw.random() < session_share:
+            row |= {"after": 3 * draw.randrange(index) + 1, "think_s": draw.choice([0.0, 0.001])}
         yield row
 
 
@@ -267,17 +279,35 @@ def check_files(directory: Path, config: RunConfig) -> None:
     assert run["schedule_digest"] == summary["schedule_digest"]
 
     # Each request ends exactly once.
-    assert sorted(line["index"] for line in requests) == list(range(len(trace)))
-    assert sorted(line["request_id"] for line in requests) == sorted(row["request_id"] for row in trace)
+    total = summary["requests"]["total"]
+    if config.duration is None:
+        assert total == len(trace)
+    assert len({line["index"] for line in requests}) == len(requests) == total
+    assert all(line["request_id"] == trace[line["index"]]["request_id"] for line in requests)
+    check_arrivals(requests, trace, config)
     outcomes = Counter(line["outcome"] for line in requests)
     done = [line for line in requests if line["outcome"] == "completed"]
-    assert summary["requests"] == {"total": len(trace), "completed": len(done), "failed": outcomes["failed"]}
-    assert len(done) + outcomes["failed"] == len(trace)
+    assert summary["requests"] == {"total": total, "completed": len(done), "failed": outcomes["failed"]}
+    assert len(done) + outcomes["failed"] == total
     assert all(line["error"] for line in requests if line["outcome"] == "failed")
     check_requests(summary, done, trace)
     check_spans(summary, done, spans)
     if config.iteration_stats_every == 1:
         check_iterations(summary, iterations, spans)
+
+
+def check_arrivals(requests: list[dict[str, Any]], trace: list[dict[str, Any]], config: RunConfig) -> None:
+    """Each request arrives when the trace says; a turn of a session after the one before; none after the duration."""
+    by_id = {line["request_id"]: line for line in requests}
+    for line in requests:
+        row = trace[line["index"]]
+        assert config.duration is None or line["arrival_s"] <= config.duration
+        if row.get("after") is None:
+            assert line["arrival_s"] == row["arrival_s"] or not config.keeps_arrivals
+        elif (end_s := by_id[row["after"]]["end_s"]) is not None:
+            late_s = line["arrival_s"] - end_s - row["think_s"]
+            assert late_s >= -1e-9
+            assert late_s < 1e-9 or config.hardware is None, "on a virtual clock it comes exactly then"
 
 
 def check_requests(summary: dict[str, Any], done: list[dict[str, Any]], trace: list[dict[str, Any]]) -> None:

@@ -8,18 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ifbbench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
 from ifbbench.workload.distributions import (
-    AllAtOnce,
-    Constant,
     ExponentialTime,
     Fixed,
     FixedTime,
-    Gamma,
     Geometric,
     LogNormal,
     LogNormalTime,
     Normal,
-    Poisson,
     Quantiles,
     Stream,
     Uniform,

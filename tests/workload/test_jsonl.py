@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,8 @@ def test_rows_come_out_by_arrival_and_stably(tmp_path):
         ({"beam_width": 0}, "beam_width is 0"),
         ({"lora_task_id": "x"}, "lora_task_id is 'x'"),
         ({"stop_ids": [7, -1]}, "stop_ids[1] is -1"),
+        ({"after": -1}, "after is -1"),
+        ({"after": 0, "think_s": -0.5}, "think_s is -0.5"),
     ],
 )
 def test_bad_row_is_named_with_line_and_field(tmp_path, change, complaint):
@@ -97,7 +100,7 @@ def test_line_that_is_no_object(tmp_path, line, complaint, lines_before):
 
 
 lengths = st.integers(1, MAX_LENGTH)
-requests = st.builds(
+requests_of_lengths = st.builds(
     TraceRequest,
     request_id=st.integers(0, MAX_ID),
     arrival_s=st.floats(0, allow_infinity=False, allow_nan=False),
@@ -109,8 +112,15 @@ requests = st.builds(
     lora_task_id=st.none() | st.integers(0, MAX_ID),
     stop_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
     request_class=st.none() | st.sampled_from(["chat", "code"]),
-) | st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=5).map(
+    after=st.none() | st.integers(0, 2**63 - 1),
+    think_s=st.floats(0, allow_infinity=False, allow_nan=False),
+)
+requests_of_tokens = st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=5).map(
     lambda tokens: TraceRequest(0, 0.0, len(tokens), 1, 1, prompt_tokens=tuple(tokens))
+)
+# Only a request that comes after another has a time to think.
+requests = requests_of_tokens | requests_of_lengths.map(
+    lambda request: request if request.after is not None else replace(request, think_s=0.0)
 )
 
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from ifbbench.workload.distributions import AllAtOnce, ExponentialTime, Fixed, FixedTime, Geometric, Poisson, Uniform
+from ifbbench.workload.arrivals import AllAtOnce, Poisson
+from ifbbench.workload.distributions import ExponentialTime, Fixed, FixedTime, Geometric, Uniform
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.reuse import tokens_seen_before

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ifbbench.workload.distributions import Fixed, Poisson, Uniform
+from ifbbench.workload.arrivals import Poisson
+from ifbbench.workload.distributions import Fixed, Uniform
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.reuse import tokens_seen_before

@@ -6,16 +6,8 @@ import pytest
 import yaml
 
 from ifbbench.errors import InputError
-from ifbbench.workload.distributions import (
-    AllAtOnce,
-    Fixed,
-    Gamma,
-    Geometric,
-    Histogram,
-    LogNormalTime,
-    Quantiles,
-    Uniform,
-)  # fmt: skip
+from ifbbench.workload.arrivals import AllAtOnce, Gamma
+from ifbbench.workload.distributions import Fixed, Geometric, Histogram, LogNormalTime, Quantiles, Uniform
 from ifbbench.workload.draw import draw_trace, draw_turns
 from ifbbench.workload.load import bundled_path
 from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec, parse_spec, read_spec

@@ -1,0 +1,63 @@
+"""The report of a run with --repeat: the mean of each figure over the repeats, and half of its confidence interval."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ifbbench.errors import InputError
+from ifbbench.report import NOTHING, count, significant, time_unit
+from ifbbench.report.tables import LATENCIES, STATISTICS, plain_table
+
+THROUGHPUTS = {
+    "request_throughput_per_s": ("Request throughput", "requests/s"),
+    "output_throughput_tokens_per_s": ("Output throughput", "tokens/s"),
+    "total_throughput_tokens_per_s": ("Total throughput", "tokens/s"),
+    "duration_s": ("Duration", "s"),
+    "pauses": ("Pauses", ""),
+}
+
+
+def read_repeats(directory: Path) -> dict[str, Any]:
+    """The summary of a directory of repeats; InputError if it cannot be read."""
+    try:
+        summary: dict[str, Any] = json.loads((directory / "summary.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{directory / 'summary.json'} cannot be read: {error}. Run the repeats again.") from error
+    return summary
+
+
+def print_repeats(directory: Path, console: Console) -> None:
+    """Print throughput and latencies as mean ± half of the 95 % confidence interval."""
+    known = read_repeats(directory)
+    intervals = known["confidence_interval_95"]
+    completed, total = (known["repeats"][name] for name in ("completed", "total"))
+    console.print()
+    ended = f"{count(completed)} of {count(total)} repeats completed, each with its own seed"
+    console.print(f"[bold]{escape(directory.name)}[/bold]  {ended}", highlight=False)
+    console.print("[dim]mean ± half of the 95 % confidence interval of the mean (Student's t)[/dim]", highlight=False)
+    console.print()
+    table = Table.grid(padding=(0, 3))
+    for key, (title, unit) in THROUGHPUTS.items():
+        table.add_row(f"[dim]{title}[/dim]", f"{with_half_width(known.get(key), intervals.get(key))} {unit}")
+    console.print(table)
+    console.print()
+    latencies = plain_table("Latency", "", numbers=STATISTICS)
+    for key, title in LATENCIES.items():
+        means, limits = known.get(key) or {}, intervals.get(key) or {}
+        unit, scale = time_unit([means.get(name) for name in STATISTICS])
+        cells = (with_half_width(means.get(name), limits.get(name), scale) for name in STATISTICS)
+        latencies.add_row(title, f"[dim]{unit}[/dim]", *cells)
+    console.print(latencies)
+
+
+def with_half_width(mean: float | None, interval: list[float] | None, scale: float = 1.0) -> str:
+    """`12.3 ± 0.4`, the mean alone if there is no interval, a dash if there is neither."""
+    if mean is None:
+        return NOTHING
+    if interval is None:
+        return significant(mean, scale)
+    return f"{significant(mean, scale)} ± {significant((interval[1] - interval[0]) / 2, scale)}"
