@@ -18,10 +18,10 @@ from ifbbench.fields import Setting, declare, settings_of
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
-BATCHING_TYPES = ("v1", "inflight", "inflight_fused")
+BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
 BATCHING_TYPE_ALIASES = {
-    "static": "v1", "UIFB": "inflight", "InflightBatching": "inflight", "IFB": "inflight_fused",
-    "InflightFusedBatching": "inflight_fused",
+    "static": "v1", "IFB": "inflight_fused", "inflight": "inflight_fused", "InflightFusedBatching": "inflight_fused",
+    "UIFB": "inflight_unfused", "InflightBatching": "inflight_unfused",
 }  # fmt: skip
 EARLY_STOPPING = ("always", "heuristic", "never")
 DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
@@ -98,8 +98,8 @@ class RunConfig:
 
     # Scheduling.
     type: str = _scheduling(
-        "inflight_fused", "Batching type: static batches; requests that join and leave in every iteration; the same "
-        "with context and generation in one pass.", choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
+        "inflight_fused", "Batching type: v1 (static) runs static batches; inflight_fused (inflight, IFB) lets requests "
+        "join and leave in every iteration; inflight_unfused (UIFB) does so with a pass for each phase.", choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
         elsewhere="batching_type batching")
     policy: str = _scheduling(
         "guaranteed_no_evict", "Capacity scheduler policy.", choices=POLICIES, other_texts=".+",
