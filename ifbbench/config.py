@@ -107,7 +107,7 @@ class RunConfig:
         elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy")
     max_batch_size: int | None = _scheduling(
         None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
-        elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
+        aliases=("max_num_sequences",), elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
     max_num_tokens: int = _scheduling(
         DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",
         elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch")

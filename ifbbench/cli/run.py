@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.cli.gpt_manager import TraceCommand
+from ifbbench.cli.options import given_config
 from ifbbench.config import RunConfig
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ SWEEP_HELP = {
 }
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=TraceCommand)
 @click.argument("trace", required=False)
 @click.pass_context
 def run(context: click.Context, /, trace: str | None, config_file: Path | None, **options: Any) -> None:
@@ -41,7 +42,7 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
         context.exit(1)
 
 
-@click.command(cls=SettingsCommand, setting_help=SWEEP_HELP)
+@click.command(cls=TraceCommand, setting_help=SWEEP_HELP)
 @click.argument("trace", required=False)
 @click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
               help="A setting and its values; several --over make a grid.")
