@@ -98,8 +98,9 @@ class RunConfig:
 
     # Scheduling.
     type: str = _scheduling(
-        "inflight_fused", "Batching type: v1 (static) runs static batches; inflight_fused (inflight, IFB) lets requests "
-        "join and leave in every iteration; inflight_unfused (UIFB) does so with a pass for each phase.", choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
+        "inflight_fused", "Batching type: static batches (v1, static); requests that join and leave in every "
+        "iteration (inflight_fused, inflight, IFB); the same with a pass for each phase (inflight_unfused, UIFB).",
+        choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
         elsewhere="batching_type batching")
     policy: str = _scheduling(
         "guaranteed_no_evict", "Capacity scheduler policy.", choices=POLICIES, other_texts=".+",
@@ -107,7 +108,8 @@ class RunConfig:
         elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy")
     max_batch_size: int | None = _scheduling(
         None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
-        aliases=("max_num_sequences",), elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
+        aliases=("max_num_sequences",),
+        elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
     max_num_tokens: int = _scheduling(
         DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",
         elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
@@ -29,12 +30,6 @@ WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
 CPU_WARM_UP_FLOPS = 5e10
 WARM_UP_NEW_TOKENS = 3
-
-
-class Progress(Protocol):
-    """Is notified how far a long operation is: `completed` of `total` steps, and `text`, what it does."""
-
-    def update(self, completed: int, total: int, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +136,7 @@ def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)
 
 
-def warm_up(engine: Engine, progress: Progress | None = None) -> None:
+def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
     """Run two requests with the options of the run's, so that allocation, threads, kernels and CUDA graphs are not part
     of the measurement.
 
@@ -150,6 +145,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
     InputError if memory does not suffice."""
     if not engine.makes_tokens:
         return
+    progress.stage("warming up")
     config = engine.config
     requests = [
         Request(
@@ -162,10 +158,6 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
     def get_requests(count: int) -> list[Request]:
         return [requests.pop(0)] if requests and count else []
 
-    def report(done: int, total: int) -> None:
-        if progress:
-            progress.update(done, total, "warming up")
-
     loop = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     try:
         while loop.step():
@@ -175,7 +167,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
             raise failure.__cause__ from failure
         raise
     if isinstance(engine.executor, WarmingExecutor):
-        engine.executor.warm_up(report)
+        engine.executor.warm_up(lambda done, total: progress.update(done, total, ""))
     if engine.profile is not None:
         engine.profile.steps.clear()
 

@@ -70,6 +70,7 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             num_requests: int, arrival: str, request_rate: float | None, reserve: str, random_seed: int, output: Path,
             overwrite: bool, **own_options: Any,
         ) -> None:  # fmt: skip
+            from ifbbench.cli.console import progress_line
             from ifbbench.workload.formats import write_trace
             from ifbbench.workload.spec import draw_trace, parse_spec
 
@@ -81,8 +82,11 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
                 "arrival": {"process": arrival} | ({} if request_rate is None else {"rate": request_rate}),
                 "reserve": reserve,
             }
-            trace = draw_trace(parse_spec(document, name), random_seed, source=str(output))
-            write_trace(trace, output, overwrite)
+            with progress_line("dataset synth", quiet=False) as progress:
+                progress.stage("drawing requests")
+                trace = draw_trace(parse_spec(document, name), random_seed, source=str(output))
+                progress.stage("writing trace")
+                write_trace(trace, output, overwrite)
             click.echo(f"{len(trace)} requests written to {output}")
 
         decorated: Function = command
@@ -169,12 +173,16 @@ def multi_turn(turns_mean: float, think_time_mean: float, **lengths: float) -> D
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def info(trace: str, max_num_samples: int | None, skip_bad_rows: bool, seed: int, as_json: bool) -> None:
     """Describe TRACE: a trace file, a workload specification, a run directory or the name of a bundled dataset."""
+    from ifbbench.cli.console import progress_line
     from ifbbench.config import RunConfig
     from ifbbench.workload.load import load_trace
     from ifbbench.workload.statistics import trace_statistics
 
-    loaded = load_trace(trace, RunConfig(max_num_samples=max_num_samples, skip_bad_rows=skip_bad_rows, seed=seed))
-    statistics = trace_statistics(loaded)
+    config = RunConfig(max_num_samples=max_num_samples, skip_bad_rows=skip_bad_rows, seed=seed)
+    with progress_line("dataset info", quiet=False) as progress:
+        loaded = load_trace(trace, config, progress)
+        progress.stage("describing trace")
+        statistics = trace_statistics(loaded)
     if as_json:
         identity = {"name": loaded.name, "source": loaded.source, "sha256": loaded.sha256}
         click.echo(json.dumps(identity | asdict(statistics)))

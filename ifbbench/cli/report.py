@@ -24,7 +24,7 @@ def report(run: Path, output_csv: Path | None) -> None:
 
 def report_run(directory: Path, output_csv: Path | None, quiet: bool = False) -> None:
     """Print the tables and the [BENCHMARK] lines of a run directory, and write gptManagerBenchmark's CSV."""
-    from ifbbench.cli.console import report_console
+    from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.figures import benchmark_lines, write_benchmark_csv
     from ifbbench.report.load import load_run
     from ifbbench.report.tables import print_report
@@ -33,8 +33,11 @@ def report_run(directory: Path, output_csv: Path | None, quiet: bool = False) ->
     if output_csv:
         write_benchmark_csv(run, output_csv)
     if not quiet:
+        with progress_line("report", quiet) as progress:
+            progress.stage("reading results")
+            lines = benchmark_lines(run)
         print_report(run, report_console())
-        for line in benchmark_lines(run):
+        for line in lines:
             click.echo(line)
 
 
@@ -49,10 +52,10 @@ def plot(paths: tuple[Path, ...]) -> None:
 
     drawings = [drawing for path in paths for drawing in _drawings(path)]
     written: list[Path] = []
-    with progress_line("plot", quiet=len(drawings) == 1) as progress:
+    with progress_line("plot", quiet=False) as progress:
+        progress.stage("drawing")
         for done, (name, draw) in enumerate(drawings):
-            if progress:
-                progress.update(done, len(drawings), name)
+            progress.update(done, len(drawings), name)
             written += draw()
     for file in written:
         click.echo(file)

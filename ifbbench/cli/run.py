@@ -1,5 +1,6 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.options import given_config
+from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 
 if TYPE_CHECKING:
@@ -62,9 +64,13 @@ def sweep(
     def run_point(trace: str | None, config: RunConfig) -> "RunResult":
         return _replay(trace, config, Path(str(config.output)).name)
 
+    clock = WallClock()
+
     def report_point(ended: int, points: int, label: str, error: str) -> None:
         if not config.quiet:
-            click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
+            rest_s = round(clock.now() / ended * (points - ended))
+            left = f", {timedelta(seconds=rest_s)} left" if ended < points else ""
+            click.echo(f"{ended}/{points} {label}: {error or 'done'}{left}", err=True)
 
     result = run_sweep(trace, config, axes, run_point, report_point)
     _report_sweep(result.directory, config.quiet)

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ifbbench.api.engine import Engine, Progress, build_engine, warm_up
+from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
@@ -41,16 +42,17 @@ class RunFailed(IfbbenchError):
 
 
 def run_trace(
-    source: str | None, config: RunConfig, progress: Progress | None = None, *, owns_process: bool = False
+    source: str | None, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False
 ) -> RunResult:
     """Replay `source` (see `load_trace`) with `config`.
 
     owns_process: see `build_engine`. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
-    trace = load_trace(source, config)
+    trace = load_trace(source, config, progress)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
+    progress.stage("loading model")
     engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
@@ -60,6 +62,7 @@ def run_trace(
             check_vocabulary(trace, engine.model.vocab_size)
         warm_up(engine, progress)
         run_directory.prepare(directory, config.overwrite)
+        progress.stage("writing trace")
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
         summary, client = _replay(trace, engine, directory, progress)
     finally:
@@ -70,7 +73,7 @@ def run_trace(
 
 
 def _replay(
-    trace: Trace, engine: Engine, directory: Path, progress: Progress | None
+    trace: Trace, engine: Engine, directory: Path, progress: Progress
 ) -> tuple[dict[str, Any], ReplayClient]:
     clock, config = engine.clock, engine.config
     client = make_client(config, trace, clock, request_maker(engine))
@@ -85,6 +88,7 @@ def _replay(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
+    progress.stage("replaying")
     clock.restart()
     try:
         _loop(manager, client, recorder, progress, len(trace), isinstance(clock, WallClock))
@@ -97,6 +101,7 @@ def _replay(
             f"({client.answered} of {len(trace)} requests were done; what was recorded is in {directory})"
         ) from error
     finally:
+        progress.stage("writing results")
         summary = recorder.close(partial=not client.done)
     return summary, client
 
@@ -119,11 +124,12 @@ class _PrintingRecorder(Recorder):
 
 
 def _loop(
-    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder, progress: Progress | None, total: int,
+    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder, progress: Progress, total: int,
     is_real_time: bool,
 ) -> None:  # fmt: skip
     """Step until every request is answered. is_real_time: waits take time, so the recorder is flushed before them."""
     clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S  # progress is shown in real time, whatever the run's clock is
+    is_shown = progress is not NO_PROGRESS
     idle_at: tuple[int, int] | None = None
     while not client.done:
         if not manager.step() and not client.done:
@@ -141,7 +147,7 @@ def _loop(
                 )
             else:
                 idle_at = counts
-        if progress and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
+        if is_shown and clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = clock.now()
             blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")

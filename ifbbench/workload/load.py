@@ -8,6 +8,7 @@ import numpy as np
 from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.workload.distributions import ArrivalProcess, Constant, Poisson, Stream, generator
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
@@ -19,7 +20,7 @@ BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
 
 
-def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
+def load_trace(source: str | Path | None, config: RunConfig, progress: Progress = NO_PROGRESS) -> Trace:
     """The requests that `config` asks for, in order of arrival; each is made when it is asked for.
 
     source: a trace file, a workload specification (.yaml, .yml, .toml; drawn with `config.seed`), a run directory (its
@@ -29,9 +30,11 @@ def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
     """
     path, is_recorded = _find(source)
     if path.suffix.lower() in SPEC_SUFFIXES:
+        progress.stage("drawing requests")
         trace = draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     else:
-        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, accept_cut=is_recorded)
+        progress.stage("reading trace")
+        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, progress)
     return replace(trace, requests=_with_settings(columns_of(trace.requests), config))
 
 

@@ -7,6 +7,7 @@ priority) are read from the file again when its request is asked for.
 import csv
 import hashlib
 import json
+import os
 import re
 import weakref
 from array import array
@@ -22,10 +23,12 @@ import msgspec
 from ifbbench.compressed import DamagedFile, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.workload.formats import FORMATS, UNDERSTOOD, Row, TraceFormat
 from ifbbench.workload.trace import ID, ColumnsBuilder, Recall, Trace, TraceRequest, no_recall
 
 ROWS_TO_RECOGNISE = 8
+ROWS_BETWEEN_REPORTS = 10_000
 MakeRequest: TypeAlias = Callable[[Row, int], TraceRequest]
 
 
@@ -34,7 +37,8 @@ class UnknownFormat(ValueError):
 
 
 def read_trace(
-    path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False
+    path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False,
+    progress: Progress = NO_PROGRESS,
 ) -> Trace:
     """The first `max_num_samples` good rows of the file at `path`, in order of arrival (equal ones as in the file).
 
@@ -43,13 +47,23 @@ def read_trace(
     """
     try:
         file = open_to_read(path, accept_cut)
+        size = os.fstat(file.fileno()).st_size
         try:
             suffix = content_path(path).suffix.lower()
             if suffix not in CONTAINERS:
                 raise UnknownFormat(f"suffix {suffix!r}" if suffix else "a name without suffix")
             container = CONTAINERS[suffix](file)
             trace_format = _recognise(suffix, container)
-            builder, num_skipped = _read_rows(path, container, trace_format, max_num_samples, skip_bad_rows, accept_cut)
+
+            def report(rows: int) -> None:
+                if file.closed or max_num_samples:
+                    progress.update(rows, max_num_samples, "rows")
+                else:
+                    progress.update(file.tell(), size, f"{rows:,} rows")
+
+            builder, num_skipped = _read_rows(
+                path, container, trace_format, max_num_samples, skip_bad_rows, accept_cut, report
+            )
             requests = builder.columns(container.recall(trace_format.request, path))
         except BaseException:
             file.close()
@@ -78,7 +92,7 @@ def _recognise(suffix: str, container: "Container") -> TraceFormat:
 
 def _read_rows(
     path: Path, container: "Container", trace_format: TraceFormat, limit: int | None, skip_bad_rows: bool,
-    accept_cut: bool,
+    accept_cut: bool, report: Callable[[int], None],
 ) -> tuple[ColumnsBuilder, int]:  # fmt: skip
     """The first `limit` requests, and the number of bad rows among theirs. InputError at a bad row that is not to be
     skipped, and if there is no good one."""
@@ -101,6 +115,8 @@ def _read_rows(
             first_problem = first_problem or problem
             continue
         builder.append(request, origin)
+        if not len(builder) % ROWS_BETWEEN_REPORTS:
+            report(len(builder))
         if len(builder) == limit:
             break
     if not len(builder):
