@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from ifbbench.api.client import InferenceRequest
     from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
+    from ifbbench.report.export import load_run
 
 __version__ = "0.1.0"
 __all__ = [
     "BatchManager", "BatchManagerFailed", "InferenceRequest", "Retention", "RetentionRange", "SamplingParams",
-    "__version__",
+    "__version__", "load_run",
 ]  # fmt: skip
 
 # Imported at first use, so that `import ifbbench` and `ifbbench --help` are quick.
@@ -28,6 +29,7 @@ _MODULES = {
     "Retention": "ifbbench.engine.kv_cache.eviction",
     "RetentionRange": "ifbbench.engine.kv_cache.eviction",
     "SamplingParams": "ifbbench.engine.sampling_params",
+    "load_run": "ifbbench.report.export",
 }
 
 

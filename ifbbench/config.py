@@ -32,6 +32,11 @@ SIMULATED = "sim:"
 HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
 WINDOW_MODES = ("cyclic", "linear")
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
+ITERATION_STATS_FORMATS = ("batch_manager", "trtllm")
+RESULT_FORMATS = ("vllm",)
+# Settings that name a file outside of the run directory, and those of them that are written from it.
+REPORT_FILES = ("output_csv", "report_json", "request_json", "iteration_log", "result_json")
+SIDE_OUTPUTS = ("responses_json", *REPORT_FILES)
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
@@ -213,10 +218,25 @@ class RunConfig:
         None, "Run directory. Default: results/<name>.", elsewhere="output_dir result_dir save_result results")
     overwrite: bool = _recording(False, "Replace an existing run directory.")
     output_csv: str | None = _recording(
-        None, "Also write gptManagerBenchmark's CSV of figures here.", elsewhere="csv result_filename")
+        None, "Also write gptManagerBenchmark's CSV of figures here.", elsewhere="csv")
+    report_json: str | None = _recording(None, "Also write trtllm-bench's report of figures here.")
+    request_json: str | None = _recording(None, "Also write trtllm-bench's list of requests here.")
+    iteration_log: str | None = _recording(
+        None, "Also write trtllm-bench's log of iterations here: the executor's statistics, one JSON object a line.")
+    result_json: str | None = _recording(
+        None, "Also write the result of another benchmark here; see --result_format.",
+        elsewhere="result_filename export_file")
+    result_format: str | None = _recording(
+        None, "The benchmark that --result_json is the result of: vllm (bench serve). Without --result_json it is "
+        "result.json in the run directory.", choices=RESULT_FORMATS)
+    save_detailed: bool = _recording(
+        False, "--result_json also lists the lengths, latencies and errors of each request.")
     responses_json: str | None = _recording(
         None, "Also write the generated tokens of each request here.", aliases=("responses_json_file",))
     recording_format: str = _recording("jsonl", "Lines of JSON, plain or compressed.", choices=RECORDING_FORMATS)
+    iteration_stats_format: str = _recording(
+        ITERATION_STATS_FORMATS[0], "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's "
+        "executor.", choices=ITERATION_STATS_FORMATS, value_aliases={"executor": "trtllm"})
     iteration_stats_every: int = _recording(
         1, "Write the statistics of every N-th iteration only, and of those that pause a request or are bound by "
         "another limit than the one before.", minimum=1, unit="iterations")

@@ -23,6 +23,8 @@ COMMANDS = {
     "sweep": ("run", "Run once for each combination of settings."),
     "report": ("report", "Print the report of a run again."),
     "plot": ("report", "Draw the charts of runs and sweeps."),
+    "export": ("report", "Write the tables of a run as CSV or Parquet."),
+    "schema": ("report", "Print the JSON schema of the files of a run."),
     "capacity": ("capacity", "Calculate what fits, before anything is run."),
     "explain-step": ("simulate", "Show where the time of one iteration goes."),
     "calibrate": ("simulate", "Measure this machine for simulated runs."),

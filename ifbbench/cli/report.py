@@ -1,44 +1,93 @@
-"""`ifbbench report` and `ifbbench plot`: the tables and the charts of what was run."""
+"""`ifbbench report`, `plot`, `export` and `schema`: tables, charts and files of what was run."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ifbbench.cli.options import Command
+from ifbbench.cli.options import Command, SettingsCommand, given_config
+from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.errors import InputError
 
 DIRECTORY = click.Path(path_type=Path)
+EXPORT_FORMATS = ("csv", "parquet")
 Drawing = tuple[str, Callable[[], Sequence[Path]]]
 """What is drawn, and the function that draws it and returns the files that it wrote."""
 
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the figures as JSON, and nothing else, on standard output."
+)
 
-@click.command(cls=Command)
+
+@click.command(cls=SettingsCommand, names=(*REPORT_FILES, "result_format", "save_detailed"))
 @click.argument("run", type=DIRECTORY)
-@click.option("--output-csv", type=DIRECTORY, help="Also write gptManagerBenchmark's CSV here.")
-def report(run: Path, output_csv: Path | None) -> None:
+@json_option
+def report(run: Path, as_json: bool, **options: Any) -> None:
     """Print the report of RUN, a run directory. That of a killed run covers what was done."""
-    report_run(run, output_csv)
+    write_run_outputs(run, given_config(None, options))
+    if not as_json:
+        print_run(run)
+        return
+
+    from ifbbench.report.figures import figures
+    from ifbbench.report.load import load_run
+
+    click.echo(json.dumps(figures(load_run(run)), indent=2))
 
 
-def report_run(directory: Path, output_csv: Path | None, quiet: bool = False) -> None:
-    """Print the tables and the [BENCHMARK] lines of a run directory, and write gptManagerBenchmark's CSV."""
+def write_run_outputs(directory: Path, config: RunConfig) -> None:
+    """Write the files for other tools that `config` asks for."""
+    if config.result_format or any(getattr(config, name) for name in REPORT_FILES):
+        from ifbbench.report.load import load_run
+        from ifbbench.report.outputs import write_outputs
+
+        write_outputs(load_run(directory), config)
+
+
+def print_run(directory: Path) -> None:
+    """Print the tables and the [BENCHMARK] lines of a run directory."""
     from ifbbench.cli.console import progress_line, report_console
-    from ifbbench.report.figures import benchmark_lines, write_benchmark_csv
+    from ifbbench.report.figures import benchmark_lines
     from ifbbench.report.load import load_run
     from ifbbench.report.tables import print_report
 
     run = load_run(directory)
-    if output_csv:
-        write_benchmark_csv(run, output_csv)
-    if not quiet:
-        with progress_line("report", quiet) as progress:
-            progress.stage("reading results")
-            lines = benchmark_lines(run)
-        print_report(run, report_console())
-        for line in lines:
-            click.echo(line)
+    with progress_line("report", quiet=False) as progress:
+        progress.stage("reading results")
+        lines = benchmark_lines(run)
+    print_report(run, report_console())
+    for line in lines:
+        click.echo(line)
+
+
+@click.command(cls=Command)
+@click.argument("run", type=DIRECTORY)
+@click.option("--format", "export_format", type=click.Choice(EXPORT_FORMATS), default="csv", show_default=True,
+              help="CSV, or Parquet (needs the extra `parquet`).")
+def export(run: Path, export_format: str) -> None:
+    """Write the tables of RUN into its directory `export`: iterations, requests, spans and trace.
+
+    The files written are listed.
+    """
+    from ifbbench.report.export import export_tables, load_run
+
+    for file in export_tables(load_run(run), export_format):
+        click.echo(file)
+
+
+@click.command(cls=Command)
+@click.argument("file", required=False)
+def schema(file: str | None) -> None:
+    """Print the JSON schema of FILE of a run directory, such as requests.jsonl; without FILE those of all files.
+
+    The schema of a file of lines describes one line.
+    """
+    from ifbbench.report.schema import schema_of, schemas
+
+    click.echo(json.dumps(schema_of(file) if file else schemas(), indent=2))
 
 
 @click.command(cls=Command)

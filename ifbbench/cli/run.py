@@ -1,6 +1,8 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
+import json
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +10,7 @@ import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.options import given_config
+from ifbbench.cli.report import json_option, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 
@@ -22,21 +25,24 @@ SWEEP_HELP = {
 
 @click.command(cls=TraceCommand)
 @click.argument("trace", required=False)
+@json_option
 @click.pass_context
-def run(context: click.Context, /, trace: str | None, config_file: Path | None, **options: Any) -> None:
+def run(
+    context: click.Context, /, trace: str | None, as_json: bool, config_file: Path | None, **options: Any
+) -> None:  # fmt: skip
     """Replay TRACE and report what happened, iteration by iteration.
 
     Without TRACE the small bundled one is replayed.
     """
     config = given_config(config_file, options)
 
-    from ifbbench.cli.report import report_run
     from ifbbench.recording.run_directory import find_lines
 
-    result = _replay(trace, config, "run")
-    if config.output_csv or not config.quiet:
-        report_run(result.directory, Path(config.output_csv) if config.output_csv else None, config.quiet)
-    if not config.quiet:
+    result = replay(trace, config, "run")
+    if as_json:
+        click.echo(json.dumps(result.summary, indent=2))
+    elif not config.quiet:
+        print_run(result.directory)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")
@@ -48,10 +54,12 @@ def run(context: click.Context, /, trace: str | None, config_file: Path | None, 
 @click.argument("trace", required=False)
 @click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
               help="A setting and its values; several --over make a grid.")
+@json_option
 @click.pass_context
 def sweep(
-    context: click.Context, /, trace: str | None, over: tuple[str, ...], config_file: Path | None, **options: Any
-) -> None:
+    context: click.Context, /, trace: str | None, over: tuple[str, ...], as_json: bool, config_file: Path | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Replay TRACE once for each combination of settings and compare the runs.
 
     Every value is checked before the first run starts. sweep.csv of the sweep directory gets a row as each point ends.
@@ -62,7 +70,7 @@ def sweep(
     config = given_config(config_file, options)
 
     def run_point(trace: str | None, config: RunConfig) -> "RunResult":
-        return _replay(trace, config, Path(str(config.output)).name)
+        return replay(trace, config, Path(str(config.output)).name)
 
     clock = WallClock()
 
@@ -73,13 +81,13 @@ def sweep(
             click.echo(f"{ended}/{points} {label}: {error or 'done'}{left}", err=True)
 
     result = run_sweep(trace, config, axes, run_point, report_point)
-    _report_sweep(result.directory, config.quiet)
+    _report_sweep(result.directory, config.quiet, as_json)
     if result.failed:
         click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
         context.exit(1)
 
 
-def _report_sweep(directory: Path, quiet: bool) -> None:
+def _report_sweep(directory: Path, quiet: bool, as_json: bool) -> None:
     from ifbbench.cli.console import report_console
     from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
     from ifbbench.report.charts import plot_sweep
@@ -88,14 +96,19 @@ def _report_sweep(directory: Path, quiet: bool) -> None:
     table, axis = read_sweep(directory).with_one_axis()
     if table.finished:
         plot_sweep(table.finished, axis, directory)
-    if not quiet:
+    if as_json:
+        click.echo(json.dumps(table.rows, indent=2))
+    elif not quiet:
         print_sweep(table.rows, axis, report_console())
         click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} has all figures.")
 
 
-def _replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
+def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
+    """Run with the progress of a command called `label`, and write the files for other tools."""
     from ifbbench.cli.console import progress_line
     from ifbbench.replay.run import run_trace
 
     with progress_line(label, config.quiet) as progress:
-        return run_trace(trace, config, progress, owns_process=True)
+        return run_trace(
+            trace, config, progress, owns_process=True, on_recorded=partial(write_run_outputs, config=config)
+        )

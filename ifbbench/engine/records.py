@@ -31,9 +31,9 @@ TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 class CacheState(NamedTuple):
     """The KV cache while an iteration ran.
 
-    Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new and reused are sums
-    since the start (see BlockCounters). max_tokens, held_tokens, filled_tokens: token positions in all, those that
-    requests hold, and those with a token in them.
+    Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new, reused and missed
+    are sums since the start (see BlockCounters). max_tokens, held_tokens, filled_tokens: token positions in all, those
+    that requests hold, and those with a token in them.
     """
 
     max_blocks: int | None
@@ -45,6 +45,7 @@ class CacheState(NamedTuple):
     max_tokens: int
     held_tokens: int
     filled_tokens: int
+    missed: int | None = None
 
     @property
     def fragmentation(self) -> float:
@@ -59,7 +60,7 @@ class CacheState(NamedTuple):
         num_blocks, used, size = cache.num_blocks, cache.num_used, cache.attention_window.tokens_per_block
         return cls(
             num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
-            num_blocks * size, used * size, cache.filled_places,
+            num_blocks * size, used * size, cache.filled_places, counters.missed,
         )  # fmt: skip
 
     def moved(self, blocks: int, tokens: int) -> "CacheState":
@@ -69,7 +70,7 @@ class CacheState(NamedTuple):
             return self._replace(filled_tokens=self.filled_tokens + tokens)
         return CacheState(
             self.max_blocks, used + blocks, size, total + blocks, new + blocks, self.reused, self.max_tokens,
-            self.held_tokens + blocks * size, self.filled_tokens + tokens,
+            self.held_tokens + blocks * size, self.filled_tokens + tokens, self.missed,
         )  # fmt: skip
 
 

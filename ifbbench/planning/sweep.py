@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ifbbench.config import RunConfig, setting, settings
+from ifbbench.config import SIDE_OUTPUTS, RunConfig, setting, settings
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording.run_directory import RESULTS
@@ -160,7 +160,7 @@ def run_sweep(
     """
     # A bad trace would fail at every point; report it once.
     load_trace(source, base)
-    for name in ("output_csv", "responses_json"):
+    for name in SIDE_OUTPUTS:
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but a sweep makes many runs; use it with `ifbbench run`.")
     over = list(axes)

@@ -4,126 +4,36 @@ msgspec encodes a line in half the time that filling in a template takes. Option
 UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
 """
 
-import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
+from typing import cast
 
-from msgspec import UNSET, Raw, Struct, UnsetType, field
+from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import (
-    COMMON_FIELDS,
-    INFLIGHT_FIELDS,
-    STATIC_FIELDS,
-    IterationRecord,
-    IterationStatistics,
-    Stretch,
-)
+from ifbbench.engine.records import INFLIGHT_FIELDS, IterationRecord, IterationStatistics, Stretch
 from ifbbench.execution.step_profile import StepProfile
+from ifbbench.recording.iteration_lines import (
+    InflightLine,
+    IterationDetails,
+    LeftOutRequest,
+    PausedRequest,
+    StaticLine,
+    executor_line,
+)
 
-Number = float | Raw
 FRAGMENTATION_DIGITS = 6
 LINES_AT_ONCE = 64
 
 encode = Encoder().encode
 
 
-def number(value: float) -> Number:
-    """`value` as `repr` writes it. msgspec does so too, but for floats below 1e-4 and from 1e16 on (0.00001, 1e16)."""
-    return value if 1e-4 <= value < 1e16 or not value else Raw(repr(value).encode())
-
-
-@cache
-def snake_case(name: str) -> str:
-    """The field of a line, and the column of a table, for a documented name such as `Used KV cache blocks`."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower())
-
-
-class LeftOutRequest(Struct, gc=False):
-    """The first request that did not run in full. reason: a limit of the engine, or a user policy's own reason."""
-
-    request_id: int
-    reason: str
-
-
-class PausedRequest(Struct, gc=False):
-    """A request that was paused, and the one that it made room for."""
-
-    request_id: int
-    beneficiary: int = field(name="for")
-
-
-class IterationDetails(Struct):
-    """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
-
-    host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
-    iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
-    and are not active. waiting: all that have arrived and are not scheduled.
-    """
-
-    start_s: Number
-    latency_ms: Number
-    host_ms: Number
-    device_ms: Number
-    context_pass_ms: Number | UnsetType
-    generation_pass_ms: Number | UnsetType
-    schedule_ms: Number | UnsetType
-    prepare_ms: Number | UnsetType
-    launch_ms: Number | UnsetType
-    collect_ms: Number | UnsetType
-    device_busy_ms: Number | UnsetType
-    flops: Number | UnsetType
-    bytes: Number | UnsetType
-    queued: int
-    waiting: int
-    bound_by: str
-    first_left_out: LeftOutRequest | None
-    paused: list[PausedRequest]
-    tokens_recomputed: int
-    budget_used: int
-    padding_tokens: int | UnsetType
-    kv_fragmentation: Number
-
-
-class IterationLine(Struct, rename={snake_case(name): name for name in COMMON_FIELDS}):
-    """A line of `iterations.jsonl`: the documented statistics of the batch manager, in their order; those of the
-    batching type and `ifbbench` follow. Counts of blocks are None for a contiguous cache."""
-
-    timestamp: str
-    iteration_counter: int
-    active_request_count: int
-    max_request_count: int
-    max_kv_cache_blocks: int | None
-    free_kv_cache_blocks: int | None
-    used_kv_cache_blocks: int | None
-    tokens_per_kv_cache_block: int | None
-    allocated_total_kv_cache_blocks: int | None
-    allocated_new_kv_cache_blocks: int | None
-    reused_kv_cache_blocks: int | None
-    scheduled_requests: int
-    context_requests: int
-
-
-class InflightLine(IterationLine, rename={snake_case(name): name for name in INFLIGHT_FIELDS}):
-    """With in-flight batching."""
-
-    generation_requests: int
-    total_context_tokens: int
-    microbatch_id: int
-    paused_requests: int
-    ifbbench: IterationDetails
-
-
-class StaticLine(IterationLine, rename={snake_case(name): name for name in STATIC_FIELDS}):
-    """With static batches (V1)."""
-
-    total_generation_tokens: int
-    total_context_tokens: int
-    empty_generation_slots: int
-    ifbbench: IterationDetails
+def number(value: float) -> float:
+    """`value`, to be encoded as `repr` writes it. msgspec does so too, but for floats below 1e-4 and from 1e16 on
+    (0.00001, 1e16): these become their text, which only `encode` may use."""
+    return value if 1e-4 <= value < 1e16 or not value else cast(float, Raw(repr(value).encode()))
 
 
 class SpanLine(Struct):
@@ -153,21 +63,21 @@ class RequestLine(Struct):
 
     request_id: int
     index: int
-    arrival_s: Number
+    arrival_s: float
     prompt_len: int
     output_len: int
-    queue_time_s: Number | None
-    ttft_s: Number | None
-    tpot_s: Number | None
-    e2e_s: Number | None
-    first_scheduled_s: Number | None
-    first_token_s: Number | None
-    end_s: Number | None
+    queue_time_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    end_s: float | None
     max_new_tokens: int
     pauses: int
     recomputed_tokens: int
     reused_tokens: int
-    attribution_s: dict[str, Number]
+    attribution_s: dict[str, float]
     outcome: str
     error: str | None
 
@@ -208,13 +118,17 @@ class IterationEncoder:
 
     statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
     that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
-    of each iteration went.
+    of each iteration went. as_executor: in the form of ExecutorLine.
     """
 
-    def __init__(self, statistics: IterationStatistics, every: int = 1, profile: StepProfile | None = None) -> None:
+    def __init__(
+        self, statistics: IterationStatistics, every: int = 1, profile: StepProfile | None = None,
+        as_executor: bool = False,
+    ) -> None:  # fmt: skip
         self._statistics = statistics
         self._line_type = InflightLine if statistics.names[-1] == INFLIGHT_FIELDS[-1] else StaticLine
         self._profile = profile
+        self._as_executor = as_executor
         self._every = every
         self._bound_by = ""
         # The latest iterations, if the last of them was left out.
@@ -227,12 +141,12 @@ class IterationEncoder:
             self._latest = record
             return ()
         self._latest = None
-        return (encode(self._line(record)),)
+        return (self._encoded(record),)
 
     def stretch(self, stretch: Stretch, bound_by: str) -> list[bytes]:
         """The lines of all iterations of a stretch, equal to those of `record`: one line, of which only the fields that
         differ are set again. Numbers of Python, because stretches are often so short that arrays are slower."""
-        first, cache, every = stretch.first, stretch.first.cache, self._every
+        first, cache, every, as_executor = stretch.first, stretch.first.cache, self._every, self._as_executor
         timestamp_of = self._statistics.format_timestamp
         changed, self._bound_by = bound_by != self._bound_by, bound_by
         size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
@@ -257,7 +171,8 @@ class IterationEncoder:
                 details.device_ms = number((end_s - submit_s) * 1000)
                 fragmentation = max(0.0, 1.0 - filled / (held + more * size))
                 details.kv_fragmentation = number(round(fragmentation, FRAGMENTATION_DIGITS))
-                lines.append(encode(line))
+                completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
+                lines.append(encode(executor_line(line, completed) if as_executor else line))
             filled += first.num_generation
         left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
         self._latest = stretch if left_out else None
@@ -268,7 +183,11 @@ class IterationEncoder:
         if self._latest is None:
             return ()
         record = deque(self._latest.records(), 1)[0] if isinstance(self._latest, Stretch) else self._latest
-        return (encode(self._line(record)),)
+        return (self._encoded(record),)
+
+    def _encoded(self, record: IterationRecord) -> bytes:
+        line = self._line(record)
+        return encode(executor_line(line, len(record.finished)) if self._as_executor else line)
 
     def _line(self, record: IterationRecord) -> InflightLine | StaticLine:
         return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[call-arg,arg-type]
@@ -283,7 +202,7 @@ class IterationEncoder:
             None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
             [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
             record.recomputed, record.budget_used, record.padding or UNSET,
-            number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
+            record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
         )  # fmt: skip
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.clock import Clock, WallClock
-from ifbbench.config import RECORDING_FORMATS
+from ifbbench.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
@@ -26,14 +26,15 @@ class Recorder:
 
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
     trace, in seconds on the run's clock. recording_format: suffix of the files of lines. statistics,
-    iteration_stats_every, profile: see IterationEncoder. clock: files are flushed each second by it; real time if None,
-    even if the run has a virtual clock, so that a killed run loses at most this much.
+    iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are flushed each second
+    by it; real time if None, even if the run has a virtual clock, so that a killed run loses at most this much.
     """
 
     def __init__(
         self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
         arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
+        iteration_stats_format: str = ITERATION_STATS_FORMATS[0],
     ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
@@ -43,7 +44,9 @@ class Recorder:
         self._iterations, self._spans, self._requests = self._writers = [
             JsonLinesWriter(directory / f"{name}.{recording_format}") for name in ("iterations", "spans", "requests")
         ]
-        self._encoder = IterationEncoder(statistics, iteration_stats_every, profile)
+        self._encoder = IterationEncoder(
+            statistics, iteration_stats_every, profile, as_executor=iteration_stats_format == "trtllm"
+        )
         self._tracker = SpanTracker(self._spans.write, arrival_s)
         self._digest = ScheduleDigest()
         self._starts = array("d")

@@ -15,6 +15,8 @@ from ifbbench.errors import InputError
 RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
 OPEN_SPANS = "open_spans.jsonl"
+# The result of `--result_format` without a file of its own.
+RESULT = "result.json"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", "spans", "requests", "trace")
 # Packages that results depend on.
@@ -45,9 +47,10 @@ def prepare(path: Path, overwrite: bool) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lines = [f"{name}.{recording_format}" for name in LINE_FILES for recording_format in RECORDING_FORMATS]
-        for name in ("run.json", "summary.json", OPEN_SPANS, "report.html", *lines):
+        for name in ("run.json", "summary.json", OPEN_SPANS, RESULT, "report.html", *lines):
             (path / name).unlink(missing_ok=True)
-        shutil.rmtree(path / "charts", ignore_errors=True)
+        for name in ("charts", "export"):
+            shutil.rmtree(path / name, ignore_errors=True)
         (path / "run.json").touch()
     except OSError as error:
         reason = error.strerror or error
@@ -78,8 +81,8 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def hardware() -> dict[str, Any]:
-    """Processor, usable cores and memory in bytes."""
+def hardware(device: str | None = None) -> dict[str, Any]:
+    """Processor, usable cores and memory in bytes, and the GPU if `device` is "cuda"."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines() if cpu_info.exists() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -89,7 +92,16 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
+        "gpu": _gpu() if device == "cuda" else None,
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """Name and memory in bytes of the GPU that torch uses."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": facts.name, "memory_bytes": facts.total_memory}
 
 
 def git_revision() -> str | None:

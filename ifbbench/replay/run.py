@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import WallClock
-from ifbbench.config import RunConfig
+from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
@@ -42,11 +43,13 @@ class RunFailed(IfbbenchError):
 
 
 def run_trace(
-    source: str | None, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False
-) -> RunResult:
+    source: str | None, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
+    on_recorded: Callable[[Path], None] | None = None,
+) -> RunResult:  # fmt: skip
     """Replay `source` (see `load_trace`) with `config`.
 
-    owns_process: see `build_engine`. Raises InputError before anything is written if the input or the settings are bad,
+    owns_process: see `build_engine`. on_recorded: is called with the run directory when the recording has ended, also
+    that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
@@ -64,7 +67,11 @@ def run_trace(
         run_directory.prepare(directory, config.overwrite)
         progress.stage("writing trace")
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
-        summary, client = _replay(trace, engine, directory, progress)
+        try:
+            summary, client = _replay(trace, engine, directory, progress)
+        finally:
+            if on_recorded:
+                on_recorded(directory)
     finally:
         engine.executor.close()
     if config.responses_json:
@@ -82,7 +89,7 @@ def _replay(
     recorder = make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
-        profile=engine.profile.steps if engine.profile else None,
+        profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
@@ -173,7 +180,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
         },
         "model": engine.describe_model(),
         "versions": run_directory.versions(),
-        "hardware": run_directory.hardware(),
+        "hardware": run_directory.hardware(engine.device),
         "git_revision": run_directory.git_revision(),
     } | ({"device_limits": limits} if limits else {})
 
@@ -192,11 +199,14 @@ def _check_side_outputs(config: RunConfig) -> None:
     """Refuse before the run what could not be written after it."""
     if config.responses_json and config.makes_no_tokens:
         raise InputError(f"--responses_json: --device {config.device} makes no tokens; leave one of them out.")
-    for name in ("responses_json", "output_csv"):
+    paths: dict[Path, str] = {}
+    for name in SIDE_OUTPUTS:
         value = getattr(config, name)
         if not value:
             continue
         path = Path(value)
+        if (other := paths.setdefault(path.resolve(), name)) != name:
+            raise InputError(f"--{name} {path}: --{other} names the same file; give another one.")
         if path.is_dir() or not path.parent.is_dir():
             raise InputError(f"--{name} {path}: expected a file in a directory that exists.")
         if path.exists() and not config.overwrite:

@@ -157,10 +157,15 @@ def benchmark_figures(run: RunData) -> dict[str, float]:
 
 
 def benchmark_lines(run: RunData) -> list[str]:
-    """`[BENCHMARK] <name> <value>` for each figure: counts as integers, the others with two decimals."""
+    """`[BENCHMARK] <name> <value>` for each figure: counts as integers, the others with two decimals.
+
+    As there, streaming runs also have the time in the queue, which the CSV does not have."""
+    figures = benchmark_figures(run)
+    if run.config.get("streaming"):
+        figures |= _spread("request_queueing_latency(ms)", run.completed["queue_time_s"] * 1000)
     return [
         f"[BENCHMARK] {name} {value if isinstance(value, int) else format(value, '.2f')}"
-        for name, value in benchmark_figures(run).items()
+        for name, value in figures.items()
     ]
 
 

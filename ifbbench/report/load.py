@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from ifbbench.compressed import DamagedFile, read_pieces
 from ifbbench.errors import InputError
-from ifbbench.recording.lines import InflightLine, IterationDetails, RequestLine, SpanLine, snake_case
+from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
+from ifbbench.recording.lines import RequestLine, SpanLine
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
 
 Floats = NDArray[np.float64]
 
-ITERATION_FIELDS = ("Iteration Counter", "ifbbench")
+ITERATION_FIELDS = {"batch_manager": ("Iteration Counter", "ifbbench"), "trtllm": ("iter", "ifbbench")}
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
 REQUEST_FIELDS = ("request_id", "outcome")
 # Columns that are in the tables of all runs; further ones where the lines have them.
@@ -88,7 +89,8 @@ class RunData:
 
         Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
-        rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), ITERATION_FIELDS))
+        required = ITERATION_FIELDS[self.config.get("iteration_stats_format") or "batch_manager"]
+        rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), required))
         recorded = _table_of(rows, ITERATION_COLUMNS)
         recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
         return _filled(recorded, self.spans) if self.recorded_every > 1 else recorded
@@ -203,7 +205,7 @@ def _object(text: bytes) -> dict[str, Any]:
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
     details = row.pop("ifbbench")
     left_out = details.pop("first_left_out", None) or {}
-    flat: dict[str, Any] = {snake_case(name): value for name, value in row.items()} | details
+    flat: dict[str, Any] = documented_fields(row) | details
     flat["first_left_out_request"] = left_out.get("request_id")
     flat["first_left_out_reason"] = left_out.get("reason")
     flat["pauses"] = len(details.get("paused") or ())

@@ -1,5 +1,6 @@
 """`run`, `sweep` and `plot` with pretended runs: what is called, printed and returned."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +33,18 @@ def runs(monkeypatch):
     """Replaces running, loading and reporting; `failed` requests fail in every run, `calls` are the runs made."""
     pretended = SimpleNamespace(failed=0, calls=[], csv=[])
 
-    def run_trace(source, config, progress, *, owns_process):
+    def run_trace(source, config, progress, *, owns_process, on_recorded):
         pretended.calls.append((source, config, progress))
+        on_recorded(Path(config.output))
         return Result(Path(config.output), FIGURES, pretended.failed)
 
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
     monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("the report"))
     monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
+    monkeypatch.setattr("ifbbench.report.figures.figures", lambda run: FIGURES)
     monkeypatch.setattr(
-        "ifbbench.report.figures.write_benchmark_csv", lambda run, path: pretended.csv.append((run, path))
+        "ifbbench.report.outputs.write_outputs", lambda run, config: pretended.csv.append((run, config.output_csv))
     )
     return pretended
 
@@ -72,7 +75,14 @@ def test_run_reports_and_says_where_results_are(runs):
 def test_a_quiet_run_prints_nothing_but_writes_the_csv(runs):
     done = invoke("run", "--output", "out", "--output_csv", "figures.csv", "--quiet")
     assert done.output == ""
-    assert runs.csv == [(Path("out"), Path("figures.csv"))]
+    assert runs.csv == [(Path("out"), "figures.csv")]
+
+
+def test_json_is_all_that_is_on_standard_output(runs, tmp_path):
+    assert json.loads(invoke("run", "--output", "out", "--json").stdout) == FIGURES
+    assert json.loads(invoke("report", "out", "--json").stdout) == FIGURES
+    rows = json.loads(invoke("sweep", "--over", "seed=1,2", "--output", str(tmp_path / "s"), "--json").stdout)
+    assert [(row["seed"], row["ttft_s.p99"]) for row in rows] == [(1, 0.2), (2, 0.2)]
 
 
 def test_failed_requests_are_exit_status_1(runs):

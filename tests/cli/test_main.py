@@ -130,7 +130,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments, tmp_path):
         ("report --output_cvs x", "Did you mean --output_csv?"),
         ("dataset synth multi-turn --num-reqests 3", "No such option: --num-reqests. Did you mean --num-requests"),
         ("run --output_csv --quiet", "--output_csv needs a value, but --quiet follows it."),
-        ("report run --output-csv --debug", "--output-csv needs a value, but --debug follows it."),
+        ("report run --output-csv --debug", "--output_csv needs a value, but --debug follows it."),
     ],
 )
 def test_options_that_do_not_exist_are_explained_in_their_own_spelling(arguments, words):

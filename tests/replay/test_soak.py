@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,23 @@ from typing import Any
 import pytest
 
 from ifbbench.compressed import read_pieces
-from ifbbench.config import CHUNKING_POLICIES, EARLY_STOPPING, POLICIES, RECORDING_FORMATS, RunConfig, settings
+from ifbbench.config import (
+    CHUNKING_POLICIES,
+    EARLY_STOPPING,
+    POLICIES,
+    RECORDING_FORMATS,
+    RESULT_FORMATS,
+    SIDE_OUTPUTS,
+    RunConfig,
+    settings,
+)
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.errors import InputError
+from ifbbench.recording.iteration_lines import documented_fields
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
+from ifbbench.report.load import load_run
+from ifbbench.report.outputs import write_outputs
 
 LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
@@ -96,8 +109,15 @@ DRAWS: dict[str, Draw] = {
     "output": sometimes(0.0),
     "overwrite": on_or_off(0.2),
     "output_csv": sometimes(0.05, "figures.csv"),
+    "report_json": sometimes(0.05, "report.json"),
+    "request_json": sometimes(0.05, "requests.json"),
+    "iteration_log": sometimes(0.05, "iterations.log"),
+    "result_json": sometimes(0.05, "result.json"),
+    "result_format": sometimes(0.05, *RESULT_FORMATS),
+    "save_detailed": on_or_off(0.05),
     "responses_json": sometimes(0.05, "responses.json"),
     "recording_format": sometimes(0.2, *RECORDING_FORMATS),
+    "iteration_stats_format": sometimes(0.1, "trtllm"),
     "iteration_stats_every": sometimes(0.15, 2, 7),
     "profile": on_or_off(0.03),
     "log_iteration_data": on_or_off(0.05),
@@ -126,7 +146,7 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     draw = random.Random(seed)
     values = {name: value for name, rule in DRAWS.items() if (value := rule(draw)) is not None}
     values["output"] = str(folder / "run")
-    for name in ("output_csv", "responses_json"):
+    for name in SIDE_OUTPUTS:
         if name in values:
             values[name] = str(folder / values[name])
     folder.mkdir(exist_ok=True)
@@ -143,7 +163,7 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         with monkeypatch.context() as patched, within(LIMIT_S):
             patched.setattr(TokenGenerationLoop, "__init__", noted)
             config = RunConfig(**values)
-            run_trace(str(trace), config)
+            run_trace(str(trace), config, on_recorded=partial(written, config))
     except InputError:
         assert not (folder / "run").exists(), command_line(trace, values)
         return False
@@ -157,6 +177,11 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         error.add_note(f"Reproduce it with: {command_line(trace, values)}")
         raise
     return True
+
+
+def written(config: RunConfig, directory: Path) -> None:
+    """Write the files for other tools that `config` asks for."""
+    write_outputs(load_run(directory), config)
 
 
 def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
@@ -288,17 +313,18 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
 
 
 def check_iterations(summary: dict[str, Any], iterations: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
-    assert [line["Iteration Counter"] for line in iterations] == list(range(summary["iterations"]))
-    for line in iterations:
+    documented = list(map(documented_fields, iterations))
+    assert [line["iteration_counter"] for line in documented] == list(range(summary["iterations"]))
+    for line in documented:
         # A higher priority may make one more request active than the limit; it is not one more that runs.
-        assert line["Scheduled Requests"] <= min(line["Active Request Count"], line["Max Request Count"])
-        if line["Max KV cache blocks"] is not None:
-            used, free = line["Used KV cache blocks"], line["Free KV cache blocks"]
+        assert line["scheduled_requests"] <= min(line["active_request_count"], line["max_request_count"])
+        if line["max_kv_cache_blocks"] is not None:
+            used, free = line["used_kv_cache_blocks"], line["free_kv_cache_blocks"]
             assert used >= 0
             assert free >= 0
-            assert used + free == line["Max KV cache blocks"]
+            assert used + free == line["max_kv_cache_blocks"]
     of_context = sum(sum(span["chunks"]) for span in spans if span.get("chunks"))
-    assert sum(line["Total Context Tokens"] for line in iterations) == of_context
+    assert sum(line["total_context_tokens"] for line in documented) == of_context
     assert sum(len(line["ifbbench"]["paused"]) for line in iterations) == summary["pauses"]
     assert sum(line["ifbbench"]["tokens_recomputed"] for line in iterations) == summary["recomputed_tokens"]
     bound_by = Counter(line["ifbbench"]["bound_by"] for line in iterations)

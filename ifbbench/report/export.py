@@ -1,0 +1,74 @@
+"""Run directories as pandas data frames, and these tables as files."""
+
+import importlib.util
+import json
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import find_lines
+from ifbbench.report.figures import figures
+from ifbbench.report.load import RunData, read_lines
+from ifbbench.report.load import load_run as read_run
+
+TABLES = ("iterations", "requests", "spans", "trace")
+TRACE_FIELDS = ("request_id", "arrival_s")
+# Columns with values of several types.
+MIXED = ("cause",)
+
+
+class Run(RunData):
+    """A run directory: `run` (run.json) and `summary` as dictionaries; `iterations`, `requests`, `spans` and `trace` as
+    data frames, which are read when they are first used. Request ids are texts in them.
+
+    Of a killed run, the figures of `summary` cover what was done, and `partial` is True.
+    """
+
+    @cached_property
+    def trace(self) -> pd.DataFrame:
+        """A row a request of the trace that was replayed, in its order."""
+        table = pd.DataFrame.from_records(list(read_lines(find_lines(self.path, "trace"), TRACE_FIELDS)))
+        return table.astype({"request_id": str}) if len(table) else table
+
+
+def load_run(directory: str | PathLike[str]) -> Run:
+    """The one run directory at or below `directory`. InputError if there are several or none, or (for a table: when it
+    is first used) if a file is bad."""
+    run = read_run(Path(directory))
+    return Run(run.path, run.run, figures(run))
+
+
+def export_tables(run: Run, file_format: str) -> list[Path]:
+    """Write every table of `run` into `export` of its directory, over those of an earlier export; returns the files.
+
+    file_format: csv, with lists as JSON, or parquet. InputError if the package that writes Parquet is missing.
+    """
+    if file_format == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise InputError(
+            "--format parquet: needs the package pyarrow, which is not installed; install it with "
+            "`pip install 'ifbbench[parquet]'`, or use --format csv."
+        )
+    directory = run.path / "export"
+    try:
+        directory.mkdir(exist_ok=True)
+        return [_write(getattr(run, name), directory / f"{name}.{file_format}") for name in TABLES]
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror or error}).") from error
+
+
+def _write(table: pd.DataFrame, path: Path) -> Path:
+    if path.suffix == ".csv":
+        lists = {str(name): table[name].map(_json_of_list) for name in table if table[name].dtype == object}
+        table.assign(**lists).to_csv(path, index=False, lineterminator="\n")
+    else:
+        texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}
+        table.assign(**texts).to_parquet(path, index=False)
+    return path
+
+
+def _json_of_list(value: Any) -> Any:
+    return json.dumps(value, separators=(",", ":")) if isinstance(value, list) else value
