@@ -30,15 +30,21 @@ _log = logging.getLogger("ifbbench")
 class ForeignOption:
     """An option of another tool that sets nothing here.
 
-    reason: why it has no effect, or is refused. is_flag: it takes no value, or true or false. is_refused: it would
-    change what is measured, so that it is not ignored, but for the values in `harmless` (as texts, in lower case).
+    reason: why it has no effect, or is refused. is_flag: it takes no value, or true or false; is_switch: never a value.
+    is_refused: it would change what is measured, so that it is not ignored, but for the values in `harmless` (as texts,
+    in lower case).
     """
 
     name: str
     reason: str
     is_flag: bool = False
+    is_switch: bool = False
     is_refused: bool = False
     harmless: tuple[str, ...] = ()
+
+    @property
+    def metavar(self) -> str:
+        return "" if self.is_flag or self.is_switch else " VALUE"
 
     def check(self, value: Any) -> None:
         """Say on standard error that the option has no effect, or raise InputError if it is refused."""
@@ -49,9 +55,10 @@ class ForeignOption:
             _log.warning("--%s has no effect: %s", self.name, self.reason)
 
 
+WARM_UP = ForeignOption("warm_up", "every run on a real device warms up first, and its requests are not measured.")
 OPTIONS = (
     ForeignOption("api", "executor and gptManager are two interfaces of one batch manager; here there is one."),
-    ForeignOption("warm_up", "every run on a real device warms up first, and its requests are not measured."),
+    WARM_UP,
     ForeignOption("first_batch_delay", "requests are offered when they arrive; --static_emulated_batch_size collects "
                   "them into batches."),
     ForeignOption("lora_dir", LORA),
@@ -91,13 +98,15 @@ UNSET_SETTINGS = ("max_batch_size", "max_tokens_in_paged_kvcache", "kv_cache_fre
 def click_option(option: ForeignOption) -> click.Option:
     """The hidden command line option of a foreign one."""
     declaration = f"--{option.name}/--no_{option.name}" if option.is_flag else f"--{option.name}"
-    return click.Option([option.name, declaration], default=None, hidden=True, help=option.reason)
+    return click.Option([option.name, declaration], is_flag=option.is_flag or option.is_switch, default=None,
+                        hidden=True, help=option.reason)  # fmt: skip
 
 
 class TraceCommand(SettingsCommand):
     """A command that replays TRACE and takes gptManagerBenchmark's command lines."""
 
     foreign: tuple[ForeignOption, ...] = OPTIONS
+    tool = "gptManagerBenchmark"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +121,7 @@ class TraceCommand(SettingsCommand):
             click.Option(["log_level", "--log_level"], metavar="LEVEL",
                          help=f"What is printed to standard error. [{', '.join(LOG_LEVELS)}; default: warning]"),
             click.Option(["--help_compat"], is_flag=True, is_eager=True, expose_value=False, callback=self._print,
-                         help="List the options of gptManagerBenchmark that have no effect or are refused."),
+                         help=f"List the options of {self.tool} that have no effect or are refused."),
             *map(click_option, self.foreign),
         ]  # fmt: skip
 
@@ -145,9 +154,9 @@ class TraceCommand(SettingsCommand):
         if value and not ctx.resilient_parsing:
             formatter = ctx.make_formatter()
             for title, is_refused in (("options without effect", False), ("options that are refused", True)):
-                with formatter.section(f"gptManagerBenchmark {title}"):
+                with formatter.section(f"{self.tool} {title}"):
                     formatter.write_dl([
-                        (f"--{option.name}{'' if option.is_flag else ' VALUE'}", _capitalised(option.reason))
+                        (f"--{option.name}{option.metavar}", _capitalised(option.reason))
                         for option in self.foreign if option.is_refused == is_refused
                     ])  # fmt: skip
             click.echo(formatter.getvalue().rstrip())

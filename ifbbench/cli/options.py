@@ -189,7 +189,7 @@ def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Checked values by setting name, from a flat YAML or TOML table. InputError names the file and the entry."""
     with located(str(path)):
-        table = _parse(path)
+        table = parse_config_file(path)
         if not isinstance(table, dict):
             raise InputError("expected a table of settings, one `name: value` each.")
         values: dict[str, Any] = {}
@@ -201,7 +201,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse(path: Path) -> Any:
+def parse_config_file(path: Path) -> Any:
+    """The content of a YAML or TOML file; values of YAML stay texts. InputError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
