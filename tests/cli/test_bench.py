@@ -13,16 +13,9 @@ from ifbbench.cli.main import main
 from ifbbench.report.trtllm_text import report_text
 
 # Of trtllm-bench in TensorRT-LLM 0.12 to 1.2: of the group, of both commands, and of throughput alone.
-GROUP = "model model_path workspace log_level revision".split()
-BOTH = """
-    engine_dir backend extra_llm_api_options config sampler_options kv_cache_free_gpu_mem_fraction max_seq_len dataset
-    modality max_input_len num_requests warmup tp pp ep beam_width concurrency medusa_choices report_json iteration_log
-""".split()
-THROUGHPUT = """
-    custom_module_dirs max_batch_size max_num_tokens mamba_ssm_cache_dtype no_skip_tokenizer_init eos_id
-    image_data_format data_device target_input_len target_output_len cluster_size streaming output_json request_json
-    enable_chunked_context disable_chunked_context scheduler_policy request_rate
-""".split()
+GROUP = ["model", "model_path", "workspace", "log_level", "revision"]
+BOTH = ["engine_dir", "backend", "extra_llm_api_options", "config", "sampler_options", "kv_cache_free_gpu_mem_fraction", "max_seq_len", "dataset", "modality", "max_input_len", "num_requests", "warmup", "tp", "pp", "ep", "beam_width", "concurrency", "medusa_choices", "report_json", "iteration_log"]
+THROUGHPUT = ["custom_module_dirs", "max_batch_size", "max_num_tokens", "mamba_ssm_cache_dtype", "no_skip_tokenizer_init", "eos_id", "image_data_format", "data_device", "target_input_len", "target_output_len", "cluster_size", "streaming", "output_json", "request_json", "enable_chunked_context", "disable_chunked_context", "scheduler_policy", "request_rate"]
 # From docs/source/performance of these versions, with shell variables in the place of paths.
 COMMANDS = {
     "0.12": "trtllm-bench --model $model_name throughput --dataset $dataset_file --engine_dir $engine_dir",

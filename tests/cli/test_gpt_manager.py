@@ -15,20 +15,7 @@ from ifbbench.cli.run import run, sweep
 from ifbbench.workload.load import bundled_path
 
 # Every option of gptManagerBenchmark in TensorRT-LLM 0.5 to 1.0. The last line has those that were retired.
-NAMES = """
-    help engine_dir decoder_engine_dir encoder_engine_dir api type dataset output_csv max_num_samples beam_width warm_up
-    eos_id pad_id max_tokens_in_paged_kvcache max_attention_window sink_token_len random_seed
-    kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction request_rate concurrency max_batch_size max_num_tokens
-    enable_batch_size_tuning enable_max_num_tokens_tuning enable_exp_delays streaming enable_kv_cache_reuse
-    enable_chunked_context return_context_logits return_generation_logits scheduler_policy static_emulated_batch_size
-    log_level log_iteration_data wait_sleep lora_dir lora_host_cache_bytes lora_num_device_mod_layers
-    kv_host_cache_bytes kv_onboard_blocks max_prompt_len gpu_weights_percent medusa_choices eagle_choices
-    eagle_posterior_threshold temperature eagle_use_dynamic_tree eagle_dynamic_tree_max_top_k multi_block_mode
-    cuda_graph_mode cuda_graph_cache_size enable_trt_overlap enable_context_fmha_fp32_acc executor_lookahead_config
-    request_lookahead_config responses_json
-    model max_num_sequences first_batch_delay static_emulated_timeout kv_dont_onboard_blocks exclude_input_in_output_seq
-    responses_json_file dump_profile
-""".split()
+NAMES = ["help", "engine_dir", "decoder_engine_dir", "encoder_engine_dir", "api", "type", "dataset", "output_csv", "max_num_samples", "beam_width", "warm_up", "eos_id", "pad_id", "max_tokens_in_paged_kvcache", "max_attention_window", "sink_token_len", "random_seed", "kv_cache_free_gpu_mem_fraction", "cross_kv_cache_fraction", "request_rate", "concurrency", "max_batch_size", "max_num_tokens", "enable_batch_size_tuning", "enable_max_num_tokens_tuning", "enable_exp_delays", "streaming", "enable_kv_cache_reuse", "enable_chunked_context", "return_context_logits", "return_generation_logits", "scheduler_policy", "static_emulated_batch_size", "log_level", "log_iteration_data", "wait_sleep", "lora_dir", "lora_host_cache_bytes", "lora_num_device_mod_layers", "kv_host_cache_bytes", "kv_onboard_blocks", "max_prompt_len", "gpu_weights_percent", "medusa_choices", "eagle_choices", "eagle_posterior_threshold", "temperature", "eagle_use_dynamic_tree", "eagle_dynamic_tree_max_top_k", "multi_block_mode", "cuda_graph_mode", "cuda_graph_cache_size", "enable_trt_overlap", "enable_context_fmha_fp32_acc", "executor_lookahead_config", "request_lookahead_config", "responses_json", "model", "max_num_sequences", "first_batch_delay", "static_emulated_timeout", "kv_dont_onboard_blocks", "exclude_input_in_output_seq", "responses_json_file", "dump_profile"]
 # From benchmarks/cpp/README.md and docs/source/performance/perf-overview.md of these versions.
 COMMANDS = {
     "0.5, V1": "./benchmarks/gptManagerBenchmark --model gpt "
@@ -212,13 +199,24 @@ def test_minus_one_means_not_given_as_in_early_versions(checkout: Path) -> None:
     assert config_of(Path("out"))["kv_cache_free_gpu_mem_fraction"] == 0.9
 
 
+class Kept(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self, messages: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record)
+
+
 def test_the_log_level_is_that_of_the_messages(checkout: Path) -> None:
     """It is reset when the command ends."""
-    logger, seen = logging.getLogger("ifbbench"), []
+    logger = logging.getLogger("ifbbench")
+    seen: list[logging.LogRecord] = []
     for level in ("error", "verbose"):
         words = ["--log_level", level, "--lora_dir", "x", *SIMULATED, "--quiet", "--output", f"out-{level}"]
-        handler = logging.Handler()
-        handler.emit = seen.append  # type: ignore[method-assign]
+        handler = Kept(seen)
         logger.addHandler(handler)
         assert CliRunner().invoke(main, ["run", "documentation", *words]).exit_code == 0
         logger.removeHandler(handler)
