@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ifbbench.cli.bench import OPTIONS, latency, throughput
+from ifbbench.cli.bench import BenchCommand, latency, throughput
 from ifbbench.cli.main import main
 from ifbbench.report.trtllm_text import report_text
 
 # Of trtllm-bench in TensorRT-LLM 0.12 to 1.2: of the group, of both commands, and of throughput alone.
 GROUP = ["model", "model_path", "workspace", "log_level", "revision"]
-BOTH = ["engine_dir", "backend", "extra_llm_api_options", "config", "sampler_options", "kv_cache_free_gpu_mem_fraction", "max_seq_len", "dataset", "modality", "max_input_len", "num_requests", "warmup", "tp", "pp", "ep", "beam_width", "concurrency", "medusa_choices", "report_json", "iteration_log"]
-THROUGHPUT = ["custom_module_dirs", "max_batch_size", "max_num_tokens", "mamba_ssm_cache_dtype", "no_skip_tokenizer_init", "eos_id", "image_data_format", "data_device", "target_input_len", "target_output_len", "cluster_size", "streaming", "output_json", "request_json", "enable_chunked_context", "disable_chunked_context", "scheduler_policy", "request_rate"]
+BOTH = [
+    "engine_dir", "backend", "extra_llm_api_options", "config", "sampler_options",
+    "kv_cache_free_gpu_mem_fraction", "max_seq_len", "dataset", "modality", "max_input_len", "num_requests",
+    "warmup", "tp", "pp", "ep", "beam_width", "concurrency", "medusa_choices", "report_json", "iteration_log",
+]  # fmt: skip
+THROUGHPUT = [
+    "custom_module_dirs", "max_batch_size", "max_num_tokens", "mamba_ssm_cache_dtype", "no_skip_tokenizer_init",
+    "eos_id", "image_data_format", "data_device", "target_input_len", "target_output_len", "cluster_size",
+    "streaming", "output_json", "request_json", "enable_chunked_context", "disable_chunked_context",
+    "scheduler_policy", "request_rate",
+]  # fmt: skip
 # From docs/source/performance of these versions, with shell variables in the place of paths.
 COMMANDS = {
     "0.12": "trtllm-bench --model $model_name throughput --dataset $dataset_file --engine_dir $engine_dir",
@@ -48,6 +57,7 @@ HEADINGS = [
     "ENGINE DETAILS", "MACHINE DETAILS", "WORLD + RUNTIME INFORMATION", "REQUEST DETAILS", "PERFORMANCE OVERVIEW",
     "DATASET DETAILS",
 ]  # fmt: skip
+assert isinstance(throughput, BenchCommand)
 SIMULATED = ["--device", "h100-sxm", "--max_tokens", "65536"]
 
 
@@ -98,11 +108,12 @@ def test_a_command_line_of_upstream_runs(version: str) -> None:
 
 def test_every_option_of_upstream_exists() -> None:
     for command, names in ((throughput, [*GROUP, *BOTH, *THROUGHPUT]), (latency, [*GROUP, *BOTH])):
-        taken = {name.removeprefix("--") for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        given = [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
+        taken = {name.removeprefix("--") for name in given}
         assert [name for name in names if name not in taken] == []
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+@pytest.mark.parametrize("option", throughput.foreign, ids=lambda option: option.name)
 def test_an_option_without_effect_says_so_in_one_line(option, caplog) -> None:
     words = ["throughput", "documentation", f"--{option.name}", *([] if option.metavar == "" else ["2"])]
     if option.is_refused:

@@ -9,13 +9,28 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ifbbench.cli.gpt_manager import OPTIONS
+from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.main import main
 from ifbbench.cli.run import run, sweep
 from ifbbench.workload.load import bundled_path
 
 # Every option of gptManagerBenchmark in TensorRT-LLM 0.5 to 1.0. The last line has those that were retired.
-NAMES = ["help", "engine_dir", "decoder_engine_dir", "encoder_engine_dir", "api", "type", "dataset", "output_csv", "max_num_samples", "beam_width", "warm_up", "eos_id", "pad_id", "max_tokens_in_paged_kvcache", "max_attention_window", "sink_token_len", "random_seed", "kv_cache_free_gpu_mem_fraction", "cross_kv_cache_fraction", "request_rate", "concurrency", "max_batch_size", "max_num_tokens", "enable_batch_size_tuning", "enable_max_num_tokens_tuning", "enable_exp_delays", "streaming", "enable_kv_cache_reuse", "enable_chunked_context", "return_context_logits", "return_generation_logits", "scheduler_policy", "static_emulated_batch_size", "log_level", "log_iteration_data", "wait_sleep", "lora_dir", "lora_host_cache_bytes", "lora_num_device_mod_layers", "kv_host_cache_bytes", "kv_onboard_blocks", "max_prompt_len", "gpu_weights_percent", "medusa_choices", "eagle_choices", "eagle_posterior_threshold", "temperature", "eagle_use_dynamic_tree", "eagle_dynamic_tree_max_top_k", "multi_block_mode", "cuda_graph_mode", "cuda_graph_cache_size", "enable_trt_overlap", "enable_context_fmha_fp32_acc", "executor_lookahead_config", "request_lookahead_config", "responses_json", "model", "max_num_sequences", "first_batch_delay", "static_emulated_timeout", "kv_dont_onboard_blocks", "exclude_input_in_output_seq", "responses_json_file", "dump_profile"]
+NAMES = [
+    "help", "engine_dir", "decoder_engine_dir", "encoder_engine_dir", "api", "type", "dataset", "output_csv",
+    "max_num_samples", "beam_width", "warm_up", "eos_id", "pad_id", "max_tokens_in_paged_kvcache",
+    "max_attention_window", "sink_token_len", "random_seed", "kv_cache_free_gpu_mem_fraction",
+    "cross_kv_cache_fraction", "request_rate", "concurrency", "max_batch_size", "max_num_tokens",
+    "enable_batch_size_tuning", "enable_max_num_tokens_tuning", "enable_exp_delays", "streaming",
+    "enable_kv_cache_reuse", "enable_chunked_context", "return_context_logits", "return_generation_logits",
+    "scheduler_policy", "static_emulated_batch_size", "log_level", "log_iteration_data", "wait_sleep",
+    "lora_dir", "lora_host_cache_bytes", "lora_num_device_mod_layers", "kv_host_cache_bytes",
+    "kv_onboard_blocks", "max_prompt_len", "gpu_weights_percent", "medusa_choices", "eagle_choices",
+    "eagle_posterior_threshold", "temperature", "eagle_use_dynamic_tree", "eagle_dynamic_tree_max_top_k",
+    "multi_block_mode", "cuda_graph_mode", "cuda_graph_cache_size", "enable_trt_overlap",
+    "enable_context_fmha_fp32_acc", "executor_lookahead_config", "request_lookahead_config", "responses_json",
+    "model", "max_num_sequences", "first_batch_delay", "static_emulated_timeout", "kv_dont_onboard_blocks",
+    "exclude_input_in_output_seq", "responses_json_file", "dump_profile",
+]  # fmt: skip
 # From benchmarks/cpp/README.md and docs/source/performance/perf-overview.md of these versions.
 COMMANDS = {
     "0.5, V1": "./benchmarks/gptManagerBenchmark --model gpt "
@@ -49,6 +64,7 @@ ENCODER_DECODER = (
     "--decoder_engine_dir ../../examples/enc_dec/tmp/trt_engines/t5-small-4gpu/bfloat16/decoder "
     "--dataset cnn_dailymail.json"
 )
+assert isinstance(run, TraceCommand)
 VARIABLES = {
     "LORA_ENGINE": "Llama-2-13b-hf-engine", "EG_DIR": "eg", "EOS_ID": "2", "engine_dir": "/tmp/engine",
     "dataset_file": "data.json", "dataset_file_json": "data.json", "results_csv": "results.csv",
@@ -121,7 +137,7 @@ def test_every_option_of_upstream_exists(command) -> None:
     assert [name for name in NAMES if name not in taken] == []
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+@pytest.mark.parametrize("option", run.foreign, ids=lambda option: option.name)
 def test_an_option_without_effect_says_so_in_one_line(option, checkout: Path, caplog) -> None:
     words = [f"--{option.name}"] if option.is_flag else [f"--{option.name}", "[[0], [0, 1]]"]
     done = CliRunner().invoke(main, ["run", "documentation", *words, *SIMULATED, "--quiet", "--output", "out"])
@@ -142,7 +158,7 @@ def test_options_without_effect_have_a_help_of_their_own() -> None:
     listed = CliRunner().invoke(main, ["run", "--help-compat"]).stdout
     assert "gptManagerBenchmark options without effect:" in listed
     usual = CliRunner().invoke(main, ["run", "--help"]).stdout
-    for option in OPTIONS:
+    for option in run.foreign:
         assert f"--{option.name}" in listed
         assert f"--{option.name} " not in usual
     assert "--help_compat" in usual
