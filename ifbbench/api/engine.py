@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
-from ifbbench.clock import Clock, VirtualClock, WallClock
+from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
@@ -20,7 +20,6 @@ from ifbbench.errors import InputError
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
-from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.clock import Progress
 from ifbbench.config import RunConfig, settings
-from ifbbench.progress import Progress
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import TraceRequest

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ifbbench.clock import WallClock
-from ifbbench.progress import NO_PROGRESS, Progress
+from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 
 if TYPE_CHECKING:
     from rich.console import Console

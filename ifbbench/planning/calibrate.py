@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.build import TORCH_DTYPES, choose_device
@@ -23,7 +24,6 @@ from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.planning.fit import FITTED_SHARES, FitError, Floats, Point, fit, points_of, predicted_s
 from ifbbench.planning.measure import measure, scenarios
-from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.recording import run_directory
 from ifbbench.report import count, percent, significant
 from ifbbench.report.style import INK, MUTED, SERIES, styled, title

@@ -9,13 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ifbbench.api.engine import Engine
-from ifbbench.clock import Clock, WallClock
+from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
-from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
-from ifbbench.clock import WallClock
+from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client

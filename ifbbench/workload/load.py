@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean
-from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.workload.distributions import ArrivalProcess, Constant, Poisson, Stream, generator
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES

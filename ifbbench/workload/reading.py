@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import msgspec
 
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import DamagedFile, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
-from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.workload.formats import FORMATS, UNDERSTOOD, Row, TraceFormat
 from ifbbench.workload.trace import ID, ColumnsBuilder, Recall, Trace, TraceRequest, no_recall
 
