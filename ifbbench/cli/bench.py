@@ -65,6 +65,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "throughput": {},
     "latency": {"max_batch_size": 1, "concurrency": 1, "streaming": True, "enable_chunked_context": False},
 }
+INSTEAD = {
+    "build": "no engine is built; give --model, or --engine_dir of one that is.",
+    "prepare-dataset": "use `ifbbench dataset synth`, which has its options.",
+}
 _log = logging.getLogger("ifbbench")
 
 
@@ -94,7 +98,18 @@ class BenchCommand(TraceCommand):
         return super().parse_args(ctx, [*(ctx.obj or ()), *args])  # a later option wins
 
 
-@click.group()
+class BenchGroup(click.Group):
+    """The group of both commands, which says what to use instead of the other commands of trtllm-bench."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0].replace("_", "-") in INSTEAD:
+            ctx.fail(f"{args[0]}: {INSTEAD[args[0].replace('_', '-')]}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=BenchGroup)
 @click.option("--model", "-m", metavar="NAME", help="As of the commands.")
 @click.option("--model_path", metavar="DIR", help="As of the commands.")
 @click.option("--workspace", "-w", metavar="DIR", help="No effect.")

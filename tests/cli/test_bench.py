@@ -210,3 +210,10 @@ def test_unknown_figures_are_not_available() -> None:
 def test_quiet_prints_nothing_but_warnings() -> None:
     done = CliRunner().invoke(main, ["bench", "throughput", "documentation", *SIMULATED, "--quiet", "--output", "out"])
     assert (done.exit_code, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [("build", "no engine is built"), ("prepare-dataset", "use `ifbbench dataset synth`")]
+)
+def test_other_commands_of_upstream_are_explained(command: str, words: str) -> None:
+    assert words in error_of("--model", "tiny", command, "--output", "x")
