@@ -1,4 +1,4 @@
-"""The clocks of a run. No other module reads the time or sleeps."""
+"""The clocks of a run, and its progress in time. No other module reads the time or sleeps."""
 
 import time
 from typing import Protocol
@@ -83,3 +83,28 @@ class VirtualClock:
     def wait_until_ns(self, nanoseconds: int) -> None:
         """`wait_until`, in nanoseconds since the start."""
         self.now_ns = max(self.now_ns, nanoseconds)
+
+
+class Progress(Protocol):
+    """Is notified of the stages of a long operation, and of the steps of each."""
+
+    def stage(self, label: str) -> None:
+        """The stage `label` ("reading trace") begins; the number of its steps is not known yet."""
+        ...
+
+    def update(self, completed: int, total: int | None, text: str) -> None:
+        """`completed` of `total` steps of the stage are done; None if their number is unknown. text: what they do."""
+        ...
+
+
+class _NoProgress:
+    """Shows nothing."""
+
+    def stage(self, label: str) -> None:
+        pass
+
+    def update(self, completed: int, total: int | None, text: str) -> None:
+        pass
+
+
+NO_PROGRESS: Progress = _NoProgress()

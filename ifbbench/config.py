@@ -18,10 +18,10 @@ from ifbbench.fields import Setting, declare, settings_of
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
-BATCHING_TYPES = ("v1", "inflight", "inflight_fused")
+BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
 BATCHING_TYPE_ALIASES = {
-    "static": "v1", "UIFB": "inflight", "InflightBatching": "inflight", "IFB": "inflight_fused",
-    "InflightFusedBatching": "inflight_fused",
+    "static": "v1", "IFB": "inflight_fused", "inflight": "inflight_fused", "InflightFusedBatching": "inflight_fused",
+    "UIFB": "inflight_unfused", "InflightBatching": "inflight_unfused",
 }  # fmt: skip
 EARLY_STOPPING = ("always", "heuristic", "never")
 DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
@@ -136,8 +136,9 @@ class RunConfig:
 
     # Scheduling.
     type: str = _scheduling(
-        "inflight_fused", "Batching type: static batches; requests that join and leave in every iteration; the same "
-        "with context and generation in one pass.", choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
+        "inflight_fused", "Batching type: static batches (v1, static); requests that join and leave in every "
+        "iteration (inflight_fused, inflight, IFB); the same with a pass for each phase (inflight_unfused, UIFB).",
+        choices=BATCHING_TYPES, value_aliases=BATCHING_TYPE_ALIASES,
         elsewhere="batching_type batching")
     policy: str = _scheduling(
         "guaranteed_no_evict", "Capacity scheduler policy.", choices=POLICIES, other_texts=".+",
@@ -145,6 +146,7 @@ class RunConfig:
         elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy")
     max_batch_size: int | None = _scheduling(
         None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
+        aliases=("max_num_sequences",),
         elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
     max_num_tokens: int = _scheduling(
         DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",

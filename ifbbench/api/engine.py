@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
-from ifbbench.clock import Clock, VirtualClock, WallClock
+from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
@@ -31,12 +31,6 @@ LONG_WARM_UP_PROMPT_LEN = 2048
 CPU_WARM_UP_FLOPS = 5e10
 WARM_UP_NEW_TOKENS = 3
 _log = logging.getLogger("ifbbench")
-
-
-class Progress(Protocol):
-    """Is notified how far a long operation is: `completed` of `total` steps, and `text`, what it does."""
-
-    def update(self, completed: int, total: int, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +137,7 @@ def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)
 
 
-def warm_up(engine: Engine, progress: Progress | None = None) -> None:
+def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
     """Run `warm_up` requests with the options of the run's, so that allocation, threads, kernels and CUDA graphs are
     not part of the measurement.
 
@@ -158,6 +152,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
                      config.device)  # fmt: skip
     if not count or not engine.makes_tokens:
         return
+    progress.stage("warming up")
     lengths = _warm_up_lengths(engine)
     requests = [
         Request(
@@ -170,10 +165,6 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
     def get_requests(count: int) -> list[Request]:
         return [requests.pop(0)] if requests and count else []
 
-    def report(done: int, total: int) -> None:
-        if progress:
-            progress.update(done, total, "warming up")
-
     loop = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     try:
         while loop.step():
@@ -183,7 +174,7 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
             raise failure.__cause__ from failure
         raise
     if isinstance(engine.executor, WarmingExecutor):
-        engine.executor.warm_up(report)
+        engine.executor.warm_up(lambda done, total: progress.update(done, total, ""))
     if engine.profile is not None:
         engine.profile.steps.clear()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.clock import Progress
 from ifbbench.config import RunConfig, settings
 
 if TYPE_CHECKING:
@@ -64,9 +65,13 @@ def capacity(
         memory_bytes = int(memory_gib * BYTES_PER_GIB)
     config = given_config(config_file, options)
 
+    from ifbbench.cli.console import progress_line
     from ifbbench.planning.capacity import study
 
-    found = study(config, _requests(config, input_len, output_len, trace), memory_bytes)
+    with progress_line("capacity", config.quiet) as progress:
+        requests = _requests(config, input_len, output_len, trace, progress)
+        progress.stage("calculating")
+        found = study(config, requests, memory_bytes)
     if as_json:
         from ifbbench.planning.capacity_tables import figures
 
@@ -78,12 +83,14 @@ def capacity(
     print_study(found, report_console())
 
 
-def _requests(config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None) -> "Requests":
+def _requests(
+    config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None, progress: Progress
+) -> "Requests":
     """Those of the trace, or one that represents all of these lengths; none where neither is given."""
     if trace is not None:
         from ifbbench.workload.load import load_trace
 
-        return list(load_trace(trace, config))
+        return list(load_trace(trace, config, progress))
     if input_len is None or output_len is None:
         return []
     from ifbbench.workload.trace import Reserve, TraceRequest

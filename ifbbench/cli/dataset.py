@@ -11,6 +11,7 @@ import click
 
 from ifbbench.cli.options import SettingOption, given_config
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, synth, write
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig, setting
 from ifbbench.errors import InputError
 
@@ -50,11 +51,13 @@ def _setting_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-def _load(trace: str, config: RunConfig, output: Path | None = None) -> "Trace":
+def _load(
+    trace: str, config: RunConfig, output: Path | None = None, progress: Progress = NO_PROGRESS
+) -> "Trace":
     """The requests of `trace`. InputError if `output` is its file, which is read while that is written."""
     from ifbbench.workload.load import load_trace
 
-    loaded = load_trace(trace, config)
+    loaded = load_trace(trace, config, progress)
     if output is not None and output.exists() and output.samefile(loaded.source):
         raise InputError(f"{output} is the trace that is read; give another file to write.")
     return loaded
@@ -114,10 +117,13 @@ def sample(
               help="Draw charts of lengths, arrivals and reuse into this directory (PNG, SVG).")  # fmt: skip
 def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> None:
     """Describe TRACE: lengths, arrivals, classes, and the prompt tokens that requests have in common."""
+    from ifbbench.cli.console import progress_line
     from ifbbench.workload.statistics import trace_statistics
 
-    loaded = _load(trace, given_config(None, reading))
-    statistics = trace_statistics(loaded)
+    with progress_line("dataset info", quiet=False) as progress:
+        loaded = _load(trace, given_config(None, reading), progress=progress)
+        progress.stage("describing trace")
+        statistics = trace_statistics(loaded)
     if as_json:
         identity = {"name": loaded.name, "source": loaded.source, "sha256": loaded.sha256}
         click.echo(json.dumps(identity | asdict(statistics)))

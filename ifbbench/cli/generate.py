@@ -24,14 +24,18 @@ def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | 
 
     from ifbbench.api.engine import build_engine
     from ifbbench.api.engine import generate as run
+    from ifbbench.cli.console import progress_line
     from ifbbench.model.named_models import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    engine = build_engine(config, owns_process=True)
-    try:
-        outputs = run(engine, encoded, max_new_tokens)
-    finally:
-        engine.executor.close()
+    with progress_line("generate", config.quiet) as progress:
+        progress.stage("loading model")
+        engine = build_engine(config, owns_process=True)
+        try:
+            progress.stage("generating")
+            outputs = run(engine, encoded, max_new_tokens)
+        finally:
+            engine.executor.close()
     for prompt, tokens in zip(prompts, outputs, strict=True):
         click.echo(click.style(prompt, bold=True) + tokenizer.decode(tokens.tolist()))

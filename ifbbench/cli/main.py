@@ -20,6 +20,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "run": ("run", "Replay a trace and report what happened."),
     "generate": ("generate", "Print what a model answers to a prompt."),
+    "bench": ("bench", "Run with trtllm-bench's options and report."),
     "sweep": ("run", "Run once for each combination of settings."),
     "report": ("report", "Print the report of a run again."),
     "plot": ("report", "Draw the charts of runs and sweeps."),

@@ -1,22 +1,24 @@
 """Command line options and config files, made from the settings of `ifbbench.config`."""
 
 import difflib
+import logging
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ifbbench.config import RunConfig, from_mapping, same_elsewhere, setting, settings
+from ifbbench.config import SIMULATED, RunConfig, from_mapping, same_elsewhere, setting, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import Setting, located
+from ifbbench.fields import Setting, boolean, located
 
 DEBUG = "ifbbench.debug"
+_log = logging.getLogger("ifbbench")
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What to do about options of other tools that none of ours corresponds to.
 _ADVICE = {
-    "dataset trace dataset_path dataset_name input input_file": "Give the trace as an argument: ifbbench run TRACE.",
+    "trace dataset_path dataset_name input input_file": "Give the trace as an argument: ifbbench run TRACE.",
     "goodput slo request_goodput": "There is no goodput yet; requests.jsonl of a run has the latency of each request.",
     "ignore_eos": "Requests end at their recorded output length unless --stop_at_end_token is given.",
 }
@@ -40,6 +42,7 @@ class Command(click.Command):
         self.params.append(debug_option())
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = _booleans_as_flags(args, self.params)
         given = [arg.partition("=")[0] for arg in args]
         try:
             rest = super().parse_args(ctx, args)
@@ -54,6 +57,28 @@ class Command(click.Command):
                     name = next(name for name in option.opts if name.startswith("--"))
                     raise click.UsageError(f"{name} needs a value, but {value} follows it.", ctx=ctx)
         return rest
+
+
+def _booleans_as_flags(args: list[str], parameters: Iterable[click.Parameter]) -> list[str]:
+    """`--x false`, `--x=false` and the like, as gptManagerBenchmark takes them, become the flag of the pair
+    `--x/--no_x` that they mean."""
+    opposites: dict[str, str] = {}
+    for pair in parameters:
+        for on, off in zip(pair.opts, pair.secondary_opts, strict=False):
+            opposites |= {_plain(on): off, _plain(off): on}
+    flags, rest = [], list(args)
+    while rest and rest[0] != "--":
+        arg = rest.pop(0)
+        name, equals, value = arg.partition("=")
+        if _plain(name) in opposites and (equals or (rest and rest[0].lower() in ("true", "false"))):
+            is_on = boolean(value if equals else rest.pop(0), name, from_text=True)
+            arg = name if is_on else opposites[_plain(name)]
+        flags.append(arg)
+    return flags + rest
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _suggestion(name: str, known: Collection[str]) -> str:
@@ -135,13 +160,35 @@ def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunCon
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong."""
     from_file = read_config_file(config_file) if config_file else {}
     from_command_line = {name: value for name, value in options.items() if value is not None}
-    return from_mapping({**from_file, **from_command_line}, command_line=True)
+    values = {**from_file, **from_command_line}
+    engine_dir = values.pop("engine_dir", None)
+    return from_mapping(with_engine(engine_dir, values) if engine_dir else values, command_line=True)
+
+
+def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the model of a TensorRT-LLM engine, and with the limits that it was built with as defaults.
+
+    Where there is no such directory, a built-in shape that its name or `--model` refers to stands for the model.
+    """
+    from ifbbench.model.engine_config import engine_settings
+    from ifbbench.model.named_models import TINY, built_in_models, built_in_shape
+
+    if Path(engine_dir).is_dir():
+        device = str(setting("device").check(values.get("device", "auto")))
+        built_with = engine_settings(Path(engine_dir), device.startswith(SIMULATED))
+        return built_with | values | {"model": engine_dir}
+    model = values.get("model")
+    if model is None or not (model in built_in_models() or Path(model).exists()):
+        model = built_in_shape(engine_dir) or built_in_shape(model or "") or TINY
+    _log.warning("--engine_dir %s: there is no such directory; model %s runs instead. Name another with --model.",
+                 engine_dir, model)  # fmt: skip
+    return values | {"model": model}
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Checked values by setting name, from a flat YAML or TOML table. InputError names the file and the entry."""
     with located(str(path)):
-        table = _parse(path)
+        table = parse_config_file(path)
         if not isinstance(table, dict):
             raise InputError("expected a table of settings, one `name: value` each.")
         values: dict[str, Any] = {}
@@ -153,7 +200,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse(path: Path) -> Any:
+def parse_config_file(path: Path) -> Any:
+    """The content of a YAML or TOML file; values of YAML stay texts. InputError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -68,14 +68,17 @@ def write_run_outputs(directory: Path, config: RunConfig) -> None:
 
 def print_run(directory: Path) -> None:
     """Print the tables and the [BENCHMARK] lines of a run directory."""
-    from ifbbench.cli.console import report_console
+    from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.figures import benchmark_lines
     from ifbbench.report.load import load_run
     from ifbbench.report.tables import print_report
 
     run = load_run(directory)
+    with progress_line("report", quiet=False) as progress:
+        progress.stage("reading results")
+        lines = benchmark_lines(run)
     print_report(run, report_console())
-    for line in benchmark_lines(run):
+    for line in lines:
         click.echo(line)
 
 
@@ -117,10 +120,10 @@ def plot(paths: tuple[Path, ...]) -> None:
 
     drawings = [drawing for path in paths for drawing in _drawings(path)]
     written: list[Path] = []
-    with progress_line("plot", quiet=len(drawings) == 1) as progress:
+    with progress_line("plot", quiet=False) as progress:
+        progress.stage("drawing")
         for done, (name, draw) in enumerate(drawings):
-            if progress:
-                progress.update(done, len(drawings), name)
+            progress.update(done, len(drawings), name)
             written += draw()
     for file in written:
         click.echo(file)

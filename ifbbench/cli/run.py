@@ -1,14 +1,18 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
 import json
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.cli.gpt_manager import TraceCommand
+from ifbbench.cli.options import given_config
 from ifbbench.cli.report import json_option, print_run, write_run_outputs
+from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 
 if TYPE_CHECKING:
@@ -20,22 +24,27 @@ SWEEP_HELP = {
 }
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=TraceCommand)
 @click.argument("trace", required=False)
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N",
+              help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.")
 @json_option
 @click.pass_context
 def run(
-    context: click.Context, /, trace: str | None, as_json: bool, config_file: Path | None, **options: Any
+    context: click.Context, /, trace: str | None, repeat: int, as_json: bool, config_file: Path | None, **options: Any
 ) -> None:  # fmt: skip
     """Replay TRACE and report what happened, iteration by iteration.
 
     Without TRACE the small bundled one is replayed.
     """
     config = given_config(config_file, options)
+    if repeat > 1:
+        _repeat(context, trace, config, repeat, as_json)
+        return
 
     from ifbbench.recording.run_directory import find_lines
 
-    result = _replay(trace, config, "run")
+    result = replay(trace, config, "run")
     if as_json:
         click.echo(json.dumps(result.summary, indent=2))
     elif not config.quiet:
@@ -47,7 +56,7 @@ def run(
         context.exit(1)
 
 
-@click.command(cls=SettingsCommand, setting_help=SWEEP_HELP)
+@click.command(cls=TraceCommand, setting_help=SWEEP_HELP)
 @click.argument("trace", required=False)
 @click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
               help="A setting and its values; several --over make a grid.")
@@ -65,19 +74,42 @@ def sweep(
 
     axes = parse_axes(over)
     config = given_config(config_file, options)
-
-    def run_point(trace: str | None, config: RunConfig) -> "RunResult":
-        return _replay(trace, config, Path(str(config.output)).name)
-
-    def report_point(ended: int, points: int, label: str, error: str) -> None:
-        if not config.quiet:
-            click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
-
-    result = run_sweep(trace, config, axes, run_point, report_point)
+    result = run_sweep(trace, config, axes, _run_point, _point_reporter(config.quiet))
     _report_sweep(result.directory, config.quiet, as_json)
     if result.failed:
         click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
         context.exit(1)
+
+
+def _repeat(context: click.Context, trace: str | None, config: RunConfig, count: int, as_json: bool) -> None:
+    from ifbbench.cli.report import report_repeats
+    from ifbbench.planning.repeat import run_repeats
+
+    result = run_repeats(trace, config, count, _run_point, _point_reporter(config.quiet))
+    if as_json or not config.quiet:
+        report_repeats(result.directory, as_json)
+    if not as_json and not config.quiet:
+        click.echo(f"Results are in {result.directory}; each repeat is a run directory in it.")
+    if result.failed:
+        click.echo(f"{result.failed} of {count} repeats failed or had failed requests.", err=True)
+        context.exit(1)
+
+
+def _run_point(trace: str | None, config: RunConfig) -> "RunResult":
+    return replay(trace, config, Path(str(config.output)).name)
+
+
+def _point_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
+    """Reports each of several runs as it ends, and the time that the others will take."""
+    clock = WallClock()
+
+    def report_point(ended: int, points: int, label: str, error: str) -> None:
+        if not quiet:
+            rest_s = round(clock.now() / ended * (points - ended))
+            left = f", {timedelta(seconds=rest_s)} left" if ended < points else ""
+            click.echo(f"{ended}/{points} {label}: {error or 'done'}{left}", err=True)
+
+    return report_point
 
 
 def _report_sweep(directory: Path, quiet: bool, as_json: bool) -> None:
@@ -96,7 +128,8 @@ def _report_sweep(directory: Path, quiet: bool, as_json: bool) -> None:
         click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} has all figures.")
 
 
-def _replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
+def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
+    """Run with the progress of a command called `label`, and write the files for other tools."""
     from ifbbench.cli.console import progress_line
     from ifbbench.replay.run import run_trace
 

@@ -22,11 +22,12 @@ class BatchingType(StrEnum):
     """The three batching types (TensorRT-LLM's `TrtGptModelType`).
 
     V1: static batches, which run until the last member is complete. INFLIGHT: requests join and leave in every
-    iteration; context and generation run in one pass each. INFLIGHT_FUSED: the same in one packed pass.
+    iteration; context and generation run in one pass each. INFLIGHT_FUSED: the same in one packed pass, which
+    TensorRT-LLM calls `inflight` today.
     """
 
     V1 = "v1"
-    INFLIGHT = "inflight"
+    INFLIGHT = "inflight_unfused"
     INFLIGHT_FUSED = "inflight_fused"
 
 

@@ -20,6 +20,7 @@ from ifbbench.model.config import (
     RopeScaling,
     YarnRopeScaling,
 )
+from ifbbench.model.engine_config import ENGINE_KEYS, hugging_face_fields
 from ifbbench.model.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -82,6 +83,18 @@ def built_in_models() -> list[str]:
     return [TINY, *sorted(path.stem for path in SHAPES.glob("*.json"))]
 
 
+def built_in_shape(name: str) -> str | None:
+    """The built-in shape that a model's name (`meta-llama/Llama-3.1-8B-Instruct`) or directory refers to: the longest
+    one with which a part of it begins, from the last part on; None if there is none."""
+    shapes = sorted((shape for shape in built_in_models() if shape != TINY), key=len, reverse=True)
+    for part in reversed(name.lower().replace("_", "-").split("/")):
+        plain = part.removeprefix("meta-")
+        for shape in shapes:
+            if plain == shape or plain.startswith(f"{shape}-"):
+                return shape
+    return None
+
+
 def config_path(name: str | Path) -> Path:
     """The file that holds the shape of `name`: config.json of a directory, `name` itself if it is a file, the GGUF file
     of `smollm2`, or the file of a built-in shape other than TINY. InputError if there is no such model."""
@@ -104,14 +117,16 @@ def config_path(name: str | Path) -> Path:
 
 
 def weights_path(name: str | Path) -> Path | None:
-    """The GGUF file or the directory that holds the weights of `name`; None for built-in shapes, which have none.
+    """The GGUF file or the directory that holds the weights of `name`; None for built-in shapes and engines of
+    TensorRT-LLM, which have none.
     InputError as `config_path`."""
     if str(name) == TINY:
         return None
     path = config_path(name)
     if path.suffix == GGUF_SUFFIX:
         return path
-    return None if path.parent == SHAPES else path.parent
+    is_engine = path.is_file() and not ENGINE_KEYS.isdisjoint(_read_json(path))
+    return None if path.parent == SHAPES or is_engine else path.parent
 
 
 def _smollm2_file() -> Path:
@@ -125,8 +140,8 @@ def _smollm2_file() -> Path:
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """The shape of a built-in model (`built_in_models()`), of a directory with a Hugging Face `config.json`, of such a
-    file, or of a GGUF file.
+    """The shape of a built-in model (`built_in_models()`), of a directory with a `config.json` of Hugging Face or of a
+    TensorRT-LLM engine, of such a file, or of a GGUF file.
 
     InputError if there is no such model, or a field is missing, invalid or asks for something that is not implemented
     (another architecture, an unknown rope scaling).
@@ -136,6 +151,18 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     path = config_path(name_or_path)
     if path.suffix == GGUF_SUFFIX:
         return GgufFile(path).model_config()
+    values = _read_json(path)
+    with located(str(path), "Correct the field, or choose another model."):
+        if not ENGINE_KEYS.isdisjoint(values):
+            values = hugging_face_fields(values)
+            names = FAMILIES[values["model_type"]].names
+            values = {names.get(name, name): value for name, value in values.items()}
+        family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
+        _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
+        return _ConfigJson(values, family).model_config()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -145,10 +172,7 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download the file again.") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
-    with located(str(path), "Correct the field, or choose another model."):
-        family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
-        _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
-        return _ConfigJson(values, family).model_config()
+    return values
 
 
 class TextTokenizer:

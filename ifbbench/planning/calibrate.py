@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.api.engine import Engine, Progress, build_engine, warm_up
+from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.build import TORCH_DTYPES, choose_device
@@ -68,7 +69,7 @@ class Calibration:
 
 def calibrate(
     config: RunConfig, output: Path | None = None, *, overwrite: bool = False, quick: bool = False,
-    progress: Progress | None = None, owns_process: bool = False,
+    progress: Progress = NO_PROGRESS, owns_process: bool = False,
 ) -> Calibration:  # fmt: skip
     """Measure the executor that `config` builds, and write its profile to `output` and a chart (.png) beside it.
 
@@ -83,6 +84,7 @@ def calibrate(
         raise InputError(f"--dtype: {config.dtype} is not calibrated; expected one of {', '.join(TORCH_DTYPES)}.")
     output = output or Path(f"{choose_device(config).type}-{Path(config.model).name}{SUFFIX}")
     chart = _chart_beside(output, overwrite)
+    progress.stage("loading model")
     engine = build_engine(config, owns_process=owns_process)
     try:
         warm_up(engine, progress)
@@ -93,6 +95,7 @@ def calibrate(
         samples = measure(engine, workloads, 1 if quick else ROUNDS, progress)
     finally:
         engine.executor.close()
+    progress.stage("fitting")
     found = calibrated(engine, hardware, points_of(samples), output)
     write_profile(found.profile, output, f"Measured by `ifbbench calibrate --device {config.device}`.")
     write_chart(found, chart)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ifbbench.api.engine import Engine, Progress
-from ifbbench.clock import Clock, WallClock
+from ifbbench.api.engine import Engine
+from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.kv_cache.attention_window import ceil_div
@@ -187,17 +187,17 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
 
 
 def measure(
-    engine: Engine, workloads: Sequence[Scenario], rounds: int, progress: Progress | None = None
+    engine: Engine, workloads: Sequence[Scenario], rounds: int, progress: Progress = NO_PROGRESS
 ) -> list[Sample]:
     """The iterations of all workloads, `rounds` times. The order differs between rounds, so that a disturbance of the
     machine does not affect the same workload every time."""
     generator, clock = random.Random(engine.config.seed), WallClock()
     total, samples = rounds * len(workloads), list[Sample]()
+    progress.stage("measuring")
     for number in range(rounds):
         if number and clock.now() > BUDGET_S:
             break
         for place, workload in enumerate(generator.sample(workloads, len(workloads))):
             samples += run_scenario(engine, workload)
-            if progress:
-                progress.update(number * len(workloads) + place + 1, total, f"{len(samples):,} iterations")
+            progress.update(number * len(workloads) + place + 1, total, f"{len(samples):,} iterations")
     return samples

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ifbbench.api.engine import Engine, Progress, build_engine, warm_up
-from ifbbench.clock import Clock, WallClock
+from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
@@ -43,7 +43,7 @@ class RunFailed(IfbbenchError):
 
 
 def run_trace(
-    source: str | None, config: RunConfig, progress: Progress | None = None, *, owns_process: bool = False,
+    source: str | None, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
     on_recorded: Callable[[Path], None] | None = None,
 ) -> RunResult:  # fmt: skip
     """Replay `source` (see `load_trace`) with `config`.
@@ -51,10 +51,11 @@ def run_trace(
     owns_process: see `build_engine`. on_recorded: is called with the run directory when the recording has ended, also
     that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
-    trace = load_trace(source, config)
+    trace = load_trace(source, config, progress)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
+    progress.stage("loading model")
     engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
@@ -64,6 +65,7 @@ def run_trace(
             check_vocabulary(trace, engine.model.vocab_size)
         warm_up(engine, progress)
         run_directory.prepare(directory, config.overwrite)
+        progress.stage("writing trace")
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
         try:
             summary, client = _replay(trace, engine, directory, progress)
@@ -78,7 +80,7 @@ def run_trace(
 
 
 def _replay(
-    trace: Trace, engine: Engine, directory: Path, progress: Progress | None
+    trace: Trace, engine: Engine, directory: Path, progress: Progress
 ) -> tuple[dict[str, Any], ReplayClient]:
     clock, config = engine.clock, engine.config
     client = make_client(config, trace, clock, request_maker(engine))
@@ -94,6 +96,7 @@ def _replay(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
+    progress.stage("replaying")
     clock.restart()
     try:
         _loop(manager, client, recorder, progress, len(trace), clock)
@@ -106,6 +109,7 @@ def _replay(
             f"({client.answered} of {len(trace)} requests were done; what was recorded is in {directory})"
         ) from error
     finally:
+        progress.stage("writing results")
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
         summary = recorder.close(partial=not client.done, arrivals=client.arrivals())
@@ -130,11 +134,11 @@ class _PrintingRecorder(Recorder):
 
 
 def _loop(
-    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder, progress: Progress | None, total: int,
+    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder, progress: Progress, total: int,
     clock: Clock,
 ) -> None:  # fmt: skip
     """Step until every request is answered. Before waits in real time that are long enough, the recorder is flushed."""
-    is_real_time = isinstance(clock, WallClock)
+    is_real_time, is_shown = isinstance(clock, WallClock), progress is not NO_PROGRESS
     real_clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S  # progress is shown in real time, whatever the run's clock
     idle_at: tuple[int, int] | None = None
     while not client.done:
@@ -154,7 +158,7 @@ def _loop(
                 )
             else:
                 idle_at = counts
-        if progress and real_clock.now() - shown_s >= PROGRESS_INTERVAL_S:
+        if is_shown and real_clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = real_clock.now()
             blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
             progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")

@@ -20,7 +20,8 @@ LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"
 # Words in the line of settings, and the runs that have them.
 BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "static batches (V1)": lambda config: config.get("type") == "v1",
-    "a pass for each phase": lambda config: config.get("type") == "inflight",
+    # Runs of earlier versions call it `inflight`.
+    "a pass for each phase": lambda config: config.get("type") in ("inflight_unfused", "inflight"),
     "overlap": lambda config: bool(config.get("enable_trt_overlap")),
     "beams": lambda config: (config.get("max_beam_width") or 1) > 1,
     "streaming": lambda config: bool(config.get("streaming")),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
@@ -29,7 +30,7 @@ RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECO
 _log = logging.getLogger("ifbbench")
 
 
-def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
+def load_trace(source: str | Path | None, config: RunConfig, progress: Progress = NO_PROGRESS) -> Trace:
     """The requests that `config` asks for, in order of arrival; each is made when it is asked for.
 
     source: a trace file, `-` (a trace on standard input), a workload specification (.yaml, .yml, .toml; drawn with
@@ -40,11 +41,13 @@ def load_trace(source: str | Path | None, config: RunConfig) -> Trace:
     """
     path, is_recorded = _find(source)
     if path.suffix.lower() in SPEC_SUFFIXES:
+        progress.stage("drawing requests")
         trace = draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     else:
+        progress.stage("reading trace")
         options = ReadOptions(config.trace_format, config.columns, config.tokenizer, config.characters_per_token,
                               config.default_output_len)  # fmt: skip
-        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options)
+        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options, progress)
     return replace(trace, requests=_with_settings(columns_of(trace.requests), config))
 
 

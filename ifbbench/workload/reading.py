@@ -7,17 +7,19 @@ priority) are read from the file again when its request is asked for.
 import hashlib
 import json
 import logging
+import os
 import re
 import weakref
 from array import array
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
+from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, DamagedFile, bounded_lines, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
@@ -63,6 +65,7 @@ FORMATS: dict[str, type[TraceFormat]] = {
 }
 """By the names of --trace_format, in the order in which they are tried."""
 
+ROWS_BETWEEN_REPORTS = 10_000
 MAX_PARTS = 1 << 12
 """Requests that one row may hold: an origin is that of the row times this, plus the position among its requests."""
 
@@ -71,7 +74,7 @@ _log = logging.getLogger("ifbbench")
 
 def read_trace(
     path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False,
-    options: ReadOptions | None = None,
+    options: ReadOptions | None = None, progress: Progress = NO_PROGRESS,
 ) -> Trace:  # fmt: skip
     """The first `max_num_samples` good requests of the file at `path` (`-`: standard input), in order of arrival (equal
     ones as in the file).
@@ -82,12 +85,20 @@ def read_trace(
     options = options or ReadOptions()
     try:
         file = open_to_read(path, accept_cut)
+        size = os.fstat(file.fileno()).st_size
         try:
             sha256 = _sha256(path, file)
             container = _container(file)
             trace_format = _recognise(container, options)
+
+            def report(rows: int) -> None:
+                if file.closed or max_num_samples:
+                    progress.update(rows, max_num_samples, "rows")
+                else:
+                    progress.update(file.tell(), size, f"{rows:,} rows")
+
             builder, num_skipped, num_failed = _read_rows(
-                path, container, trace_format, max_num_samples, skip_bad_rows, accept_cut
+                path, container, trace_format, max_num_samples, skip_bad_rows, accept_cut, report
             )
             requests = builder.columns(_recall(path, container, trace_format))
         except BaseException:
@@ -119,7 +130,7 @@ def _sha256(path: Path, content: BinaryIO) -> str:
 
 def _read_rows(
     path: Path, container: "Container", trace_format: TraceFormat, limit: int | None, skip_bad_rows: bool,
-    accept_cut: bool,
+    accept_cut: bool, report: Callable[[int], None],
 ) -> tuple[ColumnsBuilder, int, int]:  # fmt: skip
     """The first `limit` requests, and the numbers of bad rows and of failed requests before the last of them.
     InputError at a bad row that is not to be skipped, and if there is no good one."""
@@ -150,6 +161,8 @@ def _read_rows(
         num_failed += not requests
         for part, request in enumerate(requests):
             builder.append(request, origin * MAX_PARTS + part)
+            if not len(builder) % ROWS_BETWEEN_REPORTS:
+                report(len(builder))
             if len(builder) == limit:
                 return builder, num_skipped, num_failed
     if not len(builder):

@@ -32,7 +32,7 @@ def manager_with(
         ("InflightBatching", BatchingType.INFLIGHT),
         ("UIFB", BatchingType.INFLIGHT),
         ("uifb", BatchingType.INFLIGHT),
-        ("inflight", BatchingType.INFLIGHT),
+        ("inflight", BatchingType.INFLIGHT_FUSED),
         ("InflightFusedBatching", BatchingType.INFLIGHT_FUSED),
         ("IFB", BatchingType.INFLIGHT_FUSED),
         ("ifb", BatchingType.INFLIGHT_FUSED),
@@ -46,7 +46,7 @@ def test_the_batching_type_has_many_names(spelling, batching_type):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model_type": "V2"}, "--type is 'V2'; expected one of v1, inflight, inflight_fused"),
+        ({"model_type": "V2"}, "--type is 'V2'; expected one of v1, inflight_unfused, inflight_fused"),
         ({"policy": "first_come"}, "first_come"),
         ({"policy": "no.such.module:Policy"}, "no.such.module"),
         ({"max_beam_width": 0}, "--max_beam_width is 0; expected"),

@@ -41,7 +41,7 @@ RUNS = {
     "chat_gne_equal_progress": f"{CHAT} 100 {SIMULATED} {GNE} {EQUAL_PROGRESS} --max_batch_size 24",
     "chat_static": f"{CHAT} 80 {SIMULATED} {STATIC} {WHOLE} --max_batch_size 16",
     "chat_v1": f"{CHAT} 60 {SIMULATED} --type v1 {WHOLE} --max_batch_size 16",
-    "chat_two_passes": f"{CHAT} 60 {SIMULATED} --type inflight {CHUNKED}",
+    "chat_two_passes": f"{CHAT} 60 {SIMULATED} --type UIFB {CHUNKED}",
     "chat_overlap": f"{CHAT} 80 {SIMULATED} {GNE} {CHUNKED} --enable_trt_overlap",
     "chat_overlap_mu": f"{CHAT} 80 {SIMULATED} {MU} {CHUNKED} {SMALL_POOL} --enable_trt_overlap",
     "chat_beams": f"{CHAT} 40 {SIMULATED} {WHOLE} --beam_width 4 --max_tokens_in_paged_kvcache 65536",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ifbbench.cli.console import progress_line
 from ifbbench.cli.main import main
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
@@ -135,6 +134,3 @@ def test_plot_of_nothing_is_exit_status_2(tmp_path):
     assert done.stderr.startswith("Error: ")
 
 
-def test_no_progress_line_without_a_terminal():
-    with progress_line("run", quiet=False) as progress:
-        assert progress is None

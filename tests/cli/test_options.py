@@ -78,7 +78,7 @@ def test_aliases(config_of):
     [
         (["--type", "IFB"], {"type": "inflight_fused"}),
         (["--type=v1"], {"type": "v1"}),
-        (["--type", "UIFB"], {"type": "inflight"}),
+        (["--type", "UIFB"], {"type": "inflight_unfused"}),
         (["--early-stopping", "never"], {"early_stopping": "never"}),
         (["--scheduler-policy", "GUARANTEED_NO_EVICT"], {"policy": "guaranteed_no_evict"}),
         (["--policy", "own.policies:Mine"], {"policy": "own.policies:Mine"}),
@@ -141,7 +141,7 @@ def test_caches_that_cannot_be_are_refused_before_anything_is_written(arguments,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--type", "continuous"], ["--type", "'continuous'", "v1, inflight, inflight_fused"]),
+        (["--type", "continuous"], ["--type", "'continuous'", "v1, inflight_unfused, inflight_fused"]),
         (["--early_stopping", "soon"], ["--early_stopping", "always, heuristic, never"]),
         (["--eos_id", "-2"], ["--eos_id", "at least -1"]),
         (["--repetition_penalty", "0"], ["--repetition_penalty", "above 0"]),

@@ -128,9 +128,12 @@ class RecordedProgress:
     """Records progress."""
 
     def __init__(self) -> None:
-        self.updates: list[tuple[int, int, str]] = []
+        self.updates: list[tuple[int, int | None, str]] = []
 
-    def update(self, completed: int, total: int, text: str) -> None:
+    def stage(self, label: str) -> None:
+        assert label == "warming up"
+
+    def update(self, completed: int, total: int | None, text: str) -> None:
         self.updates.append((completed, total, text))
 
 
@@ -146,7 +149,7 @@ def test_a_warm_up_leaves_nothing_to_record(model: KernelLlama, monkeypatch: pyt
         engine.executor.use_graphs(slots, 48, record)
     warm_up(engine, progress)
     assert record.recorded == len(ladder(slots))
-    assert progress.updates == [(done + 1, record.recorded, "warming up") for done in range(record.recorded)]
+    assert progress.updates == [(done + 1, record.recorded, "") for done in range(record.recorded)]
     repeated = record.repeated
     outputs = generate(engine, [[1, 2, 3], [4], [5, 6, 7, 8]], 4)
     assert [len(output) for output in outputs] == [4, 4, 4]

@@ -18,7 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two passes": {"type": "UIFB"},
     "static": {"type": "V1"},
     "overlap": {"enable_trt_overlap": True},
-    "overlap, two passes": {"type": "inflight", "enable_trt_overlap": True},
+    "overlap, two passes": {"type": "inflight_unfused", "enable_trt_overlap": True},
     "overlap, pauses": {
         "enable_trt_overlap": True, "policy": "max_utilization", "max_tokens_in_paged_kvcache": 88,
     },

@@ -55,7 +55,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Counter[CopyKind]:
     "settings",
     [
         {},
-        {"type": "inflight"},
+        {"type": "inflight_unfused"},
         {"type": "v1"},
         {"enable_trt_overlap": True},
         {"policy": "static_batch"},
@@ -103,7 +103,7 @@ MODES: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"enable_chunked_context": True, "max_num_tokens": 16},
     "overlap": {"enable_trt_overlap": True},
-    "two passes": {"type": "inflight"},
+    "two passes": {"type": "inflight_unfused"},
 }
 
 

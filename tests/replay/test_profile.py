@@ -30,7 +30,9 @@ def report(directory: Path) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("changes", [{}, {"enable_trt_overlap": True}, {"type": "inflight"}, {"type": "v1"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"enable_trt_overlap": True}, {"type": "inflight_unfused"}, {"type": "v1"}], ids=str
+)
 def test_each_line_has_its_parts(tmp_path: Path, changes: dict[str, Any]) -> None:
     lines = run(tmp_path / "run", **changes)
     assert len(lines) >= 3

@@ -79,7 +79,7 @@ DRAWS: dict[str, Draw] = {
     "pad_id": sometimes(0.1, 0, 5),
     "warm_up": sometimes(0.1, 0, 1, 3),
     "seed": lambda draw: draw.randrange(5),
-    "type": sometimes(0.35, "v1", "inflight"),
+    "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
     "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
     "max_num_tokens": sometimes(0.5, 4, 9, 16, 33, 64, 100),

@@ -11,7 +11,14 @@ from rich.console import Console
 from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
-from ifbbench.report.tables import bound_sentence, print_report, print_sweep, profile_figures, profile_sentence
+from ifbbench.report.tables import (
+    BATCHING_TYPES,
+    bound_sentence,
+    print_report,
+    print_sweep,
+    profile_figures,
+    profile_sentence,
+)
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 
 
@@ -190,3 +197,10 @@ def test_what_the_device_reached(tmp_path: Path) -> None:
 
 def test_other_runs_have_no_profile(tmp_path: Path) -> None:
     assert profile_figures(load_run(write_documentation_run(tmp_path / "run"))) is None
+
+
+@pytest.mark.parametrize("stored", ["inflight_unfused", "inflight"])
+def test_runs_of_two_passes_are_named_also_those_of_earlier_versions(stored: str) -> None:
+    """Before `inflight` meant one pass, run.json stored it for a pass for each phase."""
+    words = [words for words, applies in BATCHING_TYPES.items() if applies({"type": stored})]
+    assert words == ["a pass for each phase"]

@@ -1,0 +1,230 @@
+"""`ifbbench bench throughput` and `bench latency`: trtllm-bench's command line, and the report that it prints."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ifbbench.cli.gpt_manager import SPECULATIVE, WARM_UP, ForeignOption, TraceCommand, unset
+from ifbbench.cli.options import given_config, parse_config_file
+from ifbbench.config import settings
+from ifbbench.errors import InputError
+from ifbbench.fields import located
+
+MULTIMODAL = "models with images or video are not available; prompts are tokens."
+HEURISTICS = "limits are not tuned to lengths; they are those that are given, or the defaults of `ifbbench run`."
+OPTIONS = (
+    WARM_UP,
+    ForeignOption("backend", "ifbbench computes the model, or simulates it (--device)."),
+    ForeignOption("workspace", "no intermediate files are written; --output names the run directory."),
+    ForeignOption("revision", "no model is downloaded."),
+    ForeignOption("custom_module_dirs", "modules are not loaded from directories; --policy loads a policy."),
+    ForeignOption("telemetry", "no telemetry is collected.", is_flag=True),
+    ForeignOption("no_skip_tokenizer_init", "no tokenizer is used.", is_switch=True),
+    ForeignOption("max_input_len", "it limits multimodal prompts only, and they are not available."),
+    ForeignOption("image_data_format", MULTIMODAL),
+    ForeignOption("data_device", MULTIMODAL),
+    ForeignOption("modality", MULTIMODAL, is_refused=True),
+    ForeignOption("mamba_ssm_cache_dtype", "models have no state space layers."),
+    ForeignOption("target_input_len", HEURISTICS),
+    ForeignOption("target_output_len", HEURISTICS),
+    ForeignOption("ep", "models have no experts."),
+    ForeignOption("cluster_size", "models have no experts."),
+    ForeignOption("medusa_choices", SPECULATIVE, is_refused=True),
+)
+# Names of settings in trtllm-bench.
+RENAMED = {
+    "num_requests": "max_num_samples", "tp": "tp_size", "pp": "pp_size", "warmup": "warm_up",
+    "output_json": "responses_json",
+}  # fmt: skip
+# Its own meaning of --max_input_len and --config is in OPTIONS and below.
+NOT_TAKEN = ("max_input_len",)
+SHOWN = (
+    "max_num_samples", "request_rate", "concurrency", "streaming", "beam_width", "eos_id", "seed", "policy",
+    "max_batch_size", "max_num_tokens", "max_seq_len", "enable_chunked_context", "kv_cache_free_gpu_mem_fraction",
+    "enable_kv_cache_reuse", "device", "model", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "warm_up", "output",
+    "overwrite", "report_json", "request_json", "iteration_log", "responses_json", "quiet",
+)  # fmt: skip
+ARRIVALS = ("request_rate", "concurrency", "time_scale", "arrival", "rate_schedule")
+# Arguments of TensorRT-LLM's LLM class in --extra_llm_api_options, where a setting has another name.
+LLM_ARGUMENTS = {
+    "enable_chunked_prefill": "enable_chunked_context",
+    "tensor_parallel_size": "tp_size",
+    "pipeline_parallel_size": "pp_size",
+    "scheduler_config.capacity_scheduler_policy": "policy",
+    "scheduler_config.context_chunking_policy": "context_chunking_policy",
+    "kv_cache_config.dtype": "kv_cache_dtype",
+    **{f"kv_cache_config.{name}": name for name in (
+        "enable_block_reuse", "free_gpu_memory_fraction", "max_tokens", "host_cache_size", "max_attention_window",
+        "sink_token_length", "enable_partial_reuse", "copy_on_partial_reuse", "tokens_per_block",
+    )},
+}  # fmt: skip
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "throughput": {},
+    "latency": {"max_batch_size": 1, "concurrency": 1, "streaming": True, "enable_chunked_context": False},
+}
+INSTEAD = {
+    "build": "no engine is built; give --model, or --engine_dir of one that is.",
+    "prepare-dataset": "use `ifbbench dataset synth`, which has its options.",
+}
+_log = logging.getLogger("ifbbench")
+
+
+class BenchCommand(TraceCommand):
+    """A command with the options of trtllm-bench, and the settings of `ifbbench run`."""
+
+    foreign = OPTIONS
+    tool = "trtllm-bench"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        names = [one.name for one in settings() if one.name not in NOT_TAKEN]
+        super().__init__(*args, names=names, shown=SHOWN, **kwargs)
+        options = {option.name: option for option in self.params}
+        for name, setting in RENAMED.items():
+            options[setting].opts.append(f"--{name}")
+        options["model"].opts.append("-m")
+        options["enable_chunked_context"].secondary_opts.append("--disable_chunked_context")
+        self.params += [
+            click.Option(["model_path", "--model_path"], metavar="DIR", help="The model's directory, before --model."),
+            click.Option(["llm_arguments", "--extra_llm_api_options", "--config"], metavar="FILE",
+                         help="YAML of arguments of TensorRT-LLM's LLM class, or of settings; options win."),
+            click.Option(["sampler_options", "--sampler_options"], metavar="FILE",
+                         help="YAML of sampling settings (temperature, top_k, top_p, …); options win."),
+        ]  # fmt: skip
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [*(ctx.obj or ()), *args])  # a later option wins
+
+
+class BenchGroup(click.Group):
+    """The group of both commands, which says what to use instead of the other commands of trtllm-bench."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0].replace("_", "-") in INSTEAD:
+            ctx.fail(f"{args[0]}: {INSTEAD[args[0].replace('_', '-')]}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=BenchGroup)
+@click.option("--model", "-m", metavar="NAME", help="As of the commands.")
+@click.option("--model_path", metavar="DIR", help="As of the commands.")
+@click.option("--workspace", "-w", metavar="DIR", help="No effect.")
+@click.option("--log_level", metavar="LEVEL", help="As of the commands.")
+@click.option("--revision", metavar="NAME", help="No effect.")
+@click.option("--telemetry/--no-telemetry", default=None, expose_value=False, help="No effect.")
+@click.pass_context
+def bench(ctx: click.Context, /, **options: str | None) -> None:
+    """Run with trtllm-bench's options, and print its report.
+
+    Options before the command are the same as behind it: ifbbench bench --model NAME throughput --dataset TRACE.
+    """
+    given = [(f"--{name}", value) for name, value in options.items() if value is not None]
+    ctx.obj = [word for pair in given for word in pair]
+
+
+@bench.command(cls=BenchCommand)
+@click.argument("trace", required=False)
+@click.pass_context
+def throughput(ctx: click.Context, /, trace: str | None, **options: Any) -> None:
+    """Offer all requests of TRACE at once, or as --concurrency or --request_rate says."""
+    _bench(ctx, trace, options)
+
+
+@bench.command(cls=BenchCommand)
+@click.argument("trace", required=False)
+@click.pass_context
+def latency(ctx: click.Context, /, trace: str | None, **options: Any) -> None:
+    """Offer the requests of TRACE one after another, in batches of one, with streaming."""
+    _bench(ctx, trace, options)
+
+
+def _bench(ctx: click.Context, trace: str | None, options: dict[str, Any]) -> None:
+    values = _values(str(ctx.command.name), options)
+    config = given_config(None, values)
+
+    from ifbbench.cli.run import replay
+    from ifbbench.recording.run_directory import find_lines
+    from ifbbench.report.load import load_run
+    from ifbbench.report.trtllm_bench import report
+    from ifbbench.report.trtllm_text import report_text
+
+    result = replay(trace, config, f"bench {ctx.command.name}")
+    if not config.quiet:
+        click.echo(report_text(report(load_run(result.directory))))
+        click.echo(f"Results are in {result.directory}; `ifbbench report {result.directory}` says more.")
+    if result.failed:
+        reasons = find_lines(result.directory, "requests")
+        click.echo(f"{result.failed} requests failed; {reasons} has the reason of each.", err=True)
+        ctx.exit(1)
+
+
+def _values(command: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the options ask for, with the defaults of trtllm-bench."""
+    values = dict(options)
+    model_path = values.pop("model_path")
+    from_files: dict[str, Any] = {}
+    for name in ("llm_arguments", "sampler_options"):
+        path = values.pop(name)
+        from_files |= _from_file(Path(path)) if path else {}
+    unset(values, ("max_num_samples", "concurrency"), "0", "-1")
+    given = from_files | {name: value for name, value in values.items() if value is not None}
+    if model_path is not None:
+        given["model"] = model_path
+    elif "engine_dir" not in given and "model" in given:
+        given["model"] = _known_model(given["model"])
+    defaults = dict(DEFAULTS[command])
+    if options["concurrency"] is not None:  # without a limit
+        defaults.pop("concurrency", None)
+    if not any(name in defaults | given for name in ARRIVALS):
+        defaults["time_scale"] = 0
+    return defaults | given
+
+
+def _known_model(name: str) -> str:
+    """A model that `ifbbench run` takes, or the built-in shape of a model on Hugging Face."""
+    from ifbbench.model.named_models import built_in_models, built_in_shape
+
+    shape = None if name in built_in_models() or Path(name).exists() else built_in_shape(name)
+    if shape is None:
+        return name
+    _log.warning("--model %s: its shape, %s, runs with random weights; --model_path names a directory.", name, shape)
+    return shape
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file of arguments of TensorRT-LLM; those without a meaning here are named in a warning."""
+    taken = {name: one.name for one in settings() for name in (one.name, *one.aliases)}
+    values, ignored = {}, []
+    with located(str(path)):
+        for name, value in _flat(parse_config_file(path)):
+            if name.startswith("speculative_config"):
+                raise InputError(f"{name}: {SPECULATIVE} Leave it out.")
+            own_name = taken.get(LLM_ARGUMENTS.get(name, name))
+            if name == "disable_overlap_scheduler":
+                values["enable_trt_overlap"] = not _is_true(value)
+            elif own_name is not None and value not in ("auto", "null", ""):
+                values[own_name] = value
+            else:
+                ignored.append(name)
+    if ignored:
+        _log.warning("%s: %s have no effect here.", path, ", ".join(ignored))
+    return values
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() in ("true", "1")
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested mappings."""
+    if not isinstance(value, dict):
+        raise InputError("expected a table of arguments, one `name: value` each.")
+    for name, entry in value.items():
+        if isinstance(entry, dict):
+            yield from _flat(entry, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", entry
