@@ -15,6 +15,7 @@ from typing import Any
 from ifbbench import fields
 from ifbbench.errors import InputError
 from ifbbench.fields import Setting, declare, settings_of
+from ifbbench.objectives import parse_objectives
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
@@ -49,6 +50,15 @@ def _device(name: Any) -> Any:
 def _windows(value: Any) -> Any:
     """Window sizes as text, where they are given as an integer or a list."""
     return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
+
+
+def _objectives(value: Any) -> Any:
+    """Objectives as one text, checked; also given as a list of texts."""
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        value = ",".join(value)
+    if isinstance(value, str):
+        parse_objectives(value)
+    return value
 
 
 _replay, _scheduling, _cache, _execution, _recording = (
@@ -95,6 +105,12 @@ class RunConfig:
     pad_id: int | None = _replay(None, "Token id that pads shorter beams in a response.", minimum=0)
     seed: int = _replay(
         0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, aliases=("random_seed",))
+
+    slo: str | None = _replay(
+        None, "Service level objectives, NAME=TIME,…: a maximum of each request's ttft, tpot, e2e or queue_time "
+        "(goodput counts the requests that meet all), or with a statistic (ttft.p99=2s) of the run. May be given "
+        "several times.",
+        convert=_objectives, is_list=True, elsewhere="goodput request_goodput")
 
     # Scheduling.
     type: str = _scheduling(
@@ -218,6 +234,9 @@ class RunConfig:
     iteration_stats_every: int = _recording(
         1, "Write the statistics of every N-th iteration only, and of those that pause a request or are bound by "
         "another limit than the one before.", minimum=1, unit="iterations")
+    enable_steady_state: bool = _recording(
+        False, "Restrict every figure of summary.json to the steady state: the window after ramp-up and before drain.",
+        aliases=("steady_state",))
     profile: bool = _recording(
         False, "Record where each iteration's time goes, and report it beside what the device could do.")
     log_iteration_data: bool = _recording(

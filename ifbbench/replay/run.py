@@ -79,7 +79,7 @@ def _replay(
     recorder = make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
-        profile=engine.profile.steps if engine.profile else None,
+        profile=engine.profile.steps if engine.profile else None, class_of=columns_of(trace.requests).class_at,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,

@@ -28,7 +28,7 @@ def test_every_gap_is_counted(requests, durations):
     gaps, written_out = TokenGaps(), []
     for request in requests:
         stretches = stretches_of(request)
-        gaps.add(stretches, ends)
+        gaps.add(stretches)
         times = [ends[iteration] for first, last in stretches for iteration in range(first, last + 1)]
         written_out += [later - earlier for earlier, later in pairwise(times)]
     values, counts = gaps.counted(ends)
@@ -50,6 +50,6 @@ def test_nothing_counted():
 
 def test_a_request_of_one_token_has_no_gap():
     gaps = TokenGaps()
-    gaps.add([(3, 3)], [0.0, 1.0, 2.0, 3.0])
+    gaps.add([(3, 3)])
     values, counts = gaps.counted([0.0, 1.0, 2.0, 3.0])
     assert values.size == counts.size == 0
