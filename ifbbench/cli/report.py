@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ifbbench.cli.options import Command
+from ifbbench.cli.options import Command, SettingsCommand
 from ifbbench.errors import InputError
 
 DIRECTORY = click.Path(path_type=Path)
@@ -14,26 +14,28 @@ Drawing = tuple[str, Callable[[], Sequence[Path]]]
 """What is drawn, and the function that draws it and returns the files that it wrote."""
 
 
-@click.command(cls=Command)
+@click.command(cls=SettingsCommand, names=("enable_steady_state",), setting_help={
+    "enable_steady_state": "Of the steady state only: the window after ramp-up and before drain."})
 @click.argument("run", type=DIRECTORY)
 @click.option("--output-csv", type=DIRECTORY, help="Also write gptManagerBenchmark's CSV here.")
-def report(run: Path, output_csv: Path | None) -> None:
+def report(run: Path, output_csv: Path | None, enable_steady_state: str | None) -> None:
     """Print the report of RUN, a run directory. That of a killed run covers what was done."""
-    report_run(run, output_csv)
+    report_run(run, output_csv, steady_state=bool(enable_steady_state))
 
 
-def report_run(directory: Path, output_csv: Path | None, quiet: bool = False) -> None:
+def report_run(directory: Path, output_csv: Path | None, quiet: bool = False, steady_state: bool = False) -> None:
     """Print the tables and the [BENCHMARK] lines of a run directory, and write gptManagerBenchmark's CSV."""
     from ifbbench.cli.console import report_console
     from ifbbench.report.figures import benchmark_lines, write_benchmark_csv
     from ifbbench.report.load import load_run
+    from ifbbench.report.recorded import steady_figures
     from ifbbench.report.tables import print_report
 
     run = load_run(directory)
     if output_csv:
         write_benchmark_csv(run, output_csv)
     if not quiet:
-        print_report(run, report_console())
+        print_report(run, report_console(), steady_figures(run) if steady_state else None)
         for line in benchmark_lines(run):
             click.echo(line)
 

@@ -127,18 +127,19 @@ class TokenGaps:
 class Population:
     """The requests of one class and priority that have ended: times and lengths of the completed ones as columns.
 
-    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token. failed: number of failed requests.
+    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token. places: of each request in the order
+    in which those of all populations completed. failed: number of failed requests.
     """
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in ("arrival_s", *PER_REQUEST)}
-        self.prompt_lens, self.output_lens = array("q"), array("q")
+        self.prompt_lens, self.output_lens, self.places = array("q"), array("q"), array("q")
         self.reused_tokens = self.failed = 0
         self.gaps = TokenGaps()
 
     def add(
         self, arrival_s: float, queue_time_s: float, ttft_s: float, tpot_s: float | None, e2e_s: float, prompt_len: int,
-        output_len: int,
+        output_len: int, place: int,
     ) -> None:  # fmt: skip
         """Take in a completed request."""
         columns = self.columns
@@ -149,16 +150,19 @@ class Population:
         columns["e2e_s"].append(e2e_s)
         self.prompt_lens.append(prompt_len)
         self.output_lens.append(output_len)
+        self.places.append(place)
 
     @classmethod
     def merged(cls, parts: Sequence["Population"]) -> "Population":
-        """All requests of `parts`."""
+        """All requests of `parts`, in the order in which they completed."""
         if len(parts) == 1:
             return parts[0]
         whole = cls()
+        order = np.argsort([place for part in parts for place in part.places])
+        for name in whole.columns:
+            of_all = np.concatenate([part.columns[name] for part in parts]) if parts else np.empty(0)
+            whole.columns[name] = array("d", of_all[order].tobytes())
         for part in parts:
-            for name, column in whole.columns.items():
-                column.extend(part.columns[name])
             whole.prompt_lens.extend(part.prompt_lens)
             whole.output_lens.extend(part.output_lens)
             whole.reused_tokens += part.reused_tokens

@@ -45,6 +45,7 @@ class RunMetrics:
         self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
         self.first_arrival_s = float("inf")
         self.last_end_s = 0.0
+        self._completed = 0
         self._class_of = class_of
         self._objectives = parse_objectives(config["slo"]) if config.get("slo") else ()
         self._has_goodput = any(one.statistic is None for one in self._objectives)
@@ -109,7 +110,9 @@ class RunMetrics:
         tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
         name = self._class_of(request.index)
         population = self._populations[name, request.priority]
-        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, request.original_prompt_len, output_len)
+        lengths = request.original_prompt_len, output_len
+        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, *lengths, self._completed)
+        self._completed += 1
         population.gaps.add(stretches)
         population.reused_tokens += request.reused_tokens
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
@@ -160,8 +163,7 @@ class RunMetrics:
     ) -> dict[str, Any]:
         """The content of `summary.json`. starts, ends: of each iteration, in seconds."""
         whole = Population.merged(list(self._populations.values()))
-        completed = len(whole.output_lens)
-        span = self.last_end_s - self.first_arrival_s if completed else 0.0
+        span = self.last_end_s - self.first_arrival_s if self._completed else 0.0
         figures = whole.figures(span, ends, self._objectives)
         requests = figures.pop("requests") | {"total": self.total}
         blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
@@ -183,7 +185,7 @@ class RunMetrics:
             "waiting_by_limit": self._waited_s,
             **NO_TRAFFIC,
         }
-        if completed >= MIN_REQUESTS and not self._is_closed_loop:
+        if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
             columns = (np.asarray(whole.columns[name]) for name in ("arrival_s", "queue_time_s", "ttft_s"))
             found |= traffic(*columns, slow_ttft_s(self._objectives))
         found |= by_group(self._populations, span, ends, self._objectives)

@@ -79,7 +79,7 @@ class HeadOfLine:
         if self._limit is not None:
             self._held[self._limit][1][-1] = start_s
         begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
-        before.append(before[-1] + ends[-1] - begins[-1] if before else 0.0)
+        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
         begins.append(start_s)
         ends.append(float("inf"))
         self._limit = limit
@@ -97,7 +97,7 @@ class HeadOfLine:
         """How long `limit` held the head before `until_s`."""
         begins, ends, before = self._held[limit]
         index = bisect_right(begins, until_s) - 1
-        return before[index] + min(until_s, ends[index]) - begins[index] if index >= 0 else 0.0
+        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
 
 
 class RequestTimeline:

@@ -16,8 +16,8 @@ MIN_REQUESTS = 20
 # Overload: parts of the arrival period, Kendall's tau of the queue over them, and growth in standard deviations of the
 # number of Poisson arrivals: a queue that is only critically loaded wanders so far.
 PARTS, MIN_TAU, MIN_DEVIATIONS = 20, 0.6, 2.0
-# Bursts: a request with a TTFT over this is slow, unless there is an objective for it; slow arrivals at most so many mean
-# gaps apart belong together; a burst has at least so many of them, and at least so many times the mean rate.
+# Bursts: a request with a TTFT over this is slow, unless there is an objective for it; slow arrivals at most so many
+# mean gaps apart belong together; a burst has at least so many of them, and at least so many times the mean rate.
 SLOW_TTFT_S = 1.0
 MAX_GAPS_APART, MIN_SLOW, MIN_RATE_RATIO, MAX_BURSTS = 10, 5, 1.2, 5
 # The figures of `traffic` where it does not apply.
@@ -85,7 +85,7 @@ def bursts(arrival_s: Floats, ttft_s: Floats, slow_s: float = SLOW_TTFT_S) -> di
         if len(group) >= MIN_SLOW and rate >= MIN_RATE_RATIO * mean_rate:
             found["bursts"].append({
                 "start_s": float(group[0]), "duration_s": duration_s, "requests": int(last - first),
-                "slow_requests": len(group), "rate_per_s": rate, "rate_over_mean": rate / mean_rate,
+                "slow_requests": len(group), "rate_per_s": rate, "rate_over_mean": float(rate / mean_rate),
             })  # fmt: skip
     found["bursts"] = sorted(found["bursts"], key=lambda burst: -burst["slow_requests"])[:MAX_BURSTS]
     return found

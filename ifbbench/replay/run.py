@@ -64,9 +64,20 @@ def run_trace(
         summary, client = _replay(trace, engine, directory, progress)
     finally:
         engine.executor.close()
+    if config.enable_steady_state:
+        summary = _steady_summary(directory)
     if config.responses_json:
         _write_responses(Path(config.responses_json), trace, client)
     return RunResult(directory, summary, summary["requests"]["failed"])
+
+
+def _steady_summary(directory: Path) -> dict[str, Any]:
+    """Restrict the summary of a run that has ended to its steady state."""
+    # Imported here because other runs need no data frames.
+    from ifbbench.report.load import load_run
+    from ifbbench.report.recorded import restrict_summary
+
+    return restrict_summary(load_run(directory))
 
 
 def _replay(

@@ -27,7 +27,7 @@ from ifbbench.report.style import (
     thousands,
     title,
 )
-from ifbbench.report.tables import SweepRow, number_in
+from ifbbench.report.sweep_table import SweepRow, number_in
 from ifbbench.report.timeline import draw_timeline
 
 # Percentiles that the chart of latencies marks.
