@@ -149,7 +149,7 @@ class RequestLine(Struct):
     """A line of `requests.jsonl`. Times are None, and attribution_s is empty, unless the request completed.
 
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
-    request_class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
+    class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
     met every objective of each request, where there are any.
     """
 
@@ -172,7 +172,7 @@ class RequestLine(Struct):
     attribution_s: dict[str, Number]
     outcome: str
     error: str | None
-    request_class: str | UnsetType = UNSET
+    request_class: str | UnsetType = field(default=UNSET, name="class")
     priority: Number | UnsetType = UNSET
     slo_met: bool | UnsetType = UNSET
 

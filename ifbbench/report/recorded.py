@@ -126,7 +126,7 @@ def _populations(
 def _groups(table: pd.DataFrame) -> tuple[list[str | None], list[float]]:
     """The class and the priority of each request."""
     nothing = pd.Series([None] * len(table), index=table.index, dtype=object)
-    classes = table.get("request_class", nothing).astype(object)
+    classes = table.get("class", nothing).astype(object)
     priorities = table.get("priority", nothing).astype(float).fillna(DEFAULT_PRIORITY)
     return classes.where(classes.notna(), None).tolist(), priorities.tolist()
 
