@@ -107,7 +107,7 @@ class TokenGaps:
         for mine, others in zip((*self._steps, *self._long), (*other._steps, *other._long), strict=True):
             mine.extend(others)
 
-    def counted(self, ends: Sequence[float], window: Window | None = None) -> tuple[Floats, Integers]:
+    def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
         """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
 
         ends: of each iteration, in seconds. window: only the gaps that end in it."""
@@ -171,7 +171,7 @@ class Population:
         return whole
 
     def figures(
-        self, span_s: float, ends: Sequence[float], objectives: Objectives = (), window: Window | None = None
+        self, span_s: float, ends: Sequence[float] | Floats, objectives: Objectives = (), window: Window | None = None
     ) -> dict[str, Any]:
         """Counts, rates over `span_s`, latencies and, with `objectives`, goodput.
 
@@ -227,7 +227,7 @@ def goodput(
 
 
 def by_group(
-    populations: Mapping[tuple[str | None, float], Population], span_s: float, ends: Sequence[float],
+    populations: Mapping[tuple[str | None, float], Population], span_s: float, ends: Sequence[float] | Floats,
     objectives: Objectives, window: Window | None = None,
 ) -> dict[str, Any]:
     """`by_class` and `by_priority`, where there are several of them, and the fairness among classes.

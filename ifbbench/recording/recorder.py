@@ -19,7 +19,7 @@ from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestL
 from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import OPEN_SPANS, replace_file, write_json
 from ifbbench.recording.spans import HeadOfLine, RequestTimeline, SpanTracker, limit_waited_for
-from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, traffic
+from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
 FLUSH_INTERVAL_S = 1.0
 _NO_REQUESTS: set[int] = set()
@@ -54,7 +54,8 @@ class RunMetrics:
         # By class and priority.
         self._populations: defaultdict[tuple[str | None, float], Population] = defaultdict(Population)
         # The number of each limit, and of each iteration the number of the limit that bound it.
-        self._limits = {name: number for number, name in enumerate(BOUND_BY)}
+        self._limits: defaultdict[str, int] = defaultdict(None, {name: number for number, name in enumerate(BOUND_BY)})
+        self._limits.default_factory = self._limits.__len__
         self._limit_of = array("i")
         self._waited_s = dict.fromkeys(BOUND_BY, 0.0)
 
@@ -72,7 +73,7 @@ class RunMetrics:
         self.padded_slots += padded
         self.slots += computed + padded
         self._add_cache(record.cache)
-        self._limit_of.append(self._limits.setdefault(limit, len(self._limits)))
+        self._limit_of.append(self._limits[limit])
 
     def add_stretch(self, stretch: Stretch, limit: str) -> None:
         """Take in all iterations of a stretch."""
@@ -83,7 +84,7 @@ class RunMetrics:
         self.slots += first.budget_used * count
         # What requests hold only grows within a stretch.
         self._add_cache(stretch.cache(stretch.length - 1))
-        self._limit_of.extend(array("i", [self._limits.setdefault(limit, len(self._limits))]) * count)
+        self._limit_of.extend(array("i", [self._limits[limit]]) * count)
 
     def _add_cache(self, cache: CacheState) -> None:
         self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
@@ -186,8 +187,8 @@ class RunMetrics:
             **NO_TRAFFIC,
         }
         if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
-            columns = (np.asarray(whole.columns[name]) for name in ("arrival_s", "queue_time_s", "ttft_s"))
-            found |= traffic(*columns, slow_ttft_s(self._objectives))
+            arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
+            found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
         found |= by_group(self._populations, span, ends, self._objectives)
         return found | {"schedule_digest": schedule_digest, "partial": partial}
 

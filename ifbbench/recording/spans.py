@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 
 from msgspec import UNSET
 
@@ -51,6 +52,7 @@ class Span:
     produced: int = 0
 
 
+@cache
 def limit_waited_for(part: str) -> str | None:
     """The limit that this part of an attribution was spent waiting for: `none` where no limit is the reason, None for a
     part that is not waiting."""
@@ -65,29 +67,28 @@ def limit_waited_for(part: str) -> str | None:
 class HeadOfLine:
     """Which limit held the head of the line, the first request that was left out, over time.
 
-    For each limit: when it began and ceased to hold the head, and the seconds that it had held it before.
+    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
+    to hold the head, and the seconds that it had held it before.
     """
 
     def __init__(self) -> None:
-        self._limit: str | None = None
+        self.limit: str | None = None
         self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
 
     def change(self, limit: str, start_s: float) -> None:
-        """`limit` holds the head from `start_s` on."""
-        if limit == self._limit:
-            return
-        if self._limit is not None:
-            self._held[self._limit][1][-1] = start_s
+        """`limit`, another one than so far, holds the head from `start_s` on."""
+        if self.limit is not None:
+            self._held[self.limit][1][-1] = start_s
         begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
         before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
         begins.append(start_s)
         ends.append(float("inf"))
-        self._limit = limit
+        self.limit = limit
 
     def split(self, begin_s: float, end_s: float) -> dict[str, float]:
         """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
-        if self._limit is not None and self._held[self._limit][0][-1] <= begin_s:
-            return {self._limit: end_s - begin_s}
+        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
+            return {self.limit: end_s - begin_s}
         parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
         largest = max(parts, key=parts.__getitem__)
         parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
@@ -214,7 +215,9 @@ class SpanTracker:
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
-        self.head.change("none" if record.left_out is None else record.left_out.limit, record.start_s)
+        limit = "none" if record.left_out is None else record.left_out.limit
+        if limit != self.head.limit:
+            self.head.change(limit, record.start_s)
         for request in record.activated:
             if not request.has_left:
                 self._activate(request, record.iteration, starts)

@@ -20,6 +20,7 @@ PARTS, MIN_TAU, MIN_DEVIATIONS = 20, 0.6, 2.0
 # mean gaps apart belong together; a burst has at least so many of them, and at least so many times the mean rate.
 SLOW_TTFT_S = 1.0
 MAX_GAPS_APART, MIN_SLOW, MIN_RATE_RATIO, MAX_BURSTS = 10, 5, 1.2, 5
+TRAFFIC_COLUMNS = ("arrival_s", "queue_time_s", "ttft_s")
 # The figures of `traffic` where it does not apply.
 NO_TRAFFIC: dict[str, Any] = {"overloaded": False, "queue_growth_requests_per_s": 0.0, "bursts": []}
 # Steady state: requests that end in it, and the difference of its halves.

@@ -10,7 +10,7 @@ from ifbbench.objectives import parse_objectives
 from ifbbench.recording.metrics import BOUND_BY, Population, by_group, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import write_json
 from ifbbench.recording.spans import limit_waited_for
-from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, steady_state, traffic
+from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
 from ifbbench.report.load import RunData
 
 PART_OF_ATTRIBUTION = "attribution_s."
@@ -66,8 +66,8 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
     if thinned:
         found["itl_s"] = dict.fromkeys(found["itl_s"])
     if len(done) >= MIN_REQUESTS and run.config.get("concurrency") is None:
-        columns = (done[name].to_numpy(dtype=float) for name in ("arrival_s", "queue_time_s", "ttft_s"))
-        found |= traffic(*columns, slow_ttft_s(objectives))
+        arrival_s, queue_time_s, ttft_s = (done[name].to_numpy(dtype=float) for name in TRAFFIC_COLUMNS)
+        found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(objectives))
     found |= by_group(populations, span_s, ends_s, objectives, window)
     summary = run.summary or {}
     return found | {"schedule_digest": summary.get("schedule_digest"), "partial": run.partial}
@@ -101,12 +101,13 @@ def _populations(
              "reused_tokens"]  # fmt: skip
     for table in (done, failed):
         rows = zip(*(table[name].tolist() for name in names), *_groups(table), strict=True)
-        for place, (request, *seconds, prompt, output, reused, name, priority) in enumerate(rows):
+        for place, row in enumerate(rows):
+            request, arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt, output, reused, name, priority = row
             population = populations.setdefault((name, priority), Population())
             if table is failed:
                 population.failed += 1
                 continue
-            population.add(*seconds, int(prompt), int(output), place)
+            population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, int(prompt), int(output), place)
             population.reused_tokens += int(reused)
             of_request[request] = population
     spans = run.spans[run.spans["produced"].fillna(0) > 0]
