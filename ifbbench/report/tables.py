@@ -228,7 +228,7 @@ def _slo_table(known: dict[str, Any]) -> Table | None:
     for name, one in known["slo"].items():
         met = "[green]met[/green]" if one["met"] else "[red]missed[/red]"
         reached, share = significant(one["value"], scale), one.get("share")
-        table.add_row(name.replace("_", "."), significant(one["target"], scale), reached, percent(share), met)
+        table.add_row(name.replace("p99_9", "p99.9"), significant(one["target"], scale), reached, percent(share), met)
     if known.get("goodput_share") is not None:
         goodput = f"{significant(known['goodput_requests_per_s'])} requests/s"
         table.add_row("[bold]goodput[/bold]", "", "", percent(known["goodput_share"]), f"[bold]{goodput}[/bold]")
