@@ -120,7 +120,7 @@ class RunMetrics:
         self.last_end_s = max(self.last_end_s, end_s)
         attribution_s = timeline.attribution(starts, end_s, head)
         for part, seconds in attribution_s.items():
-            if (limit := limit_waited_for(part)) is not None:
+            if seconds and (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
         line = RequestLine(
             request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,

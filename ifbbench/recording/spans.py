@@ -22,7 +22,7 @@ HEAD_OF_LINE = "head_of_line"
 # limit that held the head; and, before its first iteration, for the one in progress to end.
 WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_line_", "waiting_iteration"
 _IN_QUEUE = f"{WAITING_FOR}{Limit.BATCH_SIZE}"
-_IN_LINE = (_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}")
+_IN_LINE = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
 
 class Phase(StrEnum):
@@ -165,9 +165,11 @@ class RequestTimeline:
         A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
         queue and behind the head of the line, it waits for the limit that holds the head."""
         seconds: dict[str, float] = {}
-        name, begin_s = WAITING_ITERATION, self.arrival_s
-        for next_name, first in (*self.closed, ("", None)):
-            until_s = end_s if first is None else max(starts[first], self.arrival_s)
+        name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
+        for next_name, first in self.closed:
+            until_s = starts[first]
+            if until_s < arrival_s:
+                until_s = arrival_s
             if name not in _IN_LINE:
                 seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
             elif until_s > begin_s:
@@ -175,6 +177,8 @@ class RequestTimeline:
                     part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE else f"{WAITING_BEHIND}{limit}"
                     seconds[part] = seconds.get(part, 0.0) + part_s
             name, begin_s = next_name, until_s
+        # The last span is one in which the request ran.
+        seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
         return seconds
 
     def _produced_in(self, span: Span, last: int) -> int:
