@@ -6,15 +6,13 @@ in, and `run.json` holds every resolved value.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ifbbench import fields
-from ifbbench.errors import InputError
 from ifbbench.fields import Setting, declare, settings_of
+from ifbbench.objectives import parse_objectives
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
@@ -59,6 +57,15 @@ def _device(name: Any) -> Any:
 def _windows(value: Any) -> Any:
     """Window sizes as text, where they are given as an integer or a list."""
     return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
+
+
+def _objectives(value: Any) -> Any:
+    """Objectives as one text, checked; also given as a list of texts."""
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        value = ",".join(value)
+    if isinstance(value, str):
+        parse_objectives(value)
+    return value
 
 
 _replay, _scheduling, _cache, _execution, _recording = (
@@ -133,6 +140,12 @@ class RunConfig:
         "needs none.", minimum=0, unit="requests", elsewhere="num_warmups warmup num_warmup_requests warmup_requests")
     seed: int = _replay(
         0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, aliases=("random_seed",))
+
+    slo: str | None = _replay(
+        None, "Service level objectives, NAME=TIME,…: a maximum of each request's ttft, tpot, e2e or queue_time "
+        "(goodput counts the requests that meet all), or with a statistic (ttft.p99=2s) of the run. May be given "
+        "several times.",
+        convert=_objectives, is_list=True, elsewhere="goodput request_goodput")
 
     # Scheduling.
     type: str = _scheduling(
@@ -273,6 +286,9 @@ class RunConfig:
     iteration_stats_every: int = _recording(
         1, "Write the statistics of every N-th iteration only, and of those that pause a request or are bound by "
         "another limit than the one before.", minimum=1, unit="iterations")
+    enable_steady_state: bool = _recording(
+        False, "Restrict every figure of summary.json to the steady state: the window after ramp-up and before drain.",
+        aliases=("steady_state",))
     profile: bool = _recording(
         False, "Record where each iteration's time goes, and report it beside what the device could do.")
     log_iteration_data: bool = _recording(
@@ -317,32 +333,3 @@ class RunConfig:
 def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
     return settings_of(RunConfig)
-
-
-def setting(name: str) -> Setting:
-    """The setting called `name` (own name or alias, dashes or underscores); InputError lists near names if unknown."""
-    wanted = name.replace("-", "_")
-    for candidate in settings():
-        if wanted in (candidate.name, *candidate.aliases):
-            return candidate
-    near = same_elsewhere(wanted)
-    names = [item.name for item in settings()]
-    hint = f" Did you mean {near}?" if near else fields.did_you_mean(wanted, names, number_of_names=3)
-    raise InputError(f"{name!r} is not a setting.{hint or ' See `ifbbench run --help`.'}")
-
-
-def same_elsewhere(name: str) -> str | None:
-    """The setting (with `no_` before it where it turns that off) that another system calls `name`."""
-    for candidate in settings():
-        if name in candidate.elsewhere.split():
-            return candidate.name
-        if name in candidate.opposites.split():
-            return f"no_{candidate.name}"
-    return None
-
-
-def from_mapping(values: Mapping[str, Any], command_line: bool = False) -> RunConfig:
-    """A RunConfig from names (own or alias) and values, texts included. Missing ones have the default of the library,
-    or that of the command line."""
-    defaults = {item.name: item.command_line_default for item in settings()} if command_line else {}
-    return RunConfig(**defaults | {setting(name).name: value for name, value in values.items()})

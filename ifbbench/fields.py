@@ -200,6 +200,7 @@ class Setting:
     is_optional: None is a value, resolved by what the model, the device and the other settings allow.
     default: that of the library. command_line_default: that of commands and config files.
     choices, value_aliases, other_texts, others: see `choice`. convert: applied to a value before it is checked.
+    is_list: an option may be given several times; `convert` makes one value of them.
     aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
     are only suggested; opposites: those that turn it off.
     """
@@ -220,6 +221,7 @@ class Setting:
     other_texts: str = ""
     others: str = ""
     convert: Callable[[Any], Any] | None = None
+    is_list: bool = False
     aliases: tuple[str, ...] = ()
     elsewhere: str = ""
     opposites: str = ""

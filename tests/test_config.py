@@ -2,8 +2,9 @@
 
 import pytest
 
-from ifbbench.config import RunConfig, from_mapping, same_elsewhere, setting, settings
+from ifbbench.config import RunConfig, settings
 from ifbbench.errors import InputError
+from ifbbench.settings import from_mapping, same_elsewhere, setting
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import logging
 import pytest
 
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
-from ifbbench.config import RunConfig, from_mapping
+from ifbbench.config import RunConfig
 from ifbbench.engine.config import BatchingType
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.settings import from_mapping
 
 
 def resolved(trace_beam_width=1, **settings):

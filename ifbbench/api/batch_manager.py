@@ -21,7 +21,7 @@ from ifbbench.api.client import (
 from ifbbench.api.engine import build_engine
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
-from ifbbench.config import RunConfig, from_mapping
+from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Executor
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -31,6 +31,7 @@ from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
 from ifbbench.model.config import ModelConfig
+from ifbbench.settings import from_mapping
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001

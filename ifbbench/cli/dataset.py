@@ -12,8 +12,9 @@ import click
 from ifbbench.cli.options import SettingOption, given_config
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, synth, write
 from ifbbench.clock import NO_PROGRESS, Progress
-from ifbbench.config import RunConfig, setting
+from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.settings import setting
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics

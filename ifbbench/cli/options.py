@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from ifbbench.config import SIMULATED, RunConfig, from_mapping, same_elsewhere, setting, settings
+from ifbbench.config import SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
 from ifbbench.fields import Setting, boolean, located
+from ifbbench.settings import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
 _log = logging.getLogger("ifbbench")
@@ -19,7 +20,6 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What to do about options of other tools that none of ours corresponds to.
 _ADVICE = {
     "trace dataset_path dataset_name input input_file": "Give the trace as an argument: ifbbench run TRACE.",
-    "goodput slo request_goodput": "There is no goodput yet; requests.jsonl of a run has the latency of each request.",
     "ignore_eos": "Requests end at their recorded output length unless --stop_at_end_token is given.",
 }
 
@@ -104,7 +104,7 @@ class SettingOption(click.Option):
         super().__init__(
             [setting.name, *(f"--{name}/--no_{name}" if is_pair else f"--{name}" for name in names)],
             default=None, metavar=None if is_pair else _METAVARS[setting.type], help=help or _help_text(setting),
-            hidden=hidden,
+            hidden=hidden, multiple=setting.is_list,
         )  # fmt: skip
         self.group = setting.group
 
@@ -159,7 +159,7 @@ def _help_text(setting: Setting) -> str:
 def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunConfig:
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong."""
     from_file = read_config_file(config_file) if config_file else {}
-    from_command_line = {name: value for name, value in options.items() if value is not None}
+    from_command_line = {name: value for name, value in options.items() if value not in (None, ())}
     values = {**from_file, **from_command_line}
     engine_dir = values.pop("engine_dir", None)
     return from_mapping(with_engine(engine_dir, values) if engine_dir else values, command_line=True)

@@ -23,7 +23,10 @@ json_option = click.option(
 )
 
 
-@click.command(cls=SettingsCommand, names=(*REPORT_FILES, "result_format", "save_detailed"))
+@click.command(
+    cls=SettingsCommand, names=(*REPORT_FILES, "result_format", "save_detailed", "enable_steady_state"),
+    setting_help={"enable_steady_state": "Of the steady state only: the window after ramp-up and before drain."},
+)
 @click.argument("run", type=DIRECTORY)
 @json_option
 def report(run: Path, as_json: bool, **options: Any) -> None:
@@ -34,15 +37,18 @@ def report(run: Path, as_json: bool, **options: Any) -> None:
     if (run / REPEATS_FILE).is_file():
         report_repeats(run, as_json)
         return
-    write_run_outputs(run, given_config(None, options))
+    config = given_config(None, options)
+    write_run_outputs(run, config)
     if not as_json:
-        print_run(run)
+        print_run(run, config.enable_steady_state)
         return
 
     from ifbbench.report.figures import figures
     from ifbbench.report.load import load_run
+    from ifbbench.report.recorded import steady_figures
 
-    click.echo(json.dumps(figures(load_run(run)), indent=2))
+    loaded = load_run(run)
+    click.echo(json.dumps(steady_figures(loaded) if config.enable_steady_state else figures(loaded), indent=2))
 
 
 def report_repeats(directory: Path, as_json: bool = False) -> None:
@@ -66,18 +72,20 @@ def write_run_outputs(directory: Path, config: RunConfig) -> None:
         write_outputs(load_run(directory), config)
 
 
-def print_run(directory: Path) -> None:
-    """Print the tables and the [BENCHMARK] lines of a run directory."""
+def print_run(directory: Path, steady_state: bool = False) -> None:
+    """Print the tables and the [BENCHMARK] lines of a run directory. steady_state: tables of the steady state only."""
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.figures import benchmark_lines
     from ifbbench.report.load import load_run
+    from ifbbench.report.recorded import steady_figures
     from ifbbench.report.tables import print_report
 
     run = load_run(directory)
     with progress_line("report", quiet=False) as progress:
         progress.stage("reading results")
         lines = benchmark_lines(run)
-    print_report(run, report_console())
+        steady = steady_figures(run) if steady_state else None
+    print_report(run, report_console(), steady)
     for line in lines:
         click.echo(line)
 

@@ -116,7 +116,7 @@ def _report_sweep(directory: Path, quiet: bool, as_json: bool) -> None:
     from ifbbench.cli.console import report_console
     from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
     from ifbbench.report.charts import plot_sweep
-    from ifbbench.report.tables import print_sweep
+    from ifbbench.report.sweep_table import print_sweep
 
     table, axis = read_sweep(directory).with_one_axis()
     if table.finished:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
-from ifbbench.config import SIMULATED, from_mapping
+from ifbbench.config import SIMULATED
+from ifbbench.settings import from_mapping
 
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED_TO_EXPLAIN = (

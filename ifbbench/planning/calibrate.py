@@ -25,9 +25,8 @@ from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
 from ifbbench.planning.fit import FITTED_SHARES, FitError, Floats, Point, fit, points_of, predicted_s
 from ifbbench.planning.measure import measure, scenarios
 from ifbbench.recording import run_directory
-from ifbbench.report import count, percent, significant
+from ifbbench.report import count, percent, plain_table, significant
 from ifbbench.report.style import INK, MUTED, SERIES, styled, title
-from ifbbench.report.tables import plain_table
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulation.shard import Shard

@@ -9,8 +9,8 @@ from rich.table import Table
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.planning.capacity import Fit, Study
-from ifbbench.report import NOTHING, count, significant
-from ifbbench.report.tables import LIMIT_NAMES, plain_table
+from ifbbench.report import NOTHING, count, plain_table, significant
+from ifbbench.report.tables import LIMIT_NAMES
 
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."

@@ -14,8 +14,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
-from ifbbench.report import bar, percent
-from ifbbench.report.tables import plain_table
+from ifbbench.report import bar, percent, plain_table
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory

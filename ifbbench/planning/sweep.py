@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ifbbench.config import SIDE_OUTPUTS, RunConfig, setting, settings
+from ifbbench.config import SIDE_OUTPUTS, RunConfig, settings
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording.run_directory import RESULTS
 from ifbbench.replay.run import RunResult
+from ifbbench.settings import setting
 from ifbbench.workload.load import load_trace
 
 SWEEP_FILE = "sweep.csv"

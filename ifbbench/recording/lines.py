@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType, field
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
@@ -59,6 +59,8 @@ class RequestLine(Struct):
     """A line of `requests.jsonl`. Times are None, and attribution_s is empty, unless the request completed.
 
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
+    class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
+    met every objective of each request, where there are any.
     """
 
     request_id: int
@@ -80,6 +82,9 @@ class RequestLine(Struct):
     attribution_s: dict[str, float]
     outcome: str
     error: str | None
+    request_class: str | UnsetType = field(default=UNSET, name="class")
+    priority: float | UnsetType = UNSET
+    slo_met: bool | UnsetType = UNSET
 
 
 class JsonLinesWriter:

@@ -1,19 +1,19 @@
-"""The figures of a run: latencies of each request, and the summary over all of them."""
+"""The figures of requests that have ended: latencies, gaps between tokens, rates and goodput, of all or of some."""
 
+import math
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.engine.policies.policy import Limit
-from ifbbench.engine.records import CacheState, IterationRecord, Stretch
-from ifbbench.engine.request import Request
-from ifbbench.recording.lines import RequestLine, encode, number
-from ifbbench.recording.spans import RequestTimeline
+from ifbbench.engine.records import IterationRecord
+from ifbbench.objectives import Objective
+from ifbbench.recording.traffic import SLOW_TTFT_S, Window, jain_index
 
+Objectives = tuple[Objective, ...]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -22,6 +22,8 @@ BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
 # The name of a limit in `bound_by`. A reason of a user policy is not among these: it keeps its own name.
 _BOUND_BY = {limit.value: limit.value if limit.value in BOUND_BY else "none" for limit in Limit}
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
+# Figures are given for each class and each priority where there are at least and at most so many.
+MIN_GROUPS, MAX_GROUPS = {"by_class": 1, "by_priority": 2}, 100
 STATISTICS = ("mean", "min", *PERCENTILES, "max")
 
 
@@ -31,6 +33,16 @@ def bound_by(record: IterationRecord) -> str:
         return "none"
     limit = record.left_out.limit
     return _BOUND_BY.get(limit) or str(limit)
+
+
+def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:
+    """Which share of the iterations each limit bound, by number (`bound_by`) and by time (`bound_by_time`).
+
+    numbers: of each iteration, the position of its limit in `limits`. seconds: how long it took."""
+    numbers = np.asarray(numbers, np.int64)
+    counts, times = np.bincount(numbers, minlength=len(limits)), np.bincount(numbers, seconds, minlength=len(limits))
+    shares = {"bound_by": counts / (counts.sum() or 1), "bound_by_time": times / (times.sum() or 1.0)}
+    return {title: dict(zip(limits, of_each.tolist(), strict=True)) for title, of_each in shares.items()}
 
 
 def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:
@@ -62,190 +74,179 @@ def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | 
 
 
 class TokenGaps:
-    """The gaps between consecutive output tokens of all requests (ITL), counted rather than stored.
+    """The gaps between consecutive output tokens of requests (ITL), counted rather than stored.
 
     A request that produces a token in two consecutive iterations adds one gap: the time between their ends. So it is
-    enough to count, for each iteration, the requests that produced a token both in it and in the one before: 8 bytes an
-    iteration. Only gaps over several iterations, where a request was skipped or paused, are stored, in 8 bytes each.
+    enough to know the stretches of iterations in which requests produced a token each time. Gaps over several
+    iterations, where a request was skipped or paused, are kept one by one. All are iteration numbers, 4 bytes each.
     """
 
     def __init__(self) -> None:
-        # The number of requests with a gap that ends with an iteration, as its differences from one to the next.
-        self._steps = array("q", [0])
-        self._long_s = array("d")
+        # First and last iteration whose end ends a gap of one iteration; before and after the gaps of several.
+        self._steps = array("i"), array("i")
+        self._long = array("i"), array("i")
 
-    def add(self, stretches: Iterable[tuple[int, int]], ends: Sequence[float]) -> None:
-        """Take in a request that produced a token in each iteration of `stretches`, [first, last] in order of time.
-
-        ends: of each iteration, in seconds."""
+    def add(self, stretches: Iterable[tuple[int, int]]) -> None:
+        """Take in a request that produced a token in each iteration of `stretches`, [first, last] in order of time."""
+        begins, ends = self._steps
         before: int | None = None
         for first, last in stretches:
             if before is None:
-                self._count(first + 1, last)
-            elif first == before + 1:
-                self._count(first, last)
-            else:
-                self._long_s.append(ends[first] - ends[before])
-                self._count(first + 1, last)
+                first += 1
+            elif first != before + 1:
+                self._long[0].append(before)
+                self._long[1].append(first)
+                first += 1
+            if first <= last:
+                begins.append(first)
+                ends.append(last)
             before = last
 
-    def _count(self, first: int, last: int) -> None:
-        """One more gap that ends with each of these iterations."""
-        if first > last:
-            return
-        missing = last + 2 - len(self._steps)
-        if missing > 0:
-            self._steps.frombytes(bytes(missing * self._steps.itemsize))
-        self._steps[first] += 1
-        self._steps[last + 1] -= 1
+    def extend(self, other: "TokenGaps") -> None:
+        """Take in the gaps of other requests."""
+        for mine, others in zip((*self._steps, *self._long), (*other._steps, *other._long), strict=True):
+            mine.extend(others)
 
-    def counted(self, ends: Sequence[float]) -> tuple[Floats, Integers]:
-        """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order."""
-        counts = np.asarray(self._steps).cumsum()
-        (iterations,) = counts.nonzero()
+    def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
+        """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
+
+        ends: of each iteration, in seconds. window: only the gaps that end in it."""
         seconds = np.asarray(ends, np.float64)
-        gaps = seconds[iterations] - seconds[iterations - 1]
-        ones = np.ones(len(self._long_s), np.int64)
-        return np.concatenate([gaps, self._long_s]), np.concatenate([counts[iterations], ones])
+        begin, last = (np.asarray(column) for column in self._steps)
+        size = len(seconds) + 1
+        counts = (np.bincount(begin, minlength=size) - np.bincount(last + 1, minlength=size)).cumsum()[:-1]
+        before, after = (np.asarray(column) for column in self._long)
+        if window is not None:
+            counts, is_in = counts * window.holds(seconds), window.holds(seconds[after])
+            before, after = before[is_in], after[is_in]
+        (iterations,) = counts.nonzero()
+        gaps = np.concatenate([seconds[iterations] - seconds[iterations - 1], seconds[after] - seconds[before]])
+        return gaps, np.concatenate([counts[iterations], np.ones(len(after), np.int64)])
 
 
-class RunMetrics:
-    """Sums and samples of a run, taken in as iterations run and requests end."""
+class Population:
+    """The requests of one class and priority that have ended: times and lengths of the completed ones as columns.
 
-    def __init__(self, total_requests: int) -> None:
-        self.total = total_requests
-        self.completed = self.failed = 0
-        self.slots = self.padded_slots = self.empty_generation_slots = 0
-        self.pauses = self.recomputed_tokens = self.computed_tokens = 0
-        self.prompt_tokens = self.output_tokens = self.reused_tokens = 0
-        self.iterations = self.peak_scheduled = 0
-        # None where the cache has no blocks.
-        self.peak_used_blocks: int | None = None
-        self.max_blocks: int | None = None
-        self.tokens_per_block: int | None = None
-        self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
-        self.bound_by: Counter[str] = Counter()
-        self.first_arrival_s = float("inf")
-        self.last_end_s = 0.0
-        self._samples = {name: array("d") for name in PER_REQUEST}
-        self._gaps = TokenGaps()
+    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token. places: of each request in the order
+    in which those of all populations completed. failed: number of failed requests.
+    """
 
-    def add_iteration(self, record: IterationRecord, limit: str) -> None:
-        """Take in one iteration. limit: what bound it."""
-        computed, padded = record.budget_used, record.padding + record.idle
-        scheduled = len(record.context) + record.num_generation
-        self.iterations += 1
-        if scheduled > self.peak_scheduled:
-            self.peak_scheduled = scheduled
-        self.pauses += len(record.paused)
-        self.recomputed_tokens += record.recomputed
-        self.computed_tokens += computed
-        self.empty_generation_slots += record.idle
-        self.padded_slots += padded
-        self.slots += computed + padded
-        self._add_cache(record.cache)
-        self.bound_by[limit] += 1
+    def __init__(self) -> None:
+        self.columns = {name: array("d") for name in ("arrival_s", *PER_REQUEST)}
+        self.prompt_lens, self.output_lens, self.places = array("q"), array("q"), array("q")
+        self.reused_tokens = self.failed = 0
+        self.gaps = TokenGaps()
 
-    def add_stretch(self, stretch: Stretch, limit: str) -> None:
-        """Take in all iterations of a stretch."""
-        first, count = stretch.first, stretch.length
-        self.iterations += count
-        self.peak_scheduled = max(self.peak_scheduled, first.num_generation)
-        self.computed_tokens += first.budget_used * count
-        self.slots += first.budget_used * count
-        # What requests hold only grows within a stretch.
-        self._add_cache(stretch.cache(stretch.length - 1))
-        self.bound_by[limit] += count
+    def add(
+        self, arrival_s: float, queue_time_s: float, ttft_s: float, tpot_s: float | None, e2e_s: float, prompt_len: int,
+        output_len: int, place: int,
+    ) -> None:  # fmt: skip
+        """Take in a completed request."""
+        columns = self.columns
+        columns["arrival_s"].append(arrival_s)
+        columns["queue_time_s"].append(queue_time_s)
+        columns["ttft_s"].append(ttft_s)
+        columns["tpot_s"].append(math.nan if tpot_s is None else tpot_s)
+        columns["e2e_s"].append(e2e_s)
+        self.prompt_lens.append(prompt_len)
+        self.output_lens.append(output_len)
+        self.places.append(place)
 
-    def _add_cache(self, cache: CacheState) -> None:
-        self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
-        if cache.used_blocks is not None and cache.used_blocks > (self.peak_used_blocks or -1):
-            self.peak_used_blocks = cache.used_blocks
-        self.max_tokens = cache.max_tokens
-        if cache.held_tokens > self.peak_held_tokens:
-            self.peak_held_tokens = cache.held_tokens
-        if cache.filled_tokens > self.peak_filled_tokens:
-            self.peak_filled_tokens = cache.filled_tokens
+    @classmethod
+    def merged(cls, parts: Sequence["Population"]) -> "Population":
+        """All requests of `parts`, in the order in which they completed."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls()
+        order = np.argsort([place for part in parts for place in part.places])
+        for name in whole.columns:
+            of_all = np.concatenate([part.columns[name] for part in parts]) if parts else np.empty(0)
+            whole.columns[name] = array("d", of_all[order].tobytes())
+        for part in parts:
+            whole.prompt_lens.extend(part.prompt_lens)
+            whole.output_lens.extend(part.output_lens)
+            whole.reused_tokens += part.reused_tokens
+            whole.failed += part.failed
+            whole.gaps.extend(part.gaps)
+        return whole
 
-    def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> bytes:
-        """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
-        request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        output_len = sum([last - first + 1 for first, last in stretches])
-        # On a real clock, a request may arrive after the start of the iteration that fetches it.
-        first_scheduled_s = max(starts[next(first for name, first in timeline.closed if name == "context")], arrival_s)
-        first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
-        # Later than the last token where a static batch held the request back.
-        end_s = ends[timeline.last_iteration]
-        queue_time_s, ttft_s, e2e_s = first_scheduled_s - arrival_s, first_token_s - arrival_s, end_s - arrival_s
-        tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
-        samples = self._samples
-        samples["queue_time_s"].append(queue_time_s)
-        samples["ttft_s"].append(ttft_s)
-        samples["e2e_s"].append(e2e_s)
-        if tpot_s is not None:
-            samples["tpot_s"].append(tpot_s)
-        self._gaps.add(stretches, ends)
-        self.completed += 1
-        self.prompt_tokens += request.original_prompt_len
-        self.reused_tokens += request.reused_tokens
-        self.output_tokens += output_len
-        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
-        self.last_end_s = max(self.last_end_s, end_s)
-        attribution_s = {name: number(spent) for name, spent in timeline.attribution(starts, end_s).items()}
-        return encode(RequestLine(
-            request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,
-            number(queue_time_s), number(ttft_s), None if tpot_s is None else number(tpot_s), number(e2e_s),
-            number(first_scheduled_s), number(first_token_s), number(end_s), _requested_tokens(request), request.pauses,
-            request.recomputed_tokens, request.reused_tokens, attribution_s, "completed", None,
-        ))  # fmt: skip
+    def figures(
+        self, span_s: float, ends: Sequence[float] | Floats, objectives: Objectives = (), window: Window | None = None
+    ) -> dict[str, Any]:
+        """Counts, rates over `span_s`, latencies and, with `objectives`, goodput.
 
-    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> bytes:
-        """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
-        `requests.jsonl`."""
-        self.failed += error is not None
-        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
-        # An error that quotes a file name may have characters that UTF-8 has not.
-        text = None if error is None else error.encode(errors="backslashreplace").decode()
-        return encode(RequestLine(
-            request.request_id, request.index, number(arrival_s), request.original_prompt_len, request.num_outputs,
-            None, None, None, None, None, None, None, _requested_tokens(request), request.pauses,
-            request.recomputed_tokens, 0, {}, "stopped" if error is None else "failed", text,
-        ))  # fmt: skip
-
-    def summary(self, schedule_digest: str, partial: bool, ends: Sequence[float]) -> dict[str, Any]:
-        """The content of `summary.json`. ends: of each iteration, in seconds."""
-        span = self.last_end_s - self.first_arrival_s if self.completed else 0.0
+        ends: of each iteration, in seconds. window: gaps between tokens are those that end in it."""
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
-        per_second = 1.0 / span if span > 0 else 0.0
-        limits, iterations = dict.fromkeys((*BOUND_BY, *self.bound_by)), max(self.iterations, 1)
-        blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
-        tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
-        return {
-            "requests": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "duration_s": span,
-            "request_throughput_per_s": self.completed * per_second,
-            "output_throughput_tokens_per_s": self.output_tokens * per_second,
-            "total_throughput_tokens_per_s": (self.prompt_tokens + self.output_tokens) * per_second,
-            **{name: distribution(values) for name, values in self._samples.items()},
-            "itl_s": counted_distribution(*self._gaps.counted(ends)),
-            "iterations": self.iterations,
-            "pauses": self.pauses,
-            "recomputed_tokens": self.recomputed_tokens,
-            "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
-            "empty_generation_slots": self.empty_generation_slots,
-            "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
-            "prefix_hit_rate": self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
-            "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)),
-            "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
-            "peak_scheduled_requests": self.peak_scheduled,
-            "bound_by": {name: self.bound_by[name] / iterations for name in limits},
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "schedule_digest": schedule_digest,
-            "partial": partial,
+        per_second = 1.0 / span_s if span_s > 0 else 0.0
+        columns = {name: np.asarray(column) for name, column in self.columns.items()}
+        completed, prompt, output = len(self.output_lens), sum(self.prompt_lens), sum(self.output_lens)
+        tpot_s = columns["tpot_s"][~np.isnan(columns["tpot_s"])]
+        found = {
+            "requests": {"total": completed + self.failed, "completed": completed, "failed": self.failed},
+            "request_throughput_per_s": completed * per_second,
+            "output_throughput_tokens_per_s": output * per_second,
+            "total_throughput_tokens_per_s": (prompt + output) * per_second,
+            **{name: distribution(tpot_s if name == "tpot_s" else columns[name]) for name in PER_REQUEST},
+            "itl_s": counted_distribution(*self.gaps.counted(ends, window)),
+            "per_user_output_speed_tokens_per_s": distribution(1 / tpot_s[tpot_s > 0]),
+            "prefix_hit_rate": self.reused_tokens / prompt if prompt else 0.0,
+            "prompt_tokens": prompt,
+            "output_tokens": output,
         }
+        if objectives:
+            found |= goodput(objectives, columns, found, per_second)
+        return found
 
 
-def _requested_tokens(request: Request) -> int:
-    """max_new_tokens as requested: a pause appends output tokens to the prompt and lowers max_new_tokens by them."""
-    return request.max_new_tokens + request.prompt_len - request.original_prompt_len
+def slow_ttft_s(objectives: Objectives) -> float:
+    """The TTFT from which a request is slow: the target for each request, if there is one."""
+    return next((one.target_s for one in objectives if one.name == "ttft"), SLOW_TTFT_S)
+
+
+def goodput(
+    objectives: Objectives, columns: Mapping[str, Floats], known: Mapping[str, Any], per_second: float
+) -> dict[str, Any]:
+    """The figures of service level objectives. columns: latencies of the completed requests. known: their figures.
+
+    A request is good if it meets every objective of each request; without such an objective there is no goodput. One
+    that failed is not good, and counts in the share. `value` of an objective of each request is the worst latency."""
+    slo, good = {}, None
+    for one in objectives:
+        value = known[one.latency][one.statistic or "max"]
+        slo[one.name] = {"target": one.target_s, "value": value, "met": value is None or value <= one.target_s}
+        if one.statistic is None:
+            is_met = one.is_met(columns[one.latency])
+            slo[one.name]["share"] = float(is_met.mean()) if is_met.size else 0.0
+            good = is_met if good is None else good & is_met
+    count, total = None if good is None else int(good.sum()), known["requests"]["total"]
+    return {
+        "goodput_requests_per_s": None if count is None else count * per_second,
+        "goodput_share": None if count is None else count / max(total, 1),
+        "slo": slo,
+    }
+
+
+def by_group(
+    populations: Mapping[tuple[str | None, float], Population], span_s: float, ends: Sequence[float] | Floats,
+    objectives: Objectives, window: Window | None = None,
+) -> dict[str, Any]:
+    """`by_class` and `by_priority`, where there are several of them, and the fairness among classes.
+
+    populations: by class and priority. Fairness is Jain's index of what classes get: output tokens for each second that
+    a request of theirs spends in the system."""
+    found: dict[str, Any] = {}
+    for position, title in enumerate(("by_class", "by_priority")):
+        names = sorted({key[position] for key in populations} - {None}, reverse=position == 1)  # type: ignore[type-var]
+        if not MIN_GROUPS[title] <= len(names) <= MAX_GROUPS:
+            continue
+        of_name = {name: Population.merged([part for key, part in populations.items() if key[position] == name])
+                   for name in names}  # fmt: skip
+        found[title] = {str(name): part.figures(span_s, ends, objectives, window) for name, part in of_name.items()}
+        for name, part in of_name.items():
+            in_system_s = sum(part.columns["e2e_s"])
+            speed = sum(part.output_lens) / in_system_s if in_system_s else 0.0
+            found[title][str(name)]["output_tokens_per_request_s"] = speed
+    if len(classes := found.get("by_class", ())) > 1:
+        speeds = [classes[name]["output_tokens_per_request_s"] for name in classes]
+        found["fairness_index"] = jain_index(speeds)
+    return found

@@ -1,23 +1,199 @@
-"""The recorder: an observer of the token generation loop that writes the run directory."""
+"""The recorder: an observer of the token generation loop that sums up the run and writes the run directory."""
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ifbbench.clock import Clock, WallClock
-from ifbbench.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS
+from ifbbench.engine.records import CacheState, IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
-from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter
-from ifbbench.recording.metrics import RunMetrics, bound_by
+from ifbbench.objectives import meets_all, parse_objectives
+from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
+from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import OPEN_SPANS, replace_file, write_json
-from ifbbench.recording.spans import SpanTracker
+from ifbbench.recording.spans import HeadOfLine, RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
+from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
 FLUSH_INTERVAL_S = 1.0
 _NO_REQUESTS: set[int] = set()
+ClassOf = Callable[[int], str | None]
+
+
+class RunMetrics:
+    """Sums and samples of a run, taken in as iterations run and requests end.
+
+    class_of(index): the class of the request at this index of the trace. config: the settings `slo` and `concurrency`.
+    """
+
+    def __init__(self, total_requests: int, class_of: ClassOf, config: Mapping[str, Any]) -> None:
+        self.total = total_requests
+        self.slots = self.padded_slots = self.empty_generation_slots = 0
+        self.pauses = self.recomputed_tokens = self.computed_tokens = 0
+        self.iterations = self.peak_scheduled = 0
+        # None where the cache has no blocks.
+        self.peak_used_blocks: int | None = None
+        self.max_blocks: int | None = None
+        self.tokens_per_block: int | None = None
+        self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
+        self.first_arrival_s = float("inf")
+        self.last_end_s = 0.0
+        self._completed, self._class_of = 0, class_of
+        self._objectives = parse_objectives(config["slo"]) if config.get("slo") else ()
+        self._has_goodput = any(one.statistic is None for one in self._objectives)
+        # With a closed loop or all requests at once, a queue is no sign of overload.
+        self._is_closed_loop = config.get("concurrency") is not None
+        # By class and priority.
+        self._populations: defaultdict[tuple[str | None, float], Population] = defaultdict(Population)
+        # The number of each limit, and of each iteration the number of the limit that bound it.
+        self._limits: defaultdict[str, int] = defaultdict(None, {name: number for number, name in enumerate(BOUND_BY)})
+        self._limits.default_factory = self._limits.__len__
+        self._limit_of = array("i")
+        self._waited_s = dict.fromkeys(BOUND_BY, 0.0)
+
+    def add_iteration(self, record: IterationRecord, limit: str) -> None:
+        """Take in one iteration. limit: what bound it."""
+        computed, padded = record.budget_used, record.padding + record.idle
+        scheduled = len(record.context) + record.num_generation
+        self.iterations += 1
+        if scheduled > self.peak_scheduled:
+            self.peak_scheduled = scheduled
+        self.pauses += len(record.paused)
+        self.recomputed_tokens += record.recomputed
+        self.computed_tokens += computed
+        self.empty_generation_slots += record.idle
+        self.padded_slots += padded
+        self.slots += computed + padded
+        self._add_cache(record.cache)
+        self._limit_of.append(self._limits[limit])
+
+    def add_stretch(self, stretch: Stretch, limit: str) -> None:
+        """Take in all iterations of a stretch."""
+        first, count = stretch.first, stretch.length
+        self.iterations += count
+        self.peak_scheduled = max(self.peak_scheduled, first.num_generation)
+        self.computed_tokens += first.budget_used * count
+        self.slots += first.budget_used * count
+        # What requests hold only grows within a stretch.
+        self._add_cache(stretch.cache(stretch.length - 1))
+        self._limit_of.extend(array("i", [self._limits[limit]]) * count)
+
+    def _add_cache(self, cache: CacheState) -> None:
+        self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
+        if cache.used_blocks is not None and cache.used_blocks > (self.peak_used_blocks or -1):
+            self.peak_used_blocks = cache.used_blocks
+        self.max_tokens = cache.max_tokens
+        if cache.held_tokens > self.peak_held_tokens:
+            self.peak_held_tokens = cache.held_tokens
+        if cache.filled_tokens > self.peak_filled_tokens:
+            self.peak_filled_tokens = cache.filled_tokens
+
+    def add_request(
+        self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float], head: HeadOfLine
+    ) -> bytes:
+        """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
+        request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
+        output_len = sum([last - first + 1 for first, last in stretches])
+        # On a real clock, a request may arrive after the start of the iteration that fetches it.
+        first_scheduled_s = max(starts[next(first for name, first in timeline.closed if name == "context")], arrival_s)
+        first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
+        # Later than the last token where a static batch held the request back.
+        end_s = ends[timeline.last_iteration]
+        queue_time_s, ttft_s, e2e_s = first_scheduled_s - arrival_s, first_token_s - arrival_s, end_s - arrival_s
+        tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
+        name = self._class_of(request.index)
+        population = self._populations[name, request.priority]
+        lengths = request.original_prompt_len, output_len
+        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, *lengths, self._completed)
+        self._completed += 1
+        population.gaps.add(stretches)
+        population.reused_tokens += request.reused_tokens
+        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
+        self.last_end_s = max(self.last_end_s, end_s)
+        attribution_s = timeline.attribution(starts, end_s, head)
+        for part, seconds in attribution_s.items():
+            if seconds and (limit := limit_waited_for(part)) is not None:
+                self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
+        line = RequestLine(
+            request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,
+            number(queue_time_s), number(ttft_s), None if tpot_s is None else number(tpot_s), number(e2e_s),
+            number(first_scheduled_s), number(first_token_s), number(end_s), _requested_tokens(request), request.pauses,
+            request.recomputed_tokens, request.reused_tokens,
+            {part: number(seconds) for part, seconds in attribution_s.items()}, "completed", None,
+        )  # fmt: skip
+        if self._has_goodput:
+            latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
+            line.slo_met = meets_all(self._objectives, latencies)
+        return self._with_group(line, name, request.priority)
+
+    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> bytes:
+        """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
+        `requests.jsonl`."""
+        name = self._class_of(request.index)
+        self._populations[name, request.priority].failed += error is not None
+        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
+        # An error that quotes a file name may have characters that UTF-8 has not.
+        text = None if error is None else error.encode(errors="backslashreplace").decode()
+        line = RequestLine(
+            request.request_id, request.index, number(arrival_s), request.original_prompt_len, request.num_outputs,
+            None, None, None, None, None, None, None, _requested_tokens(request), request.pauses,
+            request.recomputed_tokens, 0, {}, "stopped" if error is None else "failed", text,
+        )  # fmt: skip
+        if self._has_goodput and error is not None:
+            line.slo_met = False
+        return self._with_group(line, name, request.priority)
+
+    def _with_group(self, line: RequestLine, name: str | None, priority: float) -> bytes:
+        """The encoded line, with the request's class and priority where it has them."""
+        if name is not None:
+            line.request_class = name
+        if priority != DEFAULT_PRIORITY:
+            line.priority = number(priority)
+        return encode(line)
+
+    def summary(
+        self, schedule_digest: str, partial: bool, starts: Sequence[float], ends: Sequence[float]
+    ) -> dict[str, Any]:
+        """The content of `summary.json`. starts, ends: of each iteration, in seconds."""
+        whole = Population.merged(list(self._populations.values()))
+        span = self.last_end_s - self.first_arrival_s if self._completed else 0.0
+        figures = whole.figures(span, ends, self._objectives)
+        requests = figures.pop("requests") | {"total": self.total}
+        blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
+        tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
+        found = {
+            "requests": requests,
+            "duration_s": span,
+            **figures,
+            "iterations": self.iterations,
+            "pauses": self.pauses,
+            "recomputed_tokens": self.recomputed_tokens,
+            "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
+            "empty_generation_slots": self.empty_generation_slots,
+            "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
+            "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)),
+            "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
+            "peak_scheduled_requests": self.peak_scheduled,
+            **shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
+            "waiting_by_limit": self._waited_s,
+            **NO_TRAFFIC,
+        }
+        if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
+            arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
+            found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
+        found |= by_group(self._populations, span, ends, self._objectives)
+        return found | {"schedule_digest": schedule_digest, "partial": partial}
+
+
+def _requested_tokens(request: Request) -> int:
+    """max_new_tokens as requested: a pause appends output tokens to the prompt and lowers max_new_tokens by them."""
+    return request.max_new_tokens + request.prompt_len - request.original_prompt_len
 
 
 class Recorder:
@@ -25,21 +201,20 @@ class Recorder:
     its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
-    trace, in seconds on the run's clock. held_until_s: see SpanTracker. recording_format: suffix of the files of lines.
-    statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are flushed
-    each second by it; real time if None, even if the run has a virtual clock, so that a killed run loses at most this
-    much.
+    trace, in seconds on the run's clock. held_until_s: see SpanTracker. class_of: see RunMetrics. recording_format:
+    suffix of the files of lines. statistics, iteration_stats_every, iteration_stats_format, profile: see
+    IterationEncoder. clock: files are flushed each second by it; real time if None, so that a killed run loses little.
     """
 
     def __init__(
         self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
-        arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
+        arrival_s: SecondsOf, recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
-        iteration_stats_format: str = ITERATION_STATS_FORMATS[0],
-        held_until_s: Callable[[Request], float] | None = None,
+        iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
+        class_of: ClassOf = lambda index: None,
     ) -> None:  # fmt: skip
         self.directory = directory
-        self.metrics = RunMetrics(total_requests)
+        self.metrics = RunMetrics(total_requests, class_of, description.get("config") or {})
         self._description = description
         self._arrival_s = arrival_s
         write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
@@ -82,7 +257,7 @@ class Recorder:
         """These requests are complete with `iteration`."""
         for request in finished:
             timeline = self._tracker.end(request, iteration)
-            self._requests.write([self.metrics.add_request(timeline, self._starts, self._ends)])
+            self._requests.write([self.metrics.add_request(timeline, self._starts, self._ends, self._tracker.head)])
         if self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
             self.flush()
 
@@ -108,7 +283,7 @@ class Recorder:
             writer.close()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         digest = self._digest.hexdigest()
-        summary = self.metrics.summary(digest, partial, self._ends) | more
+        summary = self.metrics.summary(digest, partial, self._starts, self._ends) | more
         write_json(self.directory / "summary.json", summary)
         description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
         write_json(self.directory / "run.json", description)

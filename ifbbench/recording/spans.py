@@ -1,12 +1,12 @@
-"""Request timelines: the spans of waiting and running of each active request, made from iterations.
+"""Request timelines: the spans of waiting and running of each active request, made from iterations: only the requests
+that change what they do cost time in one."""
 
-Each iteration touches only the requests that change what they do in it.
-"""
-
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 
 from msgspec import UNSET
 
@@ -15,8 +15,13 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.recording.lines import SpanLine, encode
 
-HEAD_OF_LINE = "head_of_line"
-CONCURRENCY = "concurrency"
+SecondsOf = Callable[[Request], float]
+HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
+# Parts of an attribution: waiting for a limit that left the request itself out; behind the head of the line, for the
+# limit that held the head; and, before its first iteration, for the one in progress to end.
+WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_line_", "waiting_iteration"
+_IN_QUEUE = f"{WAITING_FOR}{Limit.BATCH_SIZE}"
+_IN_LINE = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
 
 class Phase(StrEnum):
@@ -44,6 +49,55 @@ class Span:
     first_output: int = 0
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
+
+
+@cache
+def limit_waited_for(part: str) -> str | None:
+    """The limit that this part of an attribution was spent waiting for: `none` where no limit is the reason, None for a
+    part that is not waiting."""
+    if part == WAITING_ITERATION:
+        return "none"
+    for prefix in (WAITING_BEHIND, WAITING_FOR):
+        if part.startswith(prefix):
+            return part.removeprefix(prefix)
+    return None
+
+
+class HeadOfLine:
+    """Which limit held the head of the line, the first request that was left out, over time.
+
+    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
+    to hold the head, and the seconds that it had held it before.
+    """
+
+    def __init__(self) -> None:
+        self.limit: str | None = None
+        self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
+
+    def change(self, limit: str, start_s: float) -> None:
+        """`limit`, another one than so far, holds the head from `start_s` on."""
+        if self.limit is not None:
+            self._held[self.limit][1][-1] = start_s
+        begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
+        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
+        begins.append(start_s)
+        ends.append(float("inf"))
+        self.limit = limit
+
+    def split(self, begin_s: float, end_s: float) -> dict[str, float]:
+        """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
+        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
+            return {self.limit: end_s - begin_s}
+        parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
+        largest = max(parts, key=parts.__getitem__)
+        parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
+        return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
+
+    def _seconds(self, limit: str, until_s: float) -> float:
+        """How long `limit` held the head before `until_s`."""
+        begins, ends, before = self._held[limit]
+        index = bisect_right(begins, until_s) - 1
+        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
 
 
 class RequestTimeline:
@@ -84,7 +138,8 @@ class RequestTimeline:
         if span.phase is Phase.GENERATION and produced:
             self.token_iterations.append((last - produced + 1, last))
             self.produced += produced
-        self.closed.append((f"waiting_{span.cause}" if span.phase is Phase.WAITING else span.phase.value, span.first))
+        name = f"{WAITING_FOR}{span.cause}" if span.phase is Phase.WAITING else span.phase.value
+        self.closed.append((name, span.first))
         self.last_iteration = last
         return (self._line(span, last, produced),)
 
@@ -103,17 +158,26 @@ class RequestTimeline:
             self.token_iterations.append((iteration, iteration))
             self.produced += 1
 
-    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
+    def attribution(self, starts: Sequence[float], end_s: float, head: HeadOfLine) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
-        A span lasts until the next one begins. Before the first, the request waits for an iteration to begin."""
+        A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
+        queue and behind the head of the line, it waits for the limit that holds the head."""
         seconds: dict[str, float] = {}
-        name, begin = "waiting_iteration", self.arrival_s
+        name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
         for next_name, first in self.closed:
-            start_s = max(starts[first], self.arrival_s)
-            seconds[name] = seconds.get(name, 0.0) + start_s - begin
-            name, begin = next_name, start_s
-        seconds[name] = seconds.get(name, 0.0) + end_s - begin
+            until_s = starts[first]
+            if until_s < arrival_s:
+                until_s = arrival_s
+            if name not in _IN_LINE:
+                seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
+            elif until_s > begin_s:
+                for limit, part_s in head.split(begin_s, until_s).items():
+                    part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE else f"{WAITING_BEHIND}{limit}"
+                    seconds[part] = seconds.get(part, 0.0) + part_s
+            name, begin_s = next_name, until_s
+        # The last span is one in which the request ran.
+        seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
         return seconds
 
     def _produced_in(self, span: Span, last: int) -> int:
@@ -138,13 +202,13 @@ class SpanTracker:
     """Keeps the timeline of each active request and writes spans as they close.
 
     write(lines): takes lines of `spans.jsonl`. arrival_s(request): its arrival by the trace, in seconds.
-    held_until_s(request): until when the client held it back after its arrival, to limit the concurrency.
+    held_until_s(request): until when the client held it back, to limit the concurrency. head: kept for attributions.
     """
 
     def __init__(
-        self, write: Callable[[Iterable[bytes]], None], arrival_s: Callable[[Request], float],
-        held_until_s: Callable[[Request], float] | None = None,
-    ) -> None:  # fmt: skip
+        self, write: Callable[[Iterable[bytes]], None], arrival_s: SecondsOf, held_until_s: SecondsOf | None = None
+    ) -> None:
+        self.head = HeadOfLine()
         self._write = write
         self._arrival_s = arrival_s
         self._held_until_s = held_until_s or arrival_s
@@ -157,6 +221,9 @@ class SpanTracker:
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
+        limit = "none" if record.left_out is None else record.left_out.limit
+        if limit != self.head.limit:
+            self.head.change(limit, record.start_s)
         for request in record.activated:
             if not request.has_left:
                 self._activate(request, record.iteration, starts)

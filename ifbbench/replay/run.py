@@ -69,6 +69,8 @@ def run_trace(
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
         try:
             summary, client = _replay(trace, engine, directory, progress)
+            if config.enable_steady_state:
+                summary = _steady_summary(directory)
         finally:
             if on_recorded:
                 on_recorded(directory)
@@ -77,6 +79,15 @@ def run_trace(
     if config.responses_json:
         _write_responses(Path(config.responses_json), trace, client)
     return RunResult(directory, summary, summary["requests"]["failed"])
+
+
+def _steady_summary(directory: Path) -> dict[str, Any]:
+    """Restrict the summary of a run that has ended to its steady state."""
+    # Imported here because other runs need no data frames.
+    from ifbbench.report.load import load_run
+    from ifbbench.report.recorded import restrict_summary
+
+    return restrict_summary(load_run(directory))
 
 
 def _replay(
@@ -90,7 +101,7 @@ def _replay(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
-        held_until_s=client.held_until_s,
+        held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,

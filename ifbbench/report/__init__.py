@@ -1,7 +1,9 @@
-"""Reports of run directories: tables, charts and exports. Here: how all of them write numbers."""
+"""Reports of run directories: tables, charts and exports. Here: how all of them write numbers, and plain tables."""
 
 import math
 from collections.abc import Iterable
+
+from rich.table import Table
 
 NOTHING = "–"
 BAR_CELLS = 24
@@ -49,3 +51,11 @@ def bar(share: float, cells: int = BAR_CELLS) -> str:
     eighths = max(round(share * cells * 8), int(share > 0))
     rest = " ▏▎▍▌▋▊▉"[eighths % 8].strip()
     return ("█" * (eighths // 8) + rest).ljust(cells)
+
+
+def plain_table(*texts: str, numbers: Iterable[str] = ()) -> Table:
+    """An empty table without lines: columns of text, and columns of numbers, by their headings."""
+    table = Table(*texts, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table

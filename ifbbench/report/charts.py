@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, PercentFo
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
-from ifbbench.report import significant, time_unit
-from ifbbench.report.figures import inter_token_gaps, output_tokens
+from ifbbench.report import percent, significant, time_unit
+from ifbbench.report.figures import figures, inter_token_gaps, output_tokens
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     INK,
@@ -28,12 +28,14 @@ from ifbbench.report.style import (
     thousands,
     title,
 )
-from ifbbench.report.tables import SweepRow, number_in
+from ifbbench.report.sweep_table import SweepRow, number_in
+from ifbbench.report.tables import LIMIT_NAMES
 from ifbbench.report.timeline import draw_timeline
 
 # Percentiles that the chart of latencies marks.
 MARKS = (50, 90, 99)
 LOG_FROM_RATIO = 10
+WAITING_COLOURS = {**dict(zip(("batch_size", "num_tokens", "kv_blocks"), SERIES, strict=False)), "none": "#C4C4C4"}
 # Of a sweep: figures of TTFT, the ratio of settings from which their axis is logarithmic, and the setting from which
 # its ticks are abbreviated.
 TTFTS = {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}
@@ -75,9 +77,11 @@ def plot_sweep(rows: Sequence[SweepRow], over: str, directory: Path) -> list[Pat
 
 
 def draw_throughput(run: RunData) -> Figure:
-    """Output tokens/s, context tokens/s and requests in the batch, one above the other on one axis of time."""
-    figure = Figure(figsize=(9, 6.2))
-    output, context, batch = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2, 1.4, 2]})
+    """Requests that wait by the limit that held the first of them, output tokens/s, context tokens/s and requests in
+    the batch, one above the other on one axis of time."""
+    figure = Figure(figsize=(9, 8))
+    panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [1.6, 2, 1.4, 2]})
+    waiting, output, context, batch = panels
     bins, iterations = TimeBins.of(run), run.iterations
     _rate(output, bins, output_tokens(run), "generation", "output tokens/s")
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
@@ -91,10 +95,30 @@ def draw_throughput(run: RunData) -> Figure:
     draw_limit(batch, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
     batch.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     batch.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+    _waiting(waiting, bins, run)
     bins.label(batch)
-    heading(output, "Throughput", run)
+    heading(waiting, "Throughput", run)
     figure.align_ylabels()
     return figure
+
+
+def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
+    """Requests that have arrived and do not run, by the limit that bound the iteration."""
+    number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
+    shares = figures(run).get("waiting_by_limit") or {}
+    for limit, colour in WAITING_COLOURS.items():
+        above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
+        if above.max() > below.max() or shares.get(limit):
+            share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""
+            axes.stairs(above, bins.edges, baseline=below, fill=True, color=colour, linewidth=0,
+                        label=f"{LIMIT_NAMES[limit]}{share}")  # fmt: skip
+        below = above
+    axes.set_ylabel("requests waiting")
+    axes.set_ylim(0, max(1.0, float(below.max())) * 1.35)  # the legend is above the highest value
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    thousands(axes.yaxis)
+    if axes.patches:
+        axes.legend(loc="upper right", ncols=4, borderaxespad=0)
 
 
 def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) -> None:

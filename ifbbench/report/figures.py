@@ -14,58 +14,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.recording.metrics import BOUND_BY, PER_REQUEST, distribution
 from ifbbench.report.load import Floats, RunData, covering
+from ifbbench.report.recorded import recorded_figures
 
 Integers = NDArray[np.int64]
 
 
 def figures(run: RunData) -> dict[str, Any]:
     """The figures of summary.json. Where it is missing they cover the requests completed before the run was killed."""
-    if run.summary is not None:
-        return run.summary
-    done, iterations, thinned = run.completed, run.iterations, run.recorded_every > 1
-    duration = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else 0.0
-    per_second = 1 / duration if duration > 0 else 0.0
-    prompt_tokens, output_tokens = int(done["prompt_len"].sum()), int(done["output_len"].sum())
-    total = (run.run.get("trace") or {}).get("requests") or len(run.requests)
-    empty, padding = (_total(iterations, name) for name in ("empty_generation_slots", "padding_tokens"))
-    slots = _total(iterations, "budget_used") + empty + padding
-    shares = iterations["bound_by"].value_counts(normalize=True)
-    blocks = {
-        "max": iterations["max_kv_cache_blocks"].max(),
-        "peak_used": iterations["used_kv_cache_blocks"].max(),
-        "tokens_per_block": iterations["tokens_per_kv_cache_block"].max(),
-    }
-    return {
-        "requests": {"total": int(total), "completed": len(done), "failed": len(run.requests) - len(done)},
-        "duration_s": duration,
-        "request_throughput_per_s": len(done) * per_second,
-        "output_throughput_tokens_per_s": output_tokens * per_second,
-        "total_throughput_tokens_per_s": (prompt_tokens + output_tokens) * per_second,
-        **{name: distribution(done[name].dropna().to_numpy(dtype=float)) for name in PER_REQUEST},
-        # The times of iterations that were not recorded are interpolated: good for charts, not for percentiles.
-        "itl_s": distribution([] if thinned else inter_token_gaps(run)),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        "prefix_hit_rate": float(done["reused_tokens"].sum()) / prompt_tokens if prompt_tokens else 0.0,
-        "iterations": len(iterations),
-        "empty_generation_slots": None if thinned else empty,
-        "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
-        "pauses": int(iterations["pauses"].sum()),
-        # Where not each iteration was recorded, those of the requests that ended.
-        "recomputed_tokens": _total(run.requests, "recomputed_tokens") if thinned
-        else _total(iterations, "tokens_recomputed"),
-        "kv_blocks": {name: None if np.isnan(value) else int(value) for name, value in blocks.items()},
-        "bound_by": {limit: float(shares.get(limit, 0.0)) for limit in dict.fromkeys((*BOUND_BY, *shares.index))},
-        "schedule_digest": None,
-        "partial": True,
-    }  # fmt: skip
-
-
-def _total(table: pd.DataFrame, column: str) -> int:
-    """The sum of a column, 0 if there is no such column."""
-    return int(table[column].fillna(0).sum()) if column in table else 0
+    return recorded_figures(run) if run.summary is None else run.summary
 
 
 @dataclass(frozen=True)

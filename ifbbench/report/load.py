@@ -35,7 +35,10 @@ ITERATION_COLUMNS = (
     "first_left_out_request", "first_left_out_reason", "pauses",
 )  # fmt: skip
 SPAN_COLUMNS = SpanLine.__struct_fields__
-REQUEST_COLUMNS = tuple(name for name in RequestLine.__struct_fields__ if name != "attribution_s")
+REQUEST_COLUMNS = tuple(
+    field.name for field in fields(RequestLine)
+    if field.name != "attribution_s" and UnsetType not in get_args(field.type)
+)  # fmt: skip
 NOT_NUMBERS = frozenset({
     "timestamp", "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason",
     "paused", "phase", "cause", "chunks",

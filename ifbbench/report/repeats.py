@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.errors import InputError
-from ifbbench.report import NOTHING, count, significant, time_unit
-from ifbbench.report.tables import LATENCIES, STATISTICS, plain_table
+from ifbbench.report import NOTHING, count, plain_table, significant, time_unit
+from ifbbench.report.tables import LATENCIES, STATISTICS
 
 THROUGHPUTS = {
     "request_throughput_per_s": ("Request throughput", "requests/s"),

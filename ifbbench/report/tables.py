@@ -1,7 +1,6 @@
-"""Reports as text: of a run (throughput, latencies, limits, profile, failures), and of a sweep (a row a point)."""
+"""The report of a run as text: throughput, latencies, limits, objectives, classes, profile and failures."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -9,13 +8,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.recording.run_directory import find_lines
-from ifbbench.report import NOTHING, bar, count, percent, significant, time_unit
+from ifbbench.report import NOTHING, bar, count, percent, plain_table, significant, time_unit
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData
+from ifbbench.report.profile import print_profile
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
-STATISTICS = ("mean", "p50", "p90", "p99", "max")
+STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
 LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
+# Shares of each limit: key in the summary, heading, and cells of the bar.
+LIMIT_SHARES = {"bound_by_time": ("of the time", 16), "waiting_by_limit": ("of waiting", 16),
+                "bound_by": ("of iterations", 0)}  # fmt: skip
+# Of each class or priority: heading, and the figure and its statistic.
+GROUP_COLUMNS = {"TTFT p50": ("ttft_s", "p50"), "TTFT p99": ("ttft_s", "p99"), "TPOT p50": ("tpot_s", "p50"),
+                 "TPOT p99": ("tpot_s", "p99"), "E2E p99": ("e2e_s", "p99")}  # fmt: skip
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
 # Words in the line of settings, and the runs that have them.
 BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -27,32 +33,11 @@ BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "streaming": lambda config: bool(config.get("streaming")),
 }
 FAILURES_SHOWN = 5
-# Parts of a profiled iteration, by the field that has their time: of a CPU, and of a GPU.
-ON_CPU = {"schedule": "Schedule", "prepare": "Prepare", "device_busy": "Forward pass", "collect": "Collect"}
-ON_GPU = {"schedule": "Schedule", "prepare": "Prepare", "launch": "Launch", "collect": "Wait for the GPU"}
-REST = "Answer, record, wait"
-SCALES = {"T": 1e12, "G": 1e9, "M": 1e6}
-
-SweepRow = Mapping[str, Any]
-"""A point of a sweep: its settings and flattened summary (`ttft_s.p99`). A point that failed has no figures."""
-# Figures of a sweep: heading, function that formats a value (None for a time, in the unit that suits its column), and
-# function that chooses the best value (None where neither low nor high is better).
-SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callable[[list[float]], float] | None]] = {
-    "output_throughput_tokens_per_s": ("output\ntokens/s", significant, max),
-    "request_throughput_per_s": ("requests/s", significant, max),
-    "ttft_s.p50": ("TTFT\np50", None, min),
-    "ttft_s.p99": ("TTFT\np99", None, min),
-    "tpot_s.p50": ("TPOT\np50", None, min),
-    "tpot_s.p99": ("TPOT\np99", None, min),
-    "prefix_hit_rate": ("prefix\nhit rate", percent, max),
-    "pauses": ("pauses", count, None),
-    "requests.failed": ("failed", count, None),
-}
 
 
-def print_report(run: RunData, console: Console) -> None:
-    """Print the figures of `run`, a partial run's marked as such."""
-    known = figures(run)
+def print_report(run: RunData, console: Console, known: dict[str, Any] | None = None) -> None:
+    """Print `known`, by default the figures of `run`; a partial run's are marked as such."""
+    known = known or figures(run)
     console.print()
     console.print(f"[bold]{escape(run.name)}[/bold]  {escape(settings_line(run))}", highlight=False)
     if run.partial:
@@ -62,13 +47,35 @@ def print_report(run: RunData, console: Console) -> None:
         covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
         thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
         console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
+    for warning in warnings(known):
+        console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
-    for table in (_throughput_table(known), _latency_table(known), _bound_table(known)):
-        console.print(table)
-        console.print()
-    console.print(bound_sentence(known, run.config), highlight=False, markup=False, soft_wrap=True)
-    _print_profile(run, console)
+    tables = [_throughput_table(known), _bound_table(known), _latency_table(known), _slo_table(known)]
+    tables += [_group_table(known, title) for title in ("by_class", "by_priority")]
+    for table in tables:
+        if table is not None:
+            console.print(table)
+            console.print()
+    for sentence in (bound_sentence(known, run.config), *traffic_sentences(known)):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    print_profile(run, console)
     _print_failures(run, console)
+
+
+def warnings(known: dict[str, Any]) -> list[str]:
+    """What a reader must know before the figures: what they cover, and that the run was overloaded."""
+    found = []
+    if (window := known.get("steady_state")) is not None:
+        length = significant(window["end_s"] - window["start_s"])
+        found.append(f"Steady state: the figures cover {length} s, from t = {significant(window['start_s'])} s to "
+                     f"{significant(window['end_s'])} s, between ramp-up and drain.")  # fmt: skip
+    elif "steady_state" in known:
+        found.append("No steady state was found: the figures cover the whole run.")
+    if known.get("overloaded"):
+        growth = significant(known["queue_growth_requests_per_s"])
+        found.append(f"Overloaded: the queue grew by {growth} requests/s while requests arrived. "
+                     "Latencies say how long the run was, not how fast the engine is.")  # fmt: skip
+    return found
 
 
 def settings_line(run: RunData) -> str:
@@ -83,23 +90,48 @@ def settings_line(run: RunData) -> str:
 
 
 def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
-    """Which limits left requests out or cut their chunks, and how often."""
+    """Which limits left requests out or cut their chunks, for how long, and how much waiting they caused."""
     shares, requests, failures = known["bound_by"], known.get("requests") or {}, ""
     if requests.get("failed"):  # limits of an iteration do not explain these
         failed = f"{count(requests['failed'])} of {count(requests['total'])} requests"
         failures = f" {failed} failed without a complete answer; the reasons are listed below."
-    limits = sorted((name for name in shares if name != "none"), key=lambda name: -shares[name])
-    binding = [name for name in limits if shares[name] > 0]
     if not known["iterations"]:
         return f"No iteration was run.{failures}"
+    by_time, waited_s = known.get("bound_by_time") or shares, known.get("waiting_by_limit") or {}
+    total_s = sum(waited_s.values())
+    binding = [name for name in shares if name != "none" and shares[name] > 0]
+    binding.sort(key=lambda name: (-waited_s.get(name, 0.0), -by_time.get(name, 0.0)))
     if not binding and failures:
         return f"No limit left an admitted request out: every iteration ran all of them.{failures}"
     if not binding:
         return "No limit left any request out: every iteration ran all that had arrived."
-    first, *others = [f"{_limit_in_words(name, known, config)} in {percent(shares[name])}" for name in binding]
-    more = f", {' and '.join(others)}" if others else ""
-    rest = f"{percent(shares.get('none'))} ran all that had arrived"
-    return f"Work was left out because of {first} of iterations{more}; {rest}.{failures}"
+    sentences = []
+    for name in binding:
+        words = f"{_limit_in_words(name, known, config)} left work out {percent(by_time.get(name))} of the time"
+        if total_s:
+            words += f" and caused {percent(waited_s.get(name, 0.0) / total_s)} of the waiting"
+        if waited_s.get(name):
+            words += f" ({significant(waited_s[name])} request-seconds)"
+        sentences.append(f"{words[0].upper() if words.startswith('the ') else words[0]}{words[1:]}.")
+    return " ".join(sentences) + failures
+
+
+def traffic_sentences(known: dict[str, Any]) -> list[str]:
+    """The bursts of arrivals that most of the slow requests came in, and how fairly classes were served."""
+    found = []
+    for burst in known.get("bursts", ())[:1]:
+        others = known["bursts"][1:]
+        slow = f"{count(burst['slow_requests'])} of the {count(known['slow_requests'])} requests with a TTFT over "
+        more = f"; {count(sum(other['slow_requests'] for other in others))} in {len(others)} more" if others else ""
+        found.append(
+            f"{slow}{significant(known['slow_ttft_s'])} s arrived in one burst of {significant(burst['duration_s'])} s "
+            f"at t = {significant(burst['start_s'])} s, at {significant(burst['rate_per_s'])} requests/s "
+            f"({significant(burst['rate_over_mean'])} times the mean){more}."
+        )
+    if known.get("fairness_index") is not None:
+        found.append(f"Fairness among classes (Jain's index of tokens/s of a request): "
+                     f"{significant(known['fairness_index'])}.")  # fmt: skip
+    return found
 
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
@@ -107,14 +139,6 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
         return f"the KV cache ({count(known['kv_blocks']['max'])} blocks)" if known.get("kv_blocks") else "the KV cache"
     setting = LIMIT_SETTINGS.get(name, name)
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
-
-
-def plain_table(*texts: str, numbers: Iterable[str] = ()) -> Table:
-    """An empty table without lines: columns of text, and columns of numbers, by their headings."""
-    table = Table(*texts, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
 
 
 def _throughput_table(known: dict[str, Any]) -> Table:
@@ -157,107 +181,78 @@ def _arrival_rows(arrivals: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _latency_table(known: dict[str, Any]) -> Table:
-    table = plain_table("Latency", "", numbers=STATISTICS)
+    # One unit for all, so that rows and columns can be compared.
+    unit, scale = _common_unit([known])
+    table = plain_table(f"Latency ({unit})", numbers=STATISTICS.values())
     for key, title in LATENCIES.items():
         values = [(known.get(key) or {}).get(name) for name in STATISTICS]
-        unit, scale = time_unit(values)
-        table.add_row(title, f"[dim]{unit}[/dim]", *(significant(value, scale) for value in values))
+        table.add_row(title, *(significant(value, scale) for value in values))
     return table
+
+
+def _common_unit(groups: Iterable[dict[str, Any]]) -> tuple[str, float]:
+    """Milliseconds, or microseconds where most latencies are far below one."""
+    values = [(known.get(key) or {}).get("p50") for known in groups for key in LATENCIES]
+    unit, scale = time_unit([value for value in values if value])
+    return (unit, scale) if unit == "µs" else ("ms", 1e3)
 
 
 def _bound_table(known: dict[str, Any]) -> Table:
-    table = plain_table("Iterations bound by", "", numbers=["share"])
-    shares = known["bound_by"]
-    own = [name for name in shares if name not in LIMIT_NAMES]  # reasons of a user policy
-    for name in (*(name for name in LIMIT_NAMES if name != "none"), *own, "none"):
-        share = shares.get(name, 0.0)
-        colour = "dim" if name == "none" else "cyan"
-        table.add_row(escape(LIMIT_NAMES.get(name, name)), f"[{colour}]{bar(share)}[/{colour}]", percent(share))
+    """The share of each limit in the time, the waiting and the iterations."""
+    shares = {key: values for key in LIMIT_SHARES if (values := known.get(key))}
+    table = plain_table("Bound by")
+    for key in shares:
+        heading, cells = LIMIT_SHARES[key]
+        if cells:
+            table.add_column("")
+        table.add_column(heading, justify="right")
+    names = dict.fromkeys((*LIMIT_NAMES, *(name for values in shares.values() for name in values)))
+    del names["none"]
+    for name in (*names, "none"):
+        row = [escape(LIMIT_NAMES.get(name, name))]  # reasons of a user policy have their own names
+        for key, values in shares.items():
+            share, cells = values.get(name, 0.0) / (sum(values.values()) or 1.0), LIMIT_SHARES[key][1]
+            if cells:
+                row.append(f"[{'dim' if name == 'none' else 'cyan'}]{bar(share, cells)}[/]")
+            row.append(percent(share))
+        table.add_row(*row)
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """What a device did a second while it was busy, in FLOPs or bytes, and the maximum that large operations reach."""
-
-    per_s: float
-    max_per_s: float
-
-    @property
-    def share(self) -> float:
-        return self.per_s / self.max_per_s
-
-    def __str__(self) -> str:
-        """`12.3 of 19.8 G`."""
-        letter, scale = next((item for item in SCALES.items() if self.max_per_s >= item[1]), ("M", 1e6))
-        return f"{significant(self.per_s / scale)} of {significant(self.max_per_s / scale)} {letter}"
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileFigures:
-    """Of a whole run. parts: mean seconds an iteration of what the host does, which together are the run's duration.
-
-    device_busy: share of the duration in which the device computes. bandwidth: reached in iterations of generation
-    alone, by weights, keys and values. arithmetic: reached in iterations with context. None where there were none.
-    """
-
-    parts: dict[str, float]
-    device_busy: float
-    bandwidth: Reached | None
-    arithmetic: Reached | None
-
-
-def profile_figures(run: RunData) -> ProfileFigures | None:
-    """The figures of a run with --profile; None of others, and where nothing was run."""
-    limits = run.run.get("device_limits")
-    # The table of iterations is read only then: it is large, and other runs do not need it.
-    if limits is None or (iterations := run.iterations).empty:
+def _slo_table(known: dict[str, Any]) -> Table | None:
+    """Service level objectives, and the goodput."""
+    if not known.get("slo"):
         return None
-    names = ON_CPU if str(run.config.get("device")).startswith("cpu") else ON_GPU
-    ends_s = iterations["start_s"] + iterations["latency_ms"] / 1000
-    duration_s, count = float(ends_s.iloc[-1] - iterations["start_s"].iloc[0]), len(iterations)
-    parts = {title: float(iterations[f"{name}_ms"].sum()) / 1000 / count for name, title in names.items()}
-    parts[REST] = max(0.0, duration_s / count - sum(parts.values()))
-    busy_s = iterations["device_busy_ms"] / 1000
-    has_context = iterations["total_context_tokens"] > 0
-
-    def reached(kind: str, max_per_s: float) -> Reached | None:
-        rows = (has_context if kind == "flops" else ~has_context) & (busy_s > 0)
-        if not rows.any():
-            return None
-        return Reached(float(iterations.loc[rows, kind].sum() / busy_s[rows].sum()), max_per_s)
-
-    return ProfileFigures(
-        parts, float(busy_s.sum()) / duration_s, reached("bytes", limits["bytes_per_s"]),
-        reached("flops", limits["flops_per_s"]),
-    )  # fmt: skip
+    unit, scale = _common_unit([known])
+    table = plain_table("Objective", numbers=[f"target ({unit})", f"reached ({unit})", "of requests"])
+    table.add_column("")
+    for name, one in known["slo"].items():
+        met = "[green]met[/green]" if one["met"] else "[red]missed[/red]"
+        reached, share = significant(one["value"], scale), one.get("share")
+        table.add_row(name.replace("p99_9", "p99.9"), significant(one["target"], scale), reached, percent(share), met)
+    if known.get("goodput_share") is not None:
+        goodput = f"{significant(known['goodput_requests_per_s'])} requests/s"
+        table.add_row("[bold]goodput[/bold]", "", "", percent(known["goodput_share"]), f"[bold]{goodput}[/bold]")
+    return table
 
 
-def profile_sentence(profile: ProfileFigures) -> str:
-    """How busy the device was, and with what."""
-    sentence = f"The device was busy {percent(profile.device_busy)} of the time"
-    if (reached := profile.bandwidth) is not None:
-        sentence += (f"; in generation it read and wrote weights, keys and values at {percent(reached.share)} of the "
-                     f"speed of a large copy (MBU, {reached}B/s)")  # fmt: skip
-    if (reached := profile.arithmetic) is not None:
-        sentence += (f"; in iterations with context it computed at {percent(reached.share)} of the speed of a large "
-                     f"matrix product (MFU, {reached}FLOP/s)")  # fmt: skip
-    return f"{sentence}."
-
-
-def _print_profile(run: RunData, console: Console) -> None:
-    profile = profile_figures(run)
-    if profile is None:
-        return
-    unit, scale = time_unit(profile.parts.values())
-    table = plain_table("Where the time goes", "", numbers=("share", f"{unit} an iteration"))
-    for title, seconds in profile.parts.items():
-        share = seconds / sum(profile.parts.values())
-        table.add_row(title, f"[cyan]{bar(share)}[/cyan]", percent(share), significant(seconds, scale))
-    console.print()
-    console.print(table)
-    console.print()
-    console.print(profile_sentence(profile), highlight=False, soft_wrap=True)
+def _group_table(known: dict[str, Any], title: str) -> Table | None:
+    """The main figures of each class or priority."""
+    groups: dict[str, dict[str, Any]] | None = known.get(title)
+    if not groups:
+        return None
+    unit, scale = _common_unit(groups.values())
+    has_goodput = any(group.get("goodput_share") is not None for group in groups.values())
+    headings = ("requests", *(f"{heading}\n({unit})" for heading in GROUP_COLUMNS), "output\ntokens/s")
+    numbers = (*headings, "goodput") if has_goodput else headings
+    table = plain_table(title.removeprefix("by_").capitalize(), numbers=numbers)
+    for name, group in groups.items():
+        latencies = (significant((group.get(key) or {}).get(statistic), scale)
+                     for key, statistic in GROUP_COLUMNS.values())  # fmt: skip
+        row = [escape(name), count(group["requests"]["total"]), *latencies,
+               significant(group["output_throughput_tokens_per_s"])]  # fmt: skip
+        table.add_row(*row, *([percent(group["goodput_share"])] if has_goodput else []))
+    return table
 
 
 def _print_failures(run: RunData, console: Console) -> None:
@@ -265,45 +260,8 @@ def _print_failures(run: RunData, console: Console) -> None:
     if failed.empty:
         return
     console.print()
-    console.print(f"[red]{len(failed)} failed requests[/red]", highlight=False)
+    console.print(f"[red]{len(failed)} failed request{'s' if len(failed) > 1 else ''}[/red]", highlight=False)
     for request, error in list(zip(failed["request_id"], failed["error"], strict=True))[:FAILURES_SHOWN]:
         console.print(f"  {request}: {error}", highlight=False, markup=False, soft_wrap=True)
     if (more := len(failed) - FAILURES_SHOWN) > 0:
         console.print(f"  and {more} more in {find_lines(run.path, 'requests')}", highlight=False)
-
-
-def print_sweep(rows: Sequence[SweepRow], over: str, console: Console) -> None:
-    """Print a row for each point of a sweep over the setting `over`, the best of each column marked.
-
-    Figures that a point lacks are dashes. There is no column of hit rates where no point reused anything.
-    """
-    table = plain_table()
-    table.add_column(over, style="bold", justify="right")
-    cells = []
-    for key, (heading, text, best_of) in SWEEP_COLUMNS.items():
-        values = [number_in(row, key) for row in rows]
-        if key == "prefix_hit_rate" and not any(values):
-            continue
-        unit, scale = time_unit(values)
-        table.add_column(heading if text else f"{heading} {unit}", justify="right")
-        texts = [text(value) if text else significant(value, scale) for value in values]
-        known = [value for value in values if value is not None]
-        best = best_of(known) if best_of and len(set(known)) > 1 else None
-        cells.append([
-            f"{cell} " if best is None or value != best else f"[bold green]{cell}*[/bold green]"
-            for value, cell in zip(values, texts, strict=True)
-        ])  # fmt: skip
-    for row, *texts in zip(rows, *cells, strict=True):
-        table.add_row(str(row.get(over, NOTHING)), *texts)
-    console.print(table)
-    console.print("[dim]* best of the column[/dim]", highlight=False)
-
-
-def number_in(row: SweepRow, key: str) -> float | None:
-    """The number in a row; None for anything else, such as NaN and the empty cells of a point that failed."""
-    value = row.get(key)
-    try:
-        number = None if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if number == number else None

@@ -76,8 +76,7 @@ def read_trace(
     path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False,
     options: ReadOptions | None = None, progress: Progress = NO_PROGRESS,
 ) -> Trace:  # fmt: skip
-    """The first `max_num_samples` good requests of the file at `path` (`-`: standard input), in order of arrival (equal
-    ones as in the file).
+    """The first `max_num_samples` good requests of the file at `path` (`-`: standard input), by arrival, stably.
 
     accept_cut: an incomplete last line, as a killed process leaves it, is skipped. InputError if the file cannot be
     read, has an unknown format, no request, or a bad row where `skip_bad_rows` is not set.
@@ -111,9 +110,8 @@ def read_trace(
         raise InputError(f"{path} cannot be read: {error.strerror}. Give a trace file that you can read.") from error
     except (EOFError, DamagedFile) as error:
         raise InputError(f"{path}: {error}. Give the whole file.") from error
-    notes = trace_format.notes()
-    if num_failed:
-        notes.append(f"{trace_format.left_out} are left out: {num_failed:,}")
+    left_out = [f"{trace_format.left_out} are left out: {num_failed:,}"] if num_failed else []
+    notes = trace_format.notes() + left_out
     for note in notes:
         _log.warning("%s: %s.", path, note)
     name = "stdin" if str(path) == STANDARD_INPUT else content_path(path).stem

@@ -32,11 +32,10 @@ class TraceRequest:
     prompt_tokens: None where the trace records only lengths; such prompts are drawn from the seed when needed.
     prefix_ids: names of the blocks of PREFIX_BLOCK tokens that the prompt begins with. An id names the same tokens in
         every request, without saying what they are.
-    prefix_lens: tokens of each block, from its first. None means all, as far as the prompt goes.
+    prefix_lens: tokens of each block, from its first; None is all, as far as the prompt goes.
     stop_ids: token ids that end the request if it makes one before `output_len`.
     request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
-    after: the request_id of the turn before in the same conversation; the request arrives `think_s` seconds after its
-        end. `arrival_s` is for clients that do not know that end.
+    after: the request_id of the turn before in the session; the request arrives `think_s` seconds after its end.
     """
 
     request_id: int
@@ -344,9 +343,8 @@ class Reserve:
 
     def columns(self, max_new_tokens: Integers, output_len: Integers) -> tuple[Integers, Integers]:
         """`apply` for many requests: the columns `max_new_tokens` and `output_len`."""
-        if self._kind == "trace":
-            reserved = max_new_tokens
-        else:
+        reserved = max_new_tokens
+        if self._kind != "trace":
             # Cached because lengths repeat and exact arithmetic is slow.
             reserved = array(LENGTH, map(cache(lambda length: self.tokens(0, length)), output_len))
         return reserved, integers(np.minimum(reserved, output_len))

@@ -40,7 +40,7 @@ def runs(monkeypatch):
 
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
     monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
-    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("the report"))
+    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("the report"))
     monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
     monkeypatch.setattr("ifbbench.report.figures.figures", lambda run: FIGURES)
     monkeypatch.setattr(
@@ -56,7 +56,7 @@ def invoke(*arguments: str):
 def test_reports_have_the_width_of_other_commands_in_a_pipe(runs, monkeypatch):
     """A pipe has no width of its own; rich would wrap at 80 columns."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console: console.print("x" * 159))
+    monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("x" * 159))
     assert "x" * 159 in invoke("report", "out").stdout.splitlines()
     assert "x" * 159 in invoke("run", "trace.jsonl", "--output", "out").stdout.splitlines()
 

@@ -125,7 +125,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments, tmp_path):
         ("run --disable_radix_cache", "Did you mean --no_enable_kv_cache_reuse?"),
         ("capacity --tp 8", "Did you mean --tp_size?"),
         ("run --input_file x", "No such option: --input_file. Give the trace as an argument: ifbbench run TRACE."),
-        ("run --goodput 3", "No such option: --goodput. There is no goodput yet"),
+        ("run --goodput 3", "No such option: --goodput. Did you mean --slo?"),
         ("run --max-batchsize 3", "No such option: --max-batchsize. Did you mean --max-batch-size"),
         ("report --output_cvs x", "Did you mean --output_csv?"),
         ("dataset synth multi-turn --num-reqests 3", "No such option: --num-reqests. Did you mean --num-requests"),

@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.cli.options import SettingsCommand, given_config
-from ifbbench.config import RunConfig, from_mapping, settings
+from ifbbench.config import RunConfig, settings
+from ifbbench.settings import from_mapping
 
 
 @pytest.fixture

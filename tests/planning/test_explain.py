@@ -7,9 +7,9 @@ from click.testing import CliRunner
 
 from ifbbench.api.engine import build_engine
 from ifbbench.cli.main import main
-from ifbbench.config import from_mapping
 from ifbbench.errors import InputError
 from ifbbench.planning.explain import Step, duration, parse_step, scaled
+from ifbbench.settings import from_mapping
 from tests.simulation.batches import batch_of
 
 STEP = ["llama-3.1-8b", "--dtype", "fp8", "--context", "512@0", "--generation", "64x2048"]

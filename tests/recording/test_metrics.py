@@ -1,6 +1,8 @@
 """Gaps that are counted come to the same figures as gaps that are written out."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ifbbench.recording.metrics import TokenGaps, counted_distribution, distribution
+from tests.recording.virtual_run import limits, run, trace_of
 
 SECONDS = st.floats(0.0, 1e6, allow_subnormal=False)
 # A request as (iterations until the stretch, its length): 0 iterations between stretches make one gap of one iteration.
@@ -28,7 +31,7 @@ def test_every_gap_is_counted(requests, durations):
     gaps, written_out = TokenGaps(), []
     for request in requests:
         stretches = stretches_of(request)
-        gaps.add(stretches, ends)
+        gaps.add(stretches)
         times = [ends[iteration] for first, last in stretches for iteration in range(first, last + 1)]
         written_out += [later - earlier for earlier, later in pairwise(times)]
     values, counts = gaps.counted(ends)
@@ -50,6 +53,18 @@ def test_nothing_counted():
 
 def test_a_request_of_one_token_has_no_gap():
     gaps = TokenGaps()
-    gaps.add([(3, 3)], [0.0, 1.0, 2.0, 3.0])
+    gaps.add([(3, 3)])
     values, counts = gaps.counted([0.0, 1.0, 2.0, 3.0])
     assert values.size == counts.size == 0
+
+
+def test_one_stall_inside_a_long_answer(tmp_path: Path) -> None:
+    """1,000 tokens, a millisecond each but for one stall of 2 s: every gap counts in ITL, while TPOT is a mean."""
+    run(trace_of([(0.0, 1, 1_000)]), limits(max_seq_len=2_048, num_blocks=300), tmp_path / "run", stalls={500: 2.0})
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    gaps = [0.001] * 998 + [2.001]
+    assert summary["itl_s"]["max"] == pytest.approx(2.001)
+    assert summary["itl_s"]["p99_9"] == pytest.approx(np.percentile(gaps, 99.9))
+    assert summary["itl_s"]["p99_9"] > 0.004
+    assert summary["itl_s"]["p99"] == pytest.approx(0.001)
+    assert summary["tpot_s"]["mean"] == summary["tpot_s"]["max"] == pytest.approx(2.999 / 999)

@@ -41,10 +41,13 @@ class OneAtATime:
 
 class TickingExecutor:
     """Answers without tokens; a batch takes a millisecond for each of its tokens. Those numbered in `fails_in` fail
-    after that time."""
+    after that time; those in `stalls` take so many seconds more."""
 
-    def __init__(self, clock: VirtualClock, fails_in: Container[int] = ()) -> None:
+    def __init__(
+        self, clock: VirtualClock, fails_in: Container[int] = (), stalls: Mapping[int, float] = MappingProxyType({})
+    ) -> None:
         self.clock = clock
+        self.stalls = stalls
         self.fails_in = fails_in
         self.batches: list[Batch] = []
         self.collected = 0
@@ -54,6 +57,7 @@ class TickingExecutor:
 
     def collect(self) -> StepOutputs:
         self.clock.advance(self.batches[self.collected].num_tokens * NANOSECONDS_PER_TOKEN)
+        self.clock.advance(round(self.stalls.get(self.collected, 0.0) * 1e9))
         self.collected += 1
         if self.collected - 1 in self.fails_in:
             raise RuntimeError("the device gave up")
@@ -94,10 +98,12 @@ def run(
     fails_in: Container[int] = (),
     recording_format: str = "jsonl",
     iteration_stats_every: int = 1,
+    stalls: Mapping[int, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Run to the end, or for `stop_after` iterations; returns the summary. Raises Interrupted after `kill_after`.
 
-    stops: ids of requests to stop once that many iterations were submitted. fails_in: batches that fail."""
+    stops: ids of requests to stop once that many iterations were submitted. fails_in: batches that fail. stalls: see
+    TickingExecutor."""
     clock = VirtualClock()
     client = ReplayClient(trace, clock, _request)
     recorder = Recorder(
@@ -107,7 +113,7 @@ def run(
         client.arrival_s, recording_format, iteration_stats_every, clock,
     )  # fmt: skip
     manager = TokenGenerationLoop(
-        config, TickingExecutor(clock, fails_in), clock, client.get_requests, client.send_response, recorder,
+        config, TickingExecutor(clock, fails_in, stalls), clock, client.get_requests, client.send_response, recorder,
         client.queued, lambda: stops.get(manager.iteration, ()),
     )  # fmt: skip
     while not client.done and manager.iteration != stop_after:

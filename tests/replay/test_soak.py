@@ -79,6 +79,7 @@ DRAWS: dict[str, Draw] = {
     "pad_id": sometimes(0.1, 0, 5),
     "warm_up": sometimes(0.1, 0, 1, 3),
     "seed": lambda draw: draw.randrange(5),
+    "slo": sometimes(0.2, "ttft=2ms", "tpot=50us,e2e=1s", "ttft=1ms,ttft.p99=10ms,itl.max=1s"),
     "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
     "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
@@ -130,6 +131,7 @@ DRAWS: dict[str, Draw] = {
     "recording_format": sometimes(0.2, *RECORDING_FORMATS),
     "iteration_stats_format": sometimes(0.1, "trtllm"),
     "iteration_stats_every": sometimes(0.15, 2, 7),
+    "enable_steady_state": on_or_off(0.05),
     "profile": on_or_off(0.03),
     "log_iteration_data": on_or_off(0.05),
     "quiet": lambda draw: True,
@@ -277,6 +279,8 @@ def check_files(directory: Path, config: RunConfig) -> None:
     assert not summary["partial"]
     assert not run["partial"]
     assert run["schedule_digest"] == summary["schedule_digest"]
+    if summary.get("steady_state"):  # the figures are of a part of the run
+        return
 
     # Each request ends exactly once.
     total = summary["requests"]["total"]

@@ -11,14 +11,9 @@ from rich.console import Console
 from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
-from ifbbench.report.tables import (
-    BATCHING_TYPES,
-    bound_sentence,
-    print_report,
-    print_sweep,
-    profile_figures,
-    profile_sentence,
-)
+from ifbbench.report.profile import profile_figures, profile_sentence
+from ifbbench.report.sweep_table import print_sweep
+from ifbbench.report.tables import BATCHING_TYPES, bound_sentence, print_report
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 
 
@@ -34,9 +29,10 @@ def test_report_of_a_finished_run(tmp_path: Path) -> None:
     settings = "max_utilization · max_batch_size 4 · max_num_tokens 12 · chunked context · tiny on cpu"
     assert f"docs example · {settings}" in lines
     assert "Requests completed 5 of 5 Iterations 12" in lines
-    assert "TTFT ms 36.1 31.5 61.2 70.9 72.0" in lines
+    assert "Latency (ms) mean p50 p90 p99 p99.9 max" in lines
+    assert "TTFT 36.1 31.5 61.2 70.9 71.9 72.0" in lines
     assert "Total throughput 425 tokens/s KV blocks, peak use 12 of 12 (100 %)" in lines
-    assert any(line.startswith("token budget █████") and line.endswith("25 %") for line in lines)
+    assert any(line.startswith("token budget ██") and line.endswith("25 %") for line in lines)
     assert "Partial" not in text
     assert "failed" not in text
 
@@ -62,12 +58,15 @@ def test_failed_requests_are_listed_first_few(tmp_path: Path) -> None:
     assert "and 2 more in" in text
 
 
-def test_sentence_says_which_limit_and_how_often() -> None:
+def test_sentence_says_which_limit_and_what_it_cost() -> None:
     shares = {"batch_size": 0.0, "num_tokens": 0.12, "kv_blocks": 0.38, "none": 0.5}
     known: dict[str, Any] = {"iterations": 50, "kv_blocks": {"max": 1200}, "bound_by": shares}
+    known["bound_by_time"] = {"batch_size": 0.0, "num_tokens": 0.3, "kv_blocks": 0.2, "none": 0.5}
+    known["waiting_by_limit"] = {"batch_size": 0.0, "num_tokens": 2.5, "kv_blocks": 7.5, "none": 0.0}
     assert bound_sentence(known, {"max_num_tokens": 8192}) == (
-        "Work was left out because of the KV cache (1,200 blocks) in 38 % of iterations, "
-        "max_num_tokens (8192) in 12 %; 50 % ran all that had arrived."
+        "The KV cache (1,200 blocks) left work out 20 % of the time and caused 75 % of the waiting (7.50 "
+        "request-seconds). max_num_tokens (8192) left work out 30 % of the time and caused 25 % of the waiting (2.50 "
+        "request-seconds)."
     )
     known["bound_by"] = {"none": 1.0}
     assert bound_sentence(known, {}).startswith("No limit left any request out")
@@ -76,16 +75,16 @@ def test_sentence_says_which_limit_and_how_often() -> None:
 def test_limits_of_a_user_policy_are_reported_under_their_own_names(tmp_path: Path) -> None:
     shares = {"batch_size": 0.0, "num_tokens": 0.25, "kv_blocks": 0.0, "none": 0.25, "fair [share]": 0.5}
     known: dict[str, Any] = {"iterations": 8, "bound_by": shares}
+    # A run that was recorded before shares of time were.
     assert bound_sentence(known, {"max_num_tokens": 64}) == (
-        "Work was left out because of fair [share] in 50 % of iterations, max_num_tokens (64) in 25 %; "
-        "25 % ran all that had arrived."
+        "fair [share] left work out 50 % of the time. max_num_tokens (64) left work out 25 % of the time."
     )
     directory = finish(write_documentation_run(tmp_path / "docs"))
-    summary = json.loads((directory / "summary.json").read_text()) | {"bound_by": shares}
+    summary = json.loads((directory / "summary.json").read_text()) | {"bound_by": shares, "bound_by_time": shares}
     (directory / "summary.json").write_text(json.dumps(summary))
     text = printed(directory)
     assert any(line.startswith("fair [share] ") and line.endswith("50 %") for line in map(str.strip, text.splitlines()))
-    assert "because of fair [share] in 50 %" in text
+    assert "fair [share] left work out" in text
 
 
 def test_figures_of_a_killed_run_have_the_limits_of_a_user_policy(tmp_path: Path) -> None:
@@ -123,9 +122,20 @@ def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixt
     ]
     print_sweep(rows, "max_batch_size", Console(width=120))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["4", "100", "–", "200*", "400*", "–", "–", "0", "–"] in lines
-    assert ["8", "180*", "–", "300", "500", "–", "–", "2", "–"] in lines
-    assert ["16", *["–"] * 8] in lines
+    assert ["4", "–", "–", "100", "–", "200*", "400*", "–", "–", "0"] in lines
+    assert ["8", "–", "–", "180*", "–", "300", "500", "–", "–", "2"] in lines
+    assert ["16", *["–"] * 9] in lines
+
+
+def test_sweep_says_what_bound_each_point(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"bound_by_time.kv_blocks": 0.25, "bound_by_time.num_tokens": 0.05, "bound_by_time.none": 0.7,
+              "waiting_by_limit.kv_blocks": 9.0, "waiting_by_limit.none": 1.0}  # fmt: skip
+    print_sweep([{"pool": 1, **limits, "ttft_s.p50": 0.2, "ttft_s.p99": 4.0}], "pool", Console(width=120))
+    out = capsys.readouterr().out
+    assert "1 KV 25 % KV 90 %" in " ".join(out.split())
+    assert "failed" not in out
+    assert "0.200" in out  # percentiles of one latency have one unit
+    assert "4.00" in out
 
 
 def test_sweep_lists_hit_rates_where_anything_was_reused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +146,8 @@ def test_sweep_lists_hit_rates_where_anything_was_reused(capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "hit rate" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    dashes = " ".join("–" * 6)
-    assert [f"1 {dashes} 25 %* – –", f"2 {dashes} <1 % – –", f"3 {dashes} – – –"] == lines[-4:-1]
+    dashes = " ".join("–" * 8)
+    assert [f"1 {dashes} 25 %*", f"2 {dashes} <1 %", f"3 {dashes} –"] == lines[-4:-1]
 
 
 def test_numbers_as_people_read_them() -> None:

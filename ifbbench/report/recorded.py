@@ -1,0 +1,165 @@
+"""The figures of summary.json from the other files of a run: of a killed run, and of the steady state of any."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.objectives import parse_objectives
+from ifbbench.recording.metrics import BOUND_BY, Population, by_group, shares_of_limits, slow_ttft_s
+from ifbbench.recording.run_directory import write_json
+from ifbbench.recording.spans import limit_waited_for
+from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
+from ifbbench.report.load import RunData
+
+PART_OF_ATTRIBUTION = "attribution_s."
+
+
+def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, Any]:
+    """The figures of summary.json, of the requests that completed.
+
+    window: only of the requests, iterations and gaps between tokens that ended in it; rates are over its length. The
+    times of iterations that thinned statistics leave out are interpolated: good for charts, not for ITL."""
+    requests, iterations, thinned = run.requests, run.iterations, run.recorded_every > 1
+    starts_s = iterations["start_s"].to_numpy(dtype=float)
+    ends_s = starts_s + iterations["latency_ms"].to_numpy(dtype=float) / 1000
+    if window is not None:
+        # Failed requests have no end.
+        requests = requests[window.holds(requests["end_s"].fillna(requests["arrival_s"]).to_numpy(dtype=float))]
+        iterations = iterations[window.holds(ends_s)]
+    done, failed = (requests[requests["outcome"] == outcome] for outcome in ("completed", "failed"))
+    if window is not None:
+        span_s = window.end_s - window.start_s
+    else:
+        span_s = float(done["end_s"].max() - requests["arrival_s"].min()) if len(done) else 0.0
+    total = None if window else (run.run.get("trace") or {}).get("requests")
+    slo = run.config.get("slo")
+    objectives = parse_objectives(slo) if slo else ()
+    populations = _populations(run, done, failed, len(ends_s))
+    whole = Population.merged(list(populations.values()))
+    figures = whole.figures(span_s, ends_s, objectives, window)
+    counts = figures.pop("requests")
+    recomputed = _total(requests if thinned else iterations, "recomputed_tokens" if thinned else "tokens_recomputed")
+    computed, empty, padding = (
+        _total(iterations, name) for name in ("budget_used", "empty_generation_slots", "padding_tokens")
+    )
+    slots = computed + empty + padding
+    limits, numbers = _numbered(iterations["bound_by"])
+    found = {
+        "requests": counts | {"total": int(total or counts["total"])},
+        "duration_s": span_s,
+        **figures,
+        "iterations": len(iterations),
+        "pauses": int(iterations["pauses"].sum()),
+        # Where not each iteration was recorded, those of the requests that ended.
+        "recomputed_tokens": recomputed,
+        "recomputed_share": recomputed / computed if computed else 0.0,
+        "empty_generation_slots": None if thinned else empty,
+        "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
+        **_of_cache(iterations),
+        "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
+        **shares_of_limits(limits, numbers, iterations["latency_ms"].to_numpy(dtype=float)),
+        "waiting_by_limit": _waiting_by_limit(done),
+        **NO_TRAFFIC,
+    }
+    if thinned:
+        found["itl_s"] = dict.fromkeys(found["itl_s"])
+    if len(done) >= MIN_REQUESTS and run.config.get("concurrency") is None:
+        arrival_s, queue_time_s, ttft_s = (done[name].to_numpy(dtype=float) for name in TRAFFIC_COLUMNS)
+        found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(objectives))
+    found |= by_group(populations, span_s, ends_s, objectives, window)
+    summary = run.summary or {}
+    return found | {"schedule_digest": summary.get("schedule_digest"), "partial": run.partial}
+
+
+def steady_figures(run: RunData) -> dict[str, Any]:
+    """The figures of the run's steady state, and under `steady_state` its window; where there is none that is None, and
+    the figures are those of the whole run."""
+    done = run.completed
+    columns = (done[name].to_numpy(dtype=float) for name in ("arrival_s", "queue_time_s", "e2e_s"))
+    window = steady_state(*columns)
+    if window is None and run.summary is not None:
+        return run.summary | {"steady_state": None}
+    return recorded_figures(run, window) | {"steady_state": None if window is None else window._asdict()}
+
+
+def restrict_summary(run: RunData) -> dict[str, Any]:
+    """Replace summary.json by the figures of the run's steady state, and return them."""
+    figures = steady_figures(run)
+    write_json(run.path / "summary.json", figures)
+    return figures
+
+
+def _populations(
+    run: RunData, done: pd.DataFrame, failed: pd.DataFrame, num_iterations: int
+) -> dict[tuple[str | None, float], Population]:
+    """The requests by class and priority, with their gaps between tokens."""
+    populations: dict[tuple[str | None, float], Population] = {}
+    of_request: dict[str, Population] = {}
+    names = ["request_id", "arrival_s", "queue_time_s", "ttft_s", "tpot_s", "e2e_s", "prompt_len", "output_len",
+             "reused_tokens"]  # fmt: skip
+    for table in (done, failed):
+        rows = zip(*(table[name].tolist() for name in names), *_groups(table), strict=True)
+        for place, row in enumerate(rows):
+            request, arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt, output, reused, name, priority = row
+            population = populations.setdefault((name, priority), Population())
+            if table is failed:
+                population.failed += 1
+                continue
+            population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, int(prompt), int(output), place)
+            population.reused_tokens += int(reused)
+            of_request[request] = population
+    spans = run.spans[run.spans["produced"].fillna(0) > 0]
+    # A killed run may lack the last iterations of a span.
+    spans = spans[spans["last_iteration"] < num_iterations]
+    firsts = spans["last_iteration"] - spans["produced"].astype(int) + 1
+    stretches: dict[str, list[tuple[int, int]]] = {}
+    columns = (spans["request_id"].tolist(), firsts.tolist(), spans["last_iteration"].tolist())
+    for request, first, last in zip(*columns, strict=True):
+        stretches.setdefault(request, []).append((first, last))
+    for request, of_one in stretches.items():
+        if request in of_request:
+            of_request[request].gaps.add(of_one)
+    return populations
+
+
+def _groups(table: pd.DataFrame) -> tuple[list[str | None], list[float]]:
+    """The class and the priority of each request."""
+    nothing = pd.Series([None] * len(table), index=table.index, dtype=object)
+    classes = table.get("class", nothing).astype(object)
+    priorities = table.get("priority", nothing).astype(float).fillna(DEFAULT_PRIORITY)
+    return classes.where(classes.notna(), None).tolist(), priorities.tolist()
+
+
+def _numbered(limits: pd.Series) -> tuple[list[str], Any]:
+    """The names of limits, and of each iteration the position of its limit in them."""
+    names = list(dict.fromkeys((*BOUND_BY, *limits)))
+    return names, pd.Categorical(limits, categories=names).codes
+
+
+def _waiting_by_limit(done: pd.DataFrame) -> dict[str, float]:
+    """Request-seconds of waiting by the limit that they were for."""
+    found = dict.fromkeys(BOUND_BY, 0.0)
+    for column in done.columns:
+        if not column.startswith(PART_OF_ATTRIBUTION):
+            continue
+        if (limit := limit_waited_for(column.removeprefix(PART_OF_ATTRIBUTION))) is not None:
+            found[limit] = found.get(limit, 0.0) + float(done[column].fillna(0).sum())
+    return found
+
+
+def _of_cache(iterations: pd.DataFrame) -> dict[str, Any]:
+    """`kv_blocks` and `kv_tokens`; those of a cache without blocks are unknown."""
+    columns = ("max_kv_cache_blocks", "used_kv_cache_blocks", "tokens_per_kv_cache_block")
+    most, peak, size = (None if np.isnan(value := iterations[name].max()) else int(value) for name in columns)
+    held = iterations[columns[1]] * iterations[columns[2]]
+    filled = (held * (1 - iterations["kv_fragmentation"])).max()
+    tokens = {} if most is None or peak is None or size is None else {
+        "kv_tokens": {"max": most * size, "peak_held": peak * size, "peak_filled": round(filled)}}  # fmt: skip
+    return {"kv_blocks": {"max": most, "peak_used": peak, "tokens_per_block": size}, **tokens}
+
+
+def _total(table: pd.DataFrame, column: str) -> int:
+    """The sum of a column, 0 if there is no such column."""
+    return int(table[column].fillna(0).sum()) if column in table else 0
