@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.gpt_manager import SPECULATIVE, WARM_UP, ForeignOption, TraceCommand, unset
+from ifbbench.cli.gpt_manager import SPECULATIVE, ForeignOption, TraceCommand, unset
 from ifbbench.cli.options import given_config, parse_config_file
 from ifbbench.config import settings
 from ifbbench.errors import InputError
@@ -16,7 +16,6 @@ from ifbbench.fields import located
 MULTIMODAL = "models with images or video are not available; prompts are tokens."
 HEURISTICS = "limits are not tuned to lengths; they are those that are given, or the defaults of `ifbbench run`."
 OPTIONS = (
-    WARM_UP,
     ForeignOption("backend", "ifbbench computes the model, or simulates it (--device)."),
     ForeignOption("workspace", "no intermediate files are written; --output names the run directory."),
     ForeignOption("revision", "no model is downloaded."),

@@ -55,10 +55,8 @@ class ForeignOption:
             _log.warning("--%s has no effect: %s", self.name, self.reason)
 
 
-WARM_UP = ForeignOption("warm_up", "every run on a real device warms up first, and its requests are not measured.")
 OPTIONS = (
     ForeignOption("api", "executor and gptManager are two interfaces of one batch manager; here there is one."),
-    WARM_UP,
     ForeignOption("first_batch_delay", "requests are offered when they arrive; --static_emulated_batch_size collects "
                   "them into batches."),
     ForeignOption("lora_dir", LORA),

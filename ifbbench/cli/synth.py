@@ -1,8 +1,7 @@
 """`ifbbench dataset synth`: draw traces, with the names and options of TensorRT-LLM's prepare_dataset.py."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import Command
+from ifbbench.clock import Progress
 
 if TYPE_CHECKING:
     from ifbbench.workload.sample import Sample
@@ -95,20 +95,12 @@ COMMON_OPTIONS = (
 )  # fmt: skip
 
 
-@contextmanager
-def in_progress(label: str, trace: "Trace | Sample") -> "Iterator[Iterable[TraceRequest]]":
-    """The requests of `trace`, with a progress line that follows their use."""
-    from ifbbench.cli.console import progress_line
-
-    with progress_line(label, quiet=False) as line:
-
-        def counted() -> "Iterator[TraceRequest]":
-            for index, request in enumerate(trace):
-                if line is not None and index % PROGRESS_EVERY == 0:
-                    line.update(index, len(trace), "requests")
-                yield request
-
-        yield trace if line is None else counted()
+def _counted(trace: "Trace | Sample", progress: Progress) -> "Iterator[TraceRequest]":
+    """The requests of `trace`; `progress` follows their use."""
+    for index, request in enumerate(trace):
+        if index % PROGRESS_EVERY == 0:
+            progress.update(index, len(trace), "requests")
+        yield request
 
 
 def write(
@@ -118,14 +110,16 @@ def write(
 
     seed, vocab_size: of the token ids that are drawn where the trace records none and the format needs them.
     """
+    from ifbbench.cli.console import progress_line
     from ifbbench.workload.convert import FORMATS as OUTPUT_FORMATS
     from ifbbench.workload.convert import Losses, Tokens, format_of
     from ifbbench.workload.formats import write_lines
 
     name = to or format_of(output) or FORMATS[0]
     chosen, is_stdout = OUTPUT_FORMATS[name], str(output) == "-"
-    with in_progress(f"writing {output}", trace) as requests:
-        losses = Losses(requests, chosen.carries)
+    with progress_line("dataset", quiet=False) as progress:
+        progress.stage("writing trace")
+        losses = Losses(_counted(trace, progress), chosen.carries)
         write_lines(chosen.lines(losses, Tokens(vocab_size, seed)), sys.stdout if is_stdout else output, overwrite)
     if not is_stdout:
         click.echo(f"{len(trace)} requests written to {output}{'' if name == FORMATS[0] else f' ({name})'}")
@@ -149,6 +143,7 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             max_task_id: int | None, random_seed: int, output: Path, overwrite: bool, to: str | None, vocab_size: int,
             **own_options: Any,
         ) -> None:  # fmt: skip
+            from ifbbench.cli.console import progress_line
             from ifbbench.workload.draw import draw_trace
             from ifbbench.workload.spec import parse_spec
 
@@ -162,7 +157,9 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             }
             if min_task_id is not None or max_task_id is not None:
                 document["lora_task_id"] = {"min": min_task_id or 0, "max": max_task_id or min_task_id or 0}
-            trace = draw_trace(parse_spec(document, name), random_seed, source=str(output))
+            with progress_line("dataset", quiet=False) as progress:
+                progress.stage("drawing requests")
+                trace = draw_trace(parse_spec(document, name), random_seed, source=str(output))
             write(trace, output, overwrite, random_seed, to, vocab_size)
 
         return synth.command(name)(add_options(command, (*options, *COMMON_OPTIONS)))
