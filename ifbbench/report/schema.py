@@ -155,13 +155,15 @@ class Summary(RequestFigures):
 
 
 class TraceIdentity(Struct):
-    """The trace that was replayed. sha256: of its content. skipped_rows: bad ones, with --skip_bad_rows."""
+    """The trace that was replayed. sha256: of its content. skipped_rows: bad ones, with --skip_bad_rows. notes: what
+    reading it left out or assumed."""
 
     name: str
     source: str
     sha256: str
     requests: int
     skipped_rows: int
+    notes: list[str]
 
 
 class ModelFacts(Struct):
