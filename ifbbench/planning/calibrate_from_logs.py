@@ -1,0 +1,334 @@
+"""`ifbbench calibrate --from`: fit a hardware profile to what a server has logged, and say what that determines."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ifbbench.api.resolve import resolve_limits
+from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.config import RunConfig, from_mapping
+from ifbbench.errors import InputError
+from ifbbench.model.named_models import load_model_config
+from ifbbench.planning.calibration import Calibration, chart_beside, error_table, write_chart
+from ifbbench.planning.determine import Determined, Verdict, determine
+from ifbbench.planning.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
+from ifbbench.planning.fit import HOST_CONSTANTS, Observation, Point, loop_error, points_of, with_loop_times
+from ifbbench.planning.load_tests import LoadTest, LoadTests, is_load_tests, read_load_tests
+from ifbbench.planning.log import Log
+from ifbbench.planning.run_log import is_run, read_iterations, read_run
+from ifbbench.recording.run_directory import find_lines
+from ifbbench.report import count, percent, significant
+from ifbbench.report.tables import plain_table
+from ifbbench.simulation.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
+from ifbbench.simulation.shard import Shard
+
+FORMATS = (
+    "a run directory of ifbbench, TensorRT-LLM's iteration statistics (trtllm-bench --iteration_log, trtllm-serve "
+    "/metrics), log lines of vLLM, or a CSV file of load tests (input_len, output_len, concurrency or rate, and "
+    "throughput, ttft or itl)"
+)
+# Facts of a log that settings repeat. A model is compared only if both names are ones of ours.
+SETTINGS = ("model", "dtype", "kv_cache_dtype", "tp_size", "pp_size")
+MIN_POINTS = 8
+# Iterations of one kind that are fitted; more make the fit slower, and hardly better.
+MAX_POINTS_OF_A_KIND = 300
+MICROSECONDS = 1e6
+# Shares of a GPU's peaks above this are probably those of another device or model.
+MAX_SHARE = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class LogCalibration:
+    """A profile fitted to logs, what they determine, and what limits it, in sentences."""
+
+    found: Calibration
+    determined: Determined
+    logs: Sequence[Log]
+    base: str
+    warnings: Sequence[str]
+
+
+def calibrate_from_logs(
+    paths: Sequence[Path], given: Mapping[str, Any], output: Path | None = None, *, overwrite: bool = False
+) -> LogCalibration:
+    """Fit the constants of the device in `given` to the logs at `paths`, and write the profile and a chart beside it.
+
+    given: the settings that were given; those of a run directory are taken from it. output: LOG.toml in the working
+    directory if None. InputError for a log that cannot be read or used, and for logs that do not fit together.
+    """
+    hardware = _base(given)
+    output = output or Path(f"{paths[0].stem}{SUFFIX}")
+    chart = chart_beside(output, overwrite)
+    logs, tests = _read(paths, given)
+    config = _config(given, logs, hardware)
+    shard = Shard.of_config(load_model_config(config.model), config)
+    overlaps = {log.overlaps for log in logs if log.samples} | ({True} if config.enable_trt_overlap else set())
+    if len(overlaps) > 1:
+        raise InputError("--from: iterations overlap in some of these logs and not in others; calibrate from either.")
+    is_overlapping = overlaps == {True}
+
+    points = [(point, has_host) for log in logs for point, has_host in _points(log)]
+    observations = [point.observation(has_host, config.tp_size) for point, has_host in points]
+    observations += [replace(one, tp_size=config.tp_size) for log in logs for one in log.observations]
+    load_tests = LoadTests(tests, config)
+    observed = [*observations, *load_tests.observations(f"sim:{given['device'].removeprefix('sim:')}")]
+    if len(observed) < MIN_POINTS:
+        raise InputError(
+            f"--from: {len(observed)} different measured times are too few to fit a profile to; expected at least "
+            f"{MIN_POINTS}. Give a longer log, of more lengths and batch sizes."
+        )
+    measured_loops = [point for point, _ in points if point.loop_s is not None]
+    names = _names(shard, hardware, observed, has_loops=len(measured_loops) == len(observed))
+    start = hardware
+    if len(measured_loops) == len(observed):
+        start = with_loop_times(measured_loops, hardware)
+    result = determine(observed, start, shard, names, is_overlapping)
+    if any(test.rate is not None for _, test in tests):
+        # Which requests meet depends on the times: schedule once more with the fitted constants.
+        with TemporaryDirectory() as directory:
+            fitted = Path(directory) / f"fitted{SUFFIX}"
+            write_profile(result.profile, fitted, "")
+            observed = [*observations, *load_tests.observations(f"sim:{fitted}")]
+        result = determine(observed, start, shard, names, is_overlapping)
+    if len(measured_loops) == len(observed):
+        error = loop_error(measured_loops, result.profile)
+        verdict = Verdict("host_iteration_s", result.profile.host_iteration_s, error)
+        result = replace(result, verdicts=(*result.verdicts, verdict))
+
+    profile = replace(
+        result.profile, name=output.stem, title=f"{hardware.title}, as logged",
+        calibration=_provenance(config, logs, hardware, result),
+    )  # fmt: skip
+    found = Calibration(output, profile, result.observations, result.predicted_s)
+    calibration = LogCalibration(found, result, logs, hardware.name, _warnings(logs, result))
+    names_of_logs = ", ".join(path.name for path in paths)
+    write_profile(profile, output, f"Fitted by `ifbbench calibrate --from` to {names_of_logs}.")
+    write_chart(found, chart)
+    return calibration
+
+
+def _base(given: Mapping[str, Any]) -> HardwareProfile:
+    """The profile that the fit starts from."""
+    device = given.get("device")
+    if device is None or not str(device).startswith("sim:"):
+        raise InputError(
+            f"--device: {'is missing' if device is None else device}; with --from, expected the profile of the GPU that "
+            "was measured, or of one like it, as sim:h100-sxm (or --gpu h100-sxm). Its data sheet is kept, and the "
+            "constants that the logs do not determine."
+        )
+    return load_hardware(device)
+
+
+def _read(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log], list[tuple[Path, LoadTest]]]:
+    logs, tests = [], []
+    for path in paths:
+        log = Log(path.parent if path.is_file() and is_run(path) else path)
+        logs.append(log)
+        if is_run(log.path):
+            log.format = "run of ifbbench"
+            log.sha256 = hashlib.sha256(_content(find_lines(log.path, "iterations"))).hexdigest()
+            read_run(log)
+            continue
+        content = _content(path)
+        log.sha256 = hashlib.sha256(content).hexdigest()
+        text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+        if not text.strip():
+            raise InputError(f"{path}: is empty; expected {FORMATS}.")
+        if is_tensorrt_llm(text):
+            log.format = "TensorRT-LLM iteration statistics"
+            read_tensorrt_llm(log, text)
+        elif '"Iteration Counter"' in text[:20_000]:
+            log.format = "iterations of ifbbench"
+            read_iterations(log, _json_lines(log, text))
+        elif is_vllm(text):
+            log.format = "vLLM log"
+            cache_tokens = given.get("max_tokens_in_paged_kvcache")
+            read_vllm(log, text, None if cache_tokens is None else int(cache_tokens))
+        elif is_load_tests(text):
+            log.format = "load tests"
+            tests += [(path, test) for test in read_load_tests(log, text, int(given.get("tp_size") or 1))]
+        else:
+            raise InputError(f"{path}: no known log, it begins with {text.strip()[:60]!r}; expected {FORMATS}.")
+        if not (log.samples or log.observations or tests):
+            raise InputError(f"{path}: has no iteration that ran a request under constant load; give a longer log.")
+    return logs, tests
+
+
+def _content(path: Path) -> bytes:
+    """The content of a file, decompressed if its name ends in .gz; of one that was cut off, what is left."""
+    pieces = []
+    try:
+        for piece in read_pieces(path):
+            pieces.append(piece)
+    except EOFError:
+        pass
+    except (OSError, DamagedFile) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"--from {path}: cannot be read ({reason}); expected {FORMATS}.") from None
+    return b"".join(pieces)
+
+
+def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:
+    """The lines of iterations.jsonl. A last one that is not complete is left out."""
+    lines = text.splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if "ifbbench" not in row:
+                raise InputError(f"{log.path}, line {number}: field 'ifbbench' is missing; expected iterations.jsonl.")
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                log.notes.append(f"it is cut in line {number}, which is not used.")
+                break
+            raise InputError(f"{log.path}, line {number}: not valid JSON ({error}). Restore the file.") from None
+        rows.append(row)
+    return rows
+
+
+def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwareProfile) -> RunConfig:
+    """The settings that describe what was measured: those given, else those of the run directories.
+
+    InputError if logs contradict each other or what is given."""
+    found: defaultdict[str, dict[str, Log]] = defaultdict(dict)
+    for log in logs:
+        for name, value in log.facts.items():
+            found[name].setdefault(value, log)
+    for name, by_value in found.items():
+        if len(by_value) > 1:
+            listed = ", ".join(f"{value} in {log.path}" for value, log in by_value.items())
+            raise InputError(f"--from: the logs are of different engines: {name} is {listed}. Give those of one.")
+    settings = dict(given)
+    for name in SETTINGS:
+        for value, log in found.get(name, {}).items():
+            if log.format == "run of ifbbench":
+                settings.setdefault(name, value)
+            is_other = str(settings.get(name, 1 if name.endswith("_size") else None)) != value
+            if is_other and (name != "model" or log.format != "vLLM log"):
+                raise InputError(
+                    f"{log.path}: {name} is {value}, but --{name} is {settings.get(name, 'not given')}; "
+                    "give the log's, or another log."
+                )
+    if "model" not in settings:
+        raise InputError("--model: is missing; expected the model that was measured (llama-3.1-8b, a directory, …).")
+    config = from_mapping(settings)
+    model = load_model_config(config.model)
+    longest = max(model.max_position_embeddings, config.max_seq_len or 0)
+    return resolve_limits(config.with_values(max_seq_len=longest), longest, hardware.is_cpu)
+
+
+def _points(log: Log) -> list[tuple[Point, bool]]:
+    """The iterations of a log as points, and whether their seconds include the host's; not too many of each kind."""
+    chosen = []
+    for has_host in (True, False):
+        points = points_of(sample for sample, includes_host in log.samples if includes_host is has_host)
+        by_kind: defaultdict[str, list[Point]] = defaultdict(list)
+        for point in points:
+            by_kind[point.kind].append(point)
+        for of_kind in by_kind.values():
+            # In the order of a hash, so that a part of them is a fair one.
+            of_kind.sort(key=lambda point: hashlib.sha256(repr(point.work).encode()).digest())
+            chosen += [(point, has_host) for point in of_kind[:MAX_POINTS_OF_A_KIND]]
+    return chosen
+
+
+def _names(shard: Shard, hardware: HardwareProfile, observed: Sequence[Observation], has_loops: bool) -> list[str]:
+    """The constants to look for."""
+    names = ["matmul", *(["matmul_fp8"] if shard.dtype == "fp8" else []), "memory", "context_attention",
+             "generation_attention"]  # fmt: skip
+    names += HOST_CONSTANTS[1:] if has_loops else HOST_CONSTANTS
+    names += ["context_s", "kernel_s", *(["launch_s"] if hardware.constants.launch_s else [])]
+    if max(one.tp_size for one in observed) > 1:
+        names += ["network", "all_reduce_s"]
+    return names
+
+
+def _provenance(
+    config: RunConfig, logs: Sequence[Log], hardware: HardwareProfile, result: Determined
+) -> dict[str, Any]:
+    """The table `calibration` of the profile. It has no date: equal logs give equal files."""
+    held_out = result.held_out_error
+    return {
+        "model": config.model, "dtype": config.weight_dtype, "kv_cache_dtype": config.kv_cache_dtype,
+        "tp_size": config.tp_size, "pp_size": config.pp_size, "base": hardware.name,
+        "median_error": result.fit_error.median, "p90_error": result.fit_error.p90,
+        "worst_error": result.fit_error.worst,
+        **({} if held_out is None else {"held_out_median_error": held_out.median, "held_out_p90_error": held_out.p90}),
+        "points": len(result.observations), "iterations": sum(len(log.samples) for log in logs),
+        "left_out": result.left_out,
+        "determined": [verdict.name for verdict in result.verdicts if verdict.error is not None],
+        "kept": [verdict.name for verdict in result.verdicts if verdict.error is None],
+        "logs": [f"{log.path.name} ({log.format})" for log in logs], "sha256": [log.sha256 for log in logs],
+    }  # fmt: skip
+
+
+def _warnings(logs: Sequence[Log], result: Determined) -> list[str]:
+    """What limits the use of the profile."""
+    warnings = [f"{log.path}: {note}" for log in logs for note in log.notes]
+    works = [work for one in result.observations for work, _ in one.steps]
+    sizes = {work.generation_tokens for work in works if work.generation_tokens}
+    if len(sizes) == 1:
+        warnings.append(
+            f"all iterations with generation have {sizes.pop():,} requests: how their time depends on the batch size "
+            "is not determined. Add a log of other loads."
+        )
+    if not sizes:
+        warnings.append("no iteration has generation requests: only prompts are described.")
+    if not any(work.context_tokens for work in works):
+        warnings.append("no iteration has context: TTFT is predicted with the constants of the base profile.")
+    if result.left_out:
+        warnings.append(f"{result.left_out:,} times are left out: they are several times as long or short as predicted "
+                        "(warm-up, compilation or a wait).")  # fmt: skip
+    if not result.profile.is_cpu:
+        shares = [item for item in result.verdicts if item.error is not None and not item.name.endswith("_s")]
+        over = [item.name for item in shares if item.value > MAX_SHARE]
+        if over:
+            warnings.append(f"{', '.join(over)} above what the data sheet allows: is this the device, model, dtype and "
+                            "tp_size that was measured?")  # fmt: skip
+    return warnings
+
+
+def print_log_calibration(calibration: LogCalibration, console: Console) -> None:
+    """Print what the logs determine, the errors, and what limits them."""
+    result = calibration.determined
+    profile = calibration.found.profile
+    console.print()
+    console.print(f"[bold]{escape(profile.name)}[/bold]  {escape(profile.title)}", highlight=False)
+    for log in calibration.logs:
+        console.print(f"{escape(str(log.path))}  {log.format}, {count(len(log.samples))} iterations", highlight=False)
+    for table in (_verdict_table(calibration), error_table(calibration.found)):
+        console.print()
+        console.print(table)
+    console.print()
+    if result.held_out_error is None:
+        console.print("Too few times to hold half of them out.")
+    else:
+        held_out = result.held_out_error
+        console.print(
+            f"Fitted to one half of the times, the other half is predicted with an error of {percent(held_out.median)} "
+            f"(median), {percent(held_out.p90)} (p90).", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    for warning in calibration.warnings:
+        console.print(f"Note: {escape(warning)}", style="yellow", highlight=False, soft_wrap=True)
+    console.print()
+
+
+def _verdict_table(calibration: LogCalibration) -> Table:
+    table = plain_table("Constant", numbers=("value", "standard error", "verdict"))
+    for verdict in sorted(calibration.determined.verdicts, key=lambda one: one.error is None):
+        is_time = verdict.name.endswith("_s")
+        value = f"{significant(verdict.value * MICROSECONDS)} µs" if is_time else percent(verdict.value)
+        if verdict.error is None:
+            table.add_row(verdict.name, value, "", f"not determined (kept): {verdict.reason}", style="dim")
+        else:
+            table.add_row(verdict.name, value, f"± {percent(verdict.error)}", "determined")
+    return table

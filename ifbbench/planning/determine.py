@@ -1,0 +1,178 @@
+"""Which constants of a cost model a set of measurements determines, and how surely."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ifbbench.planning.fit import (
+    Fit,
+    FitError,
+    Floats,
+    Observation,
+    Predictor,
+    constant,
+    fit_constants,
+    with_constants,
+)
+from ifbbench.simulation.hardware import HardwareProfile
+from ifbbench.simulation.shard import Shard
+
+# A constant is determined if its standard error is at most this share of it.
+MAX_ERROR = 0.25
+# Measured times are not trusted more than this: a model of few terms has errors of its own.
+LEAST_NOISE = 0.01
+# Standard deviation of a constant's logarithm before anything is measured.
+PRIOR = 1.0
+# Constants that explain each other's influence to this share cannot be told apart.
+SAME_INFLUENCE = 0.9
+# A time this many times as long or short as predicted is left out: warm-up, compilation, or a wait.
+OUTLIER = 4.0
+# Constants of a search that starts far away; the last fit has none.
+LAST_HOLD = 1e-3
+MIN_HELD_OUT = 4
+# Times of an iteration that a search begins with at this share of it at least.
+GUESSED, FIRST_SHARE = ("host_iteration_s", "context_s"), 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one constant. error: its standard error as a share of it; None if it was kept. reason: why it
+    was."""
+
+    name: str
+    value: float
+    error: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Determined:
+    """Fitted constants and their verdicts.
+
+    observations: those that were used. predicted_s: [observations]. fit_error: of the fit to all of them.
+    held_out_error: of constants fitted to one half of them in predicting the other; None if there are too few.
+    left_out: number of outliers.
+    """
+
+    profile: HardwareProfile
+    verdicts: tuple[Verdict, ...]
+    observations: Sequence[Observation]
+    predicted_s: Floats
+    fit_error: FitError
+    held_out_error: FitError | None
+    left_out: int
+
+
+def determine(
+    observations: Sequence[Observation], hardware: HardwareProfile, shard: Shard, names: Sequence[str],
+    overlaps: bool = False,
+) -> Determined:  # fmt: skip
+    """Fit those of the constants `names` that `observations` determine; the others keep the value in `hardware`.
+
+    Constants that cannot be told apart are tried together: the one with the least influence is kept, until the standard
+    errors of the rest are small. hardware, overlaps: see `fit_constants` and `Predictor`.
+    """
+    predict = Predictor(observations, shard, overlaps)
+    first = fit_constants(predict, observations, _start(hardware, observations, names), names)
+    usual = np.abs(first.errors) < np.log(OUTLIER)
+    left_out = int(len(usual) - usual.sum())
+    if left_out and left_out < len(usual) / 2:
+        observations = [one for one, is_usual in zip(observations, usual, strict=True) if is_usual]
+        predict = Predictor(observations, shard, overlaps)
+        first = fit_constants(predict, observations, _start(hardware, observations, names), names)
+    else:
+        left_out = 0
+    kept = _undetermined(first, names, observations)
+    free = [name for name in names if name not in kept]
+    last = fit_constants(predict, observations, _start(hardware, observations, free), free, LAST_HOLD)
+    # Fitting fewer constants moves the others; what is now uncertain is kept too.
+    more = {name for name, error in zip(free, _errors(last, observations), strict=True) if error > MAX_ERROR}
+    if more:
+        free = [name for name in free if name not in more]
+        last = fit_constants(predict, observations, _start(hardware, observations, free), free, LAST_HOLD)
+    errors = dict(zip(free, _errors(last, observations), strict=True))
+    verdicts = tuple(
+        Verdict(name, constant(last.profile, name), errors[name])
+        if name in errors
+        else Verdict(name, constant(last.profile, name), None, _reason(name, names, free, first))
+        for name in names
+    )
+    found_s = predict(last.profile)
+    return Determined(
+        last.profile, verdicts, observations, found_s, FitError.of(observations, found_s),
+        _held_out(observations, hardware, shard, free, overlaps), left_out,
+    )  # fmt: skip
+
+
+def _start(hardware: HardwareProfile, observations: Sequence[Observation], names: Sequence[str]) -> HardwareProfile:
+    """`hardware` with times that are large enough to be found by a search in logarithms."""
+    iterations_s = [one.seconds / sum(weight for _, weight in one.steps) for one in observations]
+    guess_s = FIRST_SHARE * float(np.median(iterations_s))
+    return with_constants(
+        hardware, {name: max(constant(hardware, name), guess_s) for name in names if name in GUESSED}
+    )
+
+
+def _undetermined(fit: Fit, names: Sequence[str], observations: Sequence[Observation]) -> set[str]:
+    """The constants to keep: one by one the least certain of those that are left, until all are certain enough."""
+    left = list(range(len(names)))
+    information = _information(fit, observations)
+    while left:
+        among = np.ix_(left, left)
+        errors = np.sqrt(np.diag(np.linalg.inv(information[among] + np.eye(len(left)) / PRIOR**2)))
+        worst = int(np.argmax(errors))
+        if errors[worst] <= MAX_ERROR:
+            break
+        left.pop(worst)
+    return {name for index, name in enumerate(names) if index not in left}
+
+
+def _information(fit: Fit, observations: Sequence[Observation]) -> Floats:
+    """The inverse of the covariance of the constants' logarithms, without any prior, [constants, constants]."""
+    weights = np.array([one.weight for one in observations])
+    noise = max(1.4826 * float(np.median(np.abs(fit.errors))), LEAST_NOISE)
+    information: Floats = (fit.slopes.T * weights) @ fit.slopes / noise**2
+    return information
+
+
+def _errors(fit: Fit, observations: Sequence[Observation]) -> list[float]:
+    """The standard error of each fitted constant, as a share of it."""
+    information = _information(fit, observations)
+    covariance = np.linalg.pinv(information, hermitian=True)
+    variances = np.where(np.diag(information) < 1 / PRIOR**2, np.inf, np.diag(covariance))
+    return [float(error) for error in np.sqrt(np.maximum(variances, 0.0))]
+
+
+def _reason(name: str, names: Sequence[str], free: Sequence[str], fit: Fit) -> str:
+    """Why the observations do not determine the constant."""
+    columns = dict(zip(names, fit.slopes.T, strict=True))
+    own = columns[name]
+    size = float(np.linalg.norm(own))
+    if size < LEAST_NOISE / MAX_ERROR:
+        return "no measured time depends on it"
+    others = [other for other in free if abs(float(own @ columns[other])) > 0]
+    if others:
+        matrix = np.stack([columns[other] for other in others], axis=1)
+        weights = np.linalg.lstsq(matrix, own, rcond=None)[0]
+        if np.linalg.norm(own - matrix @ weights) < np.sqrt(1 - SAME_INFLUENCE) * size:
+            shares = np.abs(weights) * np.linalg.norm(matrix, axis=0)
+            alike = [other for other, share in zip(others, shares, strict=True) if share > 0.3 * shares.max()]
+            return f"cannot be told apart from {' and '.join(alike)}"
+    return "its influence is smaller than the errors"
+
+
+def _held_out(
+    observations: Sequence[Observation], hardware: HardwareProfile, shard: Shard, names: Sequence[str], overlaps: bool
+) -> FitError | None:
+    """The errors of constants fitted to one half of the observations in predicting the other half."""
+    halves: tuple[list[Observation], list[Observation]] = ([], [])
+    for one in observations:
+        halves[hashlib.sha256(repr((one.kind, one.steps)).encode()).digest()[0] % 2].append(one)
+    fitted, judged = halves
+    if min(len(fitted), len(judged)) < max(MIN_HELD_OUT, len(names)):
+        return None
+    start = _start(hardware, fitted, names)
+    fit = fit_constants(Predictor(fitted, shard, overlaps), fitted, start, names, LAST_HOLD)
+    return FitError.of(judged, Predictor(judged, shard, overlaps)(fit.profile))
