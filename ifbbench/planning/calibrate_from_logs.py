@@ -121,8 +121,8 @@ def _base(given: Mapping[str, Any]) -> HardwareProfile:
     device = given.get("device")
     if device is None or not str(device).startswith("sim:"):
         raise InputError(
-            f"--device: {'is missing' if device is None else device}; with --from, expected the profile of the GPU that "
-            "was measured, or of one like it, as sim:h100-sxm (or --gpu h100-sxm). Its data sheet is kept, and the "
+            f"--device: {device or 'is missing'}; with --from, expected the profile of the GPU that was "
+            "measured, or of one like it, as sim:h100-sxm (or --gpu h100-sxm). Its data sheet is kept, and the "
             "constants that the logs do not determine."
         )
     return load_hardware(device)

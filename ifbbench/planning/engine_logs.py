@@ -17,7 +17,7 @@ from typing import Any
 from ifbbench.errors import InputError
 from ifbbench.fields import integer, located, number, unexpected
 from ifbbench.planning.fit import Observation
-from ifbbench.planning.log import BatchCounts, KvTracker, Log
+from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
 from ifbbench.simulation.step_work import StepWork
 
@@ -77,10 +77,11 @@ def read_tensorrt_llm(log: Log, text: str) -> None:
             "its iterations have no timestamps: whether they overlapped is unknown, and iterLatencyMS of overlapping "
             "iterations covers two. If the overlap scheduler was on, log again with a version that writes timestamps."
         )
-    tracker = KvTracker()
-    for index, (line, row) in enumerate(rows):
+    batches = [_counts(row) for _, row in rows]
+    tracker = BatchTracker(budget=max((one.context_tokens + one.generation_requests for one in batches), default=0))
+    for index, ((line, row), batch) in enumerate(zip(rows, batches, strict=True)):
         with located(f"{log.path}, line {line}"):
-            work = _work(row, tracker)
+            work = tracker.work(batch, _kv_tokens(row) if batch.generation_requests else None)
             timing = _timing([later for _, later in rows[index : index + 3]], bool(overlaps))
         if timing is not None:
             log.samples.append((Sample(work, *timing[:2]), timing[2]))
@@ -190,16 +191,21 @@ def _period_s(row: Mapping[str, Any], later: Mapping[str, Any]) -> float | None:
     return (end - begin).total_seconds() or None
 
 
-def _work(row: Mapping[str, Any], tracker: KvTracker) -> StepWork:
-    counts, cache = row["inflightBatchingStats"], row.get("kvCacheStats") or {}
-    contexts, tokens, generating = (counts[name] for name in ("numContextRequests", "numCtxTokens", "numGenRequests"))
-    kv_tokens = counts.get("numGenKvTokens")
+def _counts(row: Mapping[str, Any]) -> BatchCounts:
+    names = ("numContextRequests", "numCtxTokens", "numGenRequests", "numCtxKvTokens")
+    return BatchCounts(*(row["inflightBatchingStats"].get(name) or 0 for name in names))
+
+
+def _kv_tokens(row: Mapping[str, Any]) -> int | None:
+    """Keys that the generation requests read; None if neither counted nor to be had from the blocks in use."""
+    batch, cache = _counts(row), row.get("kvCacheStats") or {}
     used, size = cache.get("usedNumBlocks"), cache.get("tokensPerBlock")
-    if kv_tokens is None and used and size:
-        # Blocks of all requests, of which the last is half empty in the mean.
-        kv_tokens = max(used * size - (contexts + generating) * size // 2 - tokens, generating)
-    batch = BatchCounts(contexts, tokens, generating, counts.get("numCtxKvTokens") or 0)
-    return tracker.work(batch, kv_tokens if generating else None)
+    counted = row["inflightBatchingStats"].get("numGenKvTokens")
+    if counted is not None or not used or not size:
+        return None if counted is None else int(counted)
+    # Blocks of all requests, of which the last is half empty in the mean.
+    half_empty = (batch.context_requests + batch.generation_requests) * size // 2
+    return max(int(used * size) - half_empty - batch.context_tokens - batch.cached_tokens, batch.generation_requests)
 
 
 # vLLM.
@@ -226,11 +232,12 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
 
 
 def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
-    trackers: dict[str, KvTracker] = {}
+    budget = max((int(found[2]) + int(found[4]) for found in VLLM_ITERATION.finditer(text)), default=0)
+    trackers: dict[str, BatchTracker] = {}
     lines = text.split("\n")
     for line_number, line in enumerate(lines, start=1):
         engine = VLLM_ENGINE.search(line)
-        tracker = trackers.setdefault(engine[1] if engine else "", KvTracker())
+        tracker = trackers.setdefault(engine[1] if engine else "", BatchTracker(budget))
         if (summary := VLLM_SUMMARY.search(line)) and cache_tokens:
             tracker.correct(round(float(summary[4]) / 100 * cache_tokens))
         if "Iteration(" not in line or "context requests" not in line:

@@ -8,6 +8,9 @@ from ifbbench.planning.fit import Observation
 from ifbbench.planning.measure import Sample
 from ifbbench.simulation.step_work import StepWork
 
+# A batch with so many tokens less than the budget counts as full: chunks are multiples of a block.
+SLACK = 64
+
 
 @dataclass(slots=True)
 class Log:
@@ -37,31 +40,46 @@ class BatchCounts(NamedTuple):
     cached_tokens: int = 0
 
 
-class KvTracker:
-    """The work of successive batches, of which only counts are known: keys that generation reads are followed from the
-    tokens that requests have computed. Requests that end are taken to be as long as the mean of all."""
+class BatchTracker:
+    """The work of successive batches of which only counts are known, from what their requests have computed before.
 
-    def __init__(self) -> None:
-        self._requests = 0
-        self._tokens = 0.0
+    budget: the maximum number of tokens in a batch. After a batch that fills it, one request may have computed only a
+    part of its prompt. Requests that end are taken to be as long as the mean of all, prompts of one batch as equally
+    long.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._before = BatchCounts(0, 0, 0)
+        # Keys of the generation requests of the last batch, and of the prompt that was incomplete before it.
+        self._keys = 0.0
+        self._partial = 0.0
 
     def correct(self, tokens: int) -> None:
-        """The requests of the last batch have `tokens` keys in all."""
-        self._tokens = float(tokens)
+        """All requests of the last batch have `tokens` in the KV cache."""
+        self._keys = max(tokens - self._partial - self._before.context_tokens, float(self._before.generation_requests))
 
     def work(self, batch: BatchCounts, kv_tokens: int | None = None) -> StepWork:
-        """The work of the next batch. kv_tokens: keys that its generation requests read, where known.
-
-        Prompts are equally long and complete; those in chunks count as if they had begun at `cached_tokens`.
-        """
+        """The work of the next batch. kv_tokens: keys that its generation requests read, where known."""
         contexts, tokens, generating, cached = batch
+        complete = self._end_prompts(batch)
+        requests = self._before.generation_requests + complete
         if kv_tokens is None:
-            mean = self._tokens / self._requests if self._requests else 0.0
-            kv_tokens = round(min(generating, self._requests) * mean) + generating
-        self._requests = contexts + generating
-        self._tokens = float(kv_tokens + tokens + cached)
-        pairs = 0
-        if contexts:
-            length, start = tokens / contexts, cached / contexts
-            pairs = round(contexts * (length * start + length * (length + 1) / 2))
-        return StepWork(tokens, contexts, pairs, tokens + cached, generating, kv_tokens, generating + contexts)
+            kv_tokens = round(self._keys * generating / requests if requests else 0.0) + generating
+        self._keys, self._before = float(kv_tokens if generating else 0), batch
+        start = cached or round(self._partial)
+        # The tokens before the chunks belong to the first of them.
+        length = tokens / contexts if contexts else 0.0
+        pairs = round(length * start + contexts * length * (length + 1) / 2)
+        return StepWork(tokens, contexts, pairs, tokens + start, generating, kv_tokens, generating + contexts)
+
+    def _end_prompts(self, batch: BatchCounts) -> int:
+        """Move the prompts that the last batch completed to the requests that generate, and return their number."""
+        contexts, tokens, generating, _ = self._before
+        computed, partial = self._partial + tokens, 0.0
+        is_full = tokens + generating >= self._budget - SLACK
+        if contexts and batch.context_requests and is_full and batch.generation_requests < generating + contexts:
+            partial = computed if contexts == 1 else tokens / contexts
+        self._partial = partial
+        self._keys += computed - partial
+        return contexts - (partial > 0)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError
-from ifbbench.planning.log import BatchCounts, KvTracker, Log
+from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.load import ITERATION_FIELDS, SPAN_FIELDS, read_lines
@@ -58,7 +58,8 @@ def read_run(log: Log) -> None:
 def read_iterations(log: Log, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add the iterations of an iterations.jsonl outside of its run directory; their work is estimated from counts."""
     log.notes.append("it is outside of its run directory: tokens in the KV cache are estimated. Give the directory.")
-    tracker, rows, works = KvTracker(), list(rows), []
+    rows, works = list(rows), []
+    tracker = BatchTracker(budget=max(row["Total Context Tokens"] + row.get("Generation Requests", 0) for row in rows))
     for row in rows:
         batch = BatchCounts(row["Context Requests"], row["Total Context Tokens"], row.get("Generation Requests", 0))
         held = (row["Used KV cache blocks"] or 0) * (row["Tokens per KV cache block"] or 0)
