@@ -19,9 +19,9 @@ from ifbbench.config import RunConfig, from_mapping
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.planning.calibration import Calibration, chart_beside, error_table, write_chart
-from ifbbench.planning.determine import Determined, Verdict, determine
-from ifbbench.planning.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
-from ifbbench.planning.fit import HOST_CONSTANTS, Observation, Point, loop_error, points_of, with_loop_times
+from ifbbench.planning.determine import MAX_ERROR, Determined, Verdict, determine
+from ifbbench.planning.engine_logs import SERVED_MODEL, is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
+from ifbbench.planning.fit import HOST_CONSTANTS, Observation, Point, constant, loop_errors, points_of, with_loop_times
 from ifbbench.planning.load_tests import LoadTest, LoadTests, is_load_tests, read_load_tests
 from ifbbench.planning.log import Log
 from ifbbench.planning.run_log import is_run, read_iterations, read_run
@@ -36,11 +36,12 @@ FORMATS = (
     "/metrics), log lines of vLLM, or a CSV file of load tests (input_len, output_len, concurrency or rate, and "
     "throughput, ttft or itl)"
 )
-# Facts of a log that settings repeat. A model is compared only if both names are ones of ours.
+# Facts of a log that settings repeat.
 SETTINGS = ("model", "dtype", "kv_cache_dtype", "tp_size", "pp_size")
 MIN_POINTS = 8
 # Iterations of one kind that are fitted; more make the fit slower, and hardly better.
 MAX_POINTS_OF_A_KIND = 300
+RESCHEDULES = 3
 MICROSECONDS = 1e6
 # Shares of a GPU's peaks above this are probably those of another device or model.
 MAX_SHARE = 1.05
@@ -92,17 +93,15 @@ def calibrate_from_logs(
     if len(measured_loops) == len(observed):
         start = with_loop_times(measured_loops, hardware)
     result = determine(observed, start, shard, names, is_overlapping)
-    if any(test.rate is not None for _, test in tests):
-        # Which requests meet depends on the times: schedule once more with the fitted constants.
+    for _ in range(RESCHEDULES if any(test.rate is not None for _, test in tests) else 0):
+        # Which requests meet depends on the times: schedule again with the fitted constants.
         with TemporaryDirectory() as directory:
             fitted = Path(directory) / f"fitted{SUFFIX}"
             write_profile(result.profile, fitted, "")
             observed = [*observations, *load_tests.observations(f"sim:{fitted}")]
         result = determine(observed, start, shard, names, is_overlapping)
     if len(measured_loops) == len(observed):
-        error = loop_error(measured_loops, result.profile)
-        verdict = Verdict("host_iteration_s", result.profile.host_iteration_s, error)
-        result = replace(result, verdicts=(*result.verdicts, verdict))
+        result = replace(result, verdicts=_with_loop(result, loop_errors(measured_loops, start)))
 
     profile = replace(
         result.profile, name=output.stem, title=f"{hardware.title}, as logged",
@@ -203,8 +202,8 @@ def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwarePro
     for log in logs:
         for name, value in log.facts.items():
             found[name].setdefault(value, log)
-    for name, by_value in found.items():
-        if len(by_value) > 1:
+    for name in (*SETTINGS, SERVED_MODEL):
+        if len(by_value := found.get(name, {})) > 1:
             listed = ", ".join(f"{value} in {log.path}" for value, log in by_value.items())
             raise InputError(f"--from: the logs are of different engines: {name} is {listed}. Give those of one.")
     settings = dict(given)
@@ -213,10 +212,10 @@ def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwarePro
             if log.format == "run of ifbbench":
                 settings.setdefault(name, value)
             is_other = str(settings.get(name, 1 if name.endswith("_size") else None)) != value
-            if is_other and (name != "model" or log.format != "vLLM log"):
+            if is_other:
                 raise InputError(
-                    f"{log.path}: {name} is {value}, but --{name} is {settings.get(name, 'not given')}; "
-                    "give the log's, or another log."
+                    f"{log.path}: {name} is {value}, but --{name} is {settings.get(name, 'not given')}; give that of "
+                    "the log, or another log."
                 )
     if "model" not in settings:
         raise InputError("--model: is missing; expected the model that was measured (llama-3.1-8b, a directory, …).")
@@ -250,6 +249,15 @@ def _names(shard: Shard, hardware: HardwareProfile, observed: Sequence[Observati
     if max(one.tp_size for one in observed) > 1:
         names += ["network", "all_reduce_s"]
     return names
+
+
+def _with_loop(result: Determined, errors: Mapping[str, float]) -> tuple[Verdict, ...]:
+    """The verdicts, with the constants that were measured apart as the time of the loop. errors: their own."""
+    found = {verdict.name: verdict for verdict in result.verdicts}
+    for name, error in errors.items():
+        if (name not in found or found[name].error is None) and error <= MAX_ERROR:
+            found[name] = Verdict(name, constant(result.profile, name), error)
+    return tuple(found.values())
 
 
 def _provenance(

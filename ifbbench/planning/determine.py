@@ -14,6 +14,7 @@ from ifbbench.planning.fit import (
     Predictor,
     constant,
     fit_constants,
+    slopes_of,
     with_constants,
 )
 from ifbbench.simulation.hardware import HardwareProfile
@@ -25,6 +26,8 @@ MAX_ERROR = 0.25
 LEAST_NOISE = 0.01
 # Standard deviation of a constant's logarithm before anything is measured.
 PRIOR = 1.0
+# The same for a constant that is kept: profiles of similar devices and engines differ by so much.
+PRIOR_OF_KEPT = 0.5
 # Constants that explain each other's influence to this share cannot be told apart.
 SAME_INFLUENCE = 0.9
 # A time this many times as long or short as predicted is left out: warm-up, compilation, or a wait.
@@ -32,6 +35,8 @@ OUTLIER = 4.0
 # Constants of a search that starts far away; the last fit has none.
 LAST_HOLD = 1e-3
 MIN_HELD_OUT = 4
+# A constant that fewer observations depend on is kept: one disturbance could decide it.
+MIN_SUPPORT = 1.5
 # Times of an iteration that a search begins with at this share of it at least.
 GUESSED, FIRST_SHARE = ("host_iteration_s", "context_s"), 0.02
 
@@ -84,19 +89,19 @@ def determine(
         first = fit_constants(predict, observations, _start(hardware, observations, names), names)
     else:
         left_out = 0
-    kept = _undetermined(first, names, observations)
-    free = [name for name in names if name not in kept]
+    free = _determined(first, names, observations)
     last = fit_constants(predict, observations, _start(hardware, observations, free), free, LAST_HOLD)
-    # Fitting fewer constants moves the others; what is now uncertain is kept too.
-    more = {name for name, error in zip(free, _errors(last, observations), strict=True) if error > MAX_ERROR}
-    if more:
-        free = [name for name in free if name not in more]
+    # Influences change with the constants, so that some may now be uncertain.
+    everything = _with_kept(last, predict, observations, names)
+    if (fewer := [name for name in _determined(everything, names, observations) if name in free]) != free:
+        free = fewer
         last = fit_constants(predict, observations, _start(hardware, observations, free), free, LAST_HOLD)
-    errors = dict(zip(free, _errors(last, observations), strict=True))
+        everything = _with_kept(last, predict, observations, names)
+    errors = _standard_errors(everything, names, free, observations)
     verdicts = tuple(
         Verdict(name, constant(last.profile, name), errors[name])
         if name in errors
-        else Verdict(name, constant(last.profile, name), None, _reason(name, names, free, first))
+        else Verdict(name, constant(last.profile, name), None, _reason(name, names, free, everything))
         for name in names
     )
     found_s = predict(last.profile)
@@ -115,9 +120,17 @@ def _start(hardware: HardwareProfile, observations: Sequence[Observation], names
     )
 
 
-def _undetermined(fit: Fit, names: Sequence[str], observations: Sequence[Observation]) -> set[str]:
-    """The constants to keep: one by one the least certain of those that are left, until all are certain enough."""
-    left = list(range(len(names)))
+def _with_kept(
+    fit: Fit, predict: Predictor, observations: Sequence[Observation], names: Sequence[str]
+) -> Fit:
+    """`fit` with the slopes of all constants `names`, also of those that were kept."""
+    start = _start(fit.profile, observations, names)
+    return Fit(fit.profile, slopes_of(predict, start, names), fit.errors)
+
+
+def _determined(fit: Fit, names: Sequence[str], observations: Sequence[Observation]) -> list[str]:
+    """The constants that remain when the least certain is kept, one by one, until all others are certain enough."""
+    left = [index for index, slopes in enumerate(fit.slopes.T) if _support(slopes) >= MIN_SUPPORT]
     information = _information(fit, observations)
     while left:
         among = np.ix_(left, left)
@@ -126,7 +139,23 @@ def _undetermined(fit: Fit, names: Sequence[str], observations: Sequence[Observa
         if errors[worst] <= MAX_ERROR:
             break
         left.pop(worst)
-    return {name for index, name in enumerate(names) if index not in left}
+    return [names[index] for index in left]
+
+
+def _support(slopes: Floats) -> float:
+    """How many observations depend on a constant: as many as would with equal slopes."""
+    squares = slopes**2
+    return float(squares.sum() ** 2 / np.square(squares).sum()) if squares.any() else 0.0
+
+
+def _standard_errors(
+    fit: Fit, names: Sequence[str], free: Sequence[str], observations: Sequence[Observation]
+) -> dict[str, float]:
+    """The standard error of each fitted constant, as a share of it, with what the kept ones may be wrong by."""
+    is_kept = np.array([name not in free for name in names])
+    covariance = np.linalg.pinv(_information(fit, observations) + np.diag(is_kept / PRIOR_OF_KEPT**2), hermitian=True)
+    errors = np.sqrt(np.maximum(np.diag(covariance), 0.0))
+    return {name: float(error) for name, error in zip(names, errors, strict=True) if name in free}
 
 
 def _information(fit: Fit, observations: Sequence[Observation]) -> Floats:
@@ -137,14 +166,6 @@ def _information(fit: Fit, observations: Sequence[Observation]) -> Floats:
     return information
 
 
-def _errors(fit: Fit, observations: Sequence[Observation]) -> list[float]:
-    """The standard error of each fitted constant, as a share of it."""
-    information = _information(fit, observations)
-    covariance = np.linalg.pinv(information, hermitian=True)
-    variances = np.where(np.diag(information) < 1 / PRIOR**2, np.inf, np.diag(covariance))
-    return [float(error) for error in np.sqrt(np.maximum(variances, 0.0))]
-
-
 def _reason(name: str, names: Sequence[str], free: Sequence[str], fit: Fit) -> str:
     """Why the observations do not determine the constant."""
     columns = dict(zip(names, fit.slopes.T, strict=True))
@@ -152,6 +173,8 @@ def _reason(name: str, names: Sequence[str], free: Sequence[str], fit: Fit) -> s
     size = float(np.linalg.norm(own))
     if size < LEAST_NOISE / MAX_ERROR:
         return "no measured time depends on it"
+    if _support(own) < MIN_SUPPORT:
+        return "too few measured times depend on it"
     others = [other for other in free if abs(float(own @ columns[other])) > 0]
     if others:
         matrix = np.stack([columns[other] for other in others], axis=1)

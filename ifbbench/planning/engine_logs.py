@@ -41,9 +41,10 @@ VLLM_SUMMARY = re.compile(
 )
 VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
 VLLM_CACHE_SIZE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+SERVED_MODEL = "served model"
 # Facts of the line in which vLLM prints its settings.
 VLLM_FACTS = {
-    "model": re.compile(r"\bmodel='([^']+)'"), "tp_size": re.compile(r"\btensor_parallel_size=(\d+)"),
+    SERVED_MODEL: re.compile(r"\bmodel='([^']+)'"), "tp_size": re.compile(r"\btensor_parallel_size=(\d+)"),
     "pp_size": re.compile(r"\bpipeline_parallel_size=(\d+)"),
 }  # fmt: skip
 
@@ -96,18 +97,18 @@ def _objects(log: Log, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         end = text.find("\n", position)
         end = len(text) if end < 0 else end
         try:
-            value, after = decoder.raw_decode(text, position)
-        except ValueError as error:
-            try:  # a line of Python: single quotes, None, True
+            if text.startswith("{'", position):  # trtllm-bench writes dictionaries of Python
                 value, after = ast.literal_eval(text[position:end]), end
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                if not text[end:].strip():
-                    log.notes.append(f"it is cut in line {line}: what is left of its last iteration is not used.")
-                    return
-                raise InputError(
-                    f"{log.path}, line {line}: not valid JSON ({error}); expected an object of TensorRT-LLM's "
-                    "iteration statistics. Restore the file, or remove what is damaged."
-                ) from None
+            else:
+                value, after = decoder.raw_decode(text, position)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            if not text[end:].strip():
+                log.notes.append(f"it is cut in line {line}: what is left of its last iteration is not used.")
+                return
+            raise InputError(
+                f"{log.path}, line {line}: not a valid object ({error}); expected one of TensorRT-LLM's iteration "
+                "statistics. Restore the file, or remove what is damaged."
+            ) from None
         if not isinstance(value, dict):
             raise InputError(f"{log.path}, line {line}: {str(value)[:40]!r}; expected iteration statistics.")
         yield line, value
@@ -141,9 +142,8 @@ def _check_one_engine(log: Log, rows: Sequence[tuple[int, Mapping[str, Any]]]) -
             if len(found) > 1:
                 raise InputError(
                     f"{log.path}: {name} is {' and '.join(map(str, sorted(found)[:3]))}: the log mixes iterations of "
-                    "several engines. Give the log of one."
+                    "several engines. Give the log of one, or each in a file."
                 )
-            log.facts |= dict.fromkeys([name], str(found.pop())) if found else {}
 
 
 def _overlaps(rows: Sequence[Mapping[str, Any]]) -> bool | None:
@@ -199,20 +199,21 @@ def _counts(row: Mapping[str, Any]) -> BatchCounts:
 def _kv_tokens(row: Mapping[str, Any]) -> int | None:
     """Keys that the generation requests read; None if neither counted nor to be had from the blocks in use."""
     batch, cache = _counts(row), row.get("kvCacheStats") or {}
-    used, size = cache.get("usedNumBlocks"), cache.get("tokensPerBlock")
-    counted = row["inflightBatchingStats"].get("numGenKvTokens")
-    if counted is not None or not used or not size:
-        return None if counted is None else int(counted)
+    if row["inflightBatchingStats"].get("numGenKvTokens") is not None:
+        return int(row["inflightBatchingStats"]["numGenKvTokens"])
+    used, size = int(cache.get("usedNumBlocks") or 0), int(cache.get("tokensPerBlock") or 0)
+    if not used or not size:
+        return None
     # Blocks of all requests, of which the last is half empty in the mean.
     half_empty = (batch.context_requests + batch.generation_requests) * size // 2
-    return max(int(used * size) - half_empty - batch.context_tokens - batch.cached_tokens, batch.generation_requests)
+    return max(used * size - half_empty - batch.context_tokens - batch.cached_tokens, batch.generation_requests)
 
 
 # vLLM.
 
 
 def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
-    """Add the iterations in `text` to `log`, or its summaries if it has none.
+    """Add the iterations and the summaries in `text` to `log`.
 
     cache_tokens: size of the KV cache, where the log does not say. InputError for the log of several models, or of
     another version.
@@ -225,10 +226,22 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
         log.facts |= dict.fromkeys([name], found.pop()) if found else {}
     sizes = {int(size.replace(",", "")) for size in VLLM_CACHE_SIZE.findall(text)}
     cache_tokens = max(sizes) if sizes else cache_tokens
-    if "iteration elapsed time" in text:
+    log.overlaps = "Asynchronous scheduling is enabled" in text
+    has_iterations = "iteration elapsed time" in text
+    if has_iterations:
         _read_vllm_iterations(log, text, cache_tokens)
-    else:
+    if cache_tokens is not None:
         _read_vllm_summaries(log, text, cache_tokens)
+    elif not has_iterations:
+        raise InputError(
+            f"{log.path}: has summaries of vLLM, but not the size of its KV cache, which vLLM prints when it starts "
+            "(`GPU KV cache size: … tokens`); add --max_tokens_in_paged_kvcache, or give the whole log."
+        )
+    if has_iterations and not log.observations:
+        log.notes.append(
+            "vLLM's times of iterations leave out its scheduler, and there are no summaries of constant load that show "
+            "its time: the host's time is that of the base profile."
+        )
 
 
 def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
@@ -267,13 +280,8 @@ def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None
             log.samples.append((Sample(work, seconds, None), False))
 
 
-def _read_vllm_summaries(log: Log, text: str, cache_tokens: int | None) -> None:
+def _read_vllm_summaries(log: Log, text: str, cache_tokens: int) -> None:
     """Summaries of constant load: a second of it is so many iterations, of which some have a prompt too."""
-    if cache_tokens is None:
-        raise InputError(
-            f"{log.path}: has summaries of vLLM, but not the size of its KV cache, which vLLM prints when it starts "
-            "(`GPU KV cache size: … tokens`); add --max_tokens_in_paged_kvcache, or give the whole log."
-        )
     running_before: dict[str, int] = {}
     for line in text.split("\n"):
         match = VLLM_SUMMARY.search(line)

@@ -215,10 +215,21 @@ def fit_constants(
     def residuals(unknowns: Floats) -> Floats:
         return np.concatenate([weights * _tamed(errors(unknowns)), hold * unknowns])
 
-    unknowns = least_squares(residuals, np.zeros(len(names)), bound=np.log(MAX_FACTOR)) if names else np.zeros(0)
-    found = errors(unknowns)
-    slopes = _slopes(errors, unknowns, found) if names else np.zeros((len(found), 0))
-    return Fit(scaled(hardware, names, np.exp(unknowns)), slopes, found)
+    start = np.zeros(len(names))
+    unknowns = least_squares(residuals, start, bound=np.log(MAX_FACTOR)) if names else start
+    profile = scaled(hardware, names, np.exp(unknowns))
+    return Fit(profile, slopes_of(predict, profile, names), errors(unknowns))
+
+
+def slopes_of(predict: Predictor, hardware: HardwareProfile, names: Sequence[str]) -> Floats:
+    """The slopes of a `Fit` that found `hardware`, for the constants `names`."""
+
+    def logarithms(unknowns: Floats) -> Floats:
+        predicted: Floats = np.log(predict(scaled(hardware, names, np.exp(unknowns))))
+        return predicted
+
+    start = np.zeros(len(names))
+    return _slopes(logarithms, start, logarithms(start))
 
 
 def constant(hardware: HardwareProfile, name: str) -> float:
@@ -247,18 +258,26 @@ def scaled(hardware: HardwareProfile, names: Iterable[str], factors: Floats) -> 
 
 
 def with_loop_times(points: Sequence[Point], hardware: HardwareProfile) -> HardwareProfile:
-    """`hardware` with the times of the loop that `points` have measured."""
-    return with_constants(hardware, dict(zip(HOST_CONSTANTS, _loop_times(points), strict=True)))
+    """`hardware` with the times of the loop that `points` have measured. With batches of one size only, the time for
+    each request is kept."""
+    if len(sizes := {point.num_requests for point in points}) > 1:
+        return with_constants(hardware, dict(zip(HOST_CONSTANTS, _loop_times(points), strict=True)))
+    loop_s = median(point.loop_s or 0.0 for point in points)
+    iteration_s = loop_s - sizes.pop() * hardware.host_request_s
+    return with_constants(hardware, {"host_iteration_s": max(iteration_s, MIN_S)})
 
 
-def loop_error(points: Sequence[Point], hardware: HardwareProfile) -> float:
-    """The standard error of the loop's time for an iteration, as a share of it."""
+def loop_errors(points: Sequence[Point], hardware: HardwareProfile) -> dict[str, float]:
+    """The standard errors of the two constants of the loop, as shares of them, if `points` measured it."""
     times = np.array([(1.0, point.num_requests) for point in points]) * (
         hardware.host_iteration_s, hardware.host_request_s
     )  # fmt: skip
     shares = times / np.maximum([[point.loop_s or 0.0] for point in points], MIN_S)
     spread = float(np.median(np.abs(shares.sum(axis=1) - 1)))
-    return float(np.sqrt(np.linalg.pinv(shares.T @ shares, hermitian=True)[0, 0])) * spread
+    if len({point.num_requests for point in points}) == 1:
+        return {"host_iteration_s": spread}
+    errors = np.sqrt(np.diag(np.linalg.pinv(shares.T @ shares, hermitian=True))) * spread
+    return dict(zip(HOST_CONSTANTS, errors.tolist(), strict=True))
 
 
 def _loop_times(points: Sequence[Point]) -> tuple[float, float]:
@@ -303,4 +322,5 @@ def least_squares(residuals: Callable[[Floats], Floats], start: Floats, bound: f
 
 def _slopes(function: Callable[[Floats], Floats], unknowns: Floats, values: Floats) -> Floats:
     """Derivatives of `function`, which is `values` at `unknowns`, with respect to each unknown, [values, unknowns]."""
-    return np.stack([(function(unknowns + STEP * unit) - values) / STEP for unit in np.eye(len(unknowns))], axis=1)
+    columns = [(function(unknowns + STEP * unit) - values) / STEP for unit in np.eye(len(unknowns))]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(values), 0))

@@ -75,8 +75,8 @@ def tensorrt_llm(directory: Path, *, overlaps: bool = False, has_keys: bool = Fa
     return objects
 
 
-def vllm(directory: Path, cache_tokens: int = 450_000) -> str:
-    """The run's iterations as log lines of vLLM, with a summary every 100 iterations; times without the host's."""
+def vllm(directory: Path, cache_tokens: int = 450_000, every: int = 50, *, has_iterations: bool = True) -> str:
+    """The run's iterations as log lines of vLLM, without the host's time, and a summary of every so many of them."""
     core = "(EngineCore_DP0 pid=1205) INFO 07-09 03:15:05 [core.py:359]"
     api = "(APIServer pid=1100) INFO 07-09 03:15:05 [loggers.py:127] Engine 000:"
     lines = [
@@ -84,18 +84,45 @@ def vllm(directory: Path, cache_tokens: int = 450_000) -> str:
         "tokenizer='meta-llama/Llama-3.1-8B', dtype=torch.bfloat16, tensor_parallel_size=1, pipeline_parallel_size=1",
         f"INFO 07-09 03:10:09 [kv_cache_utils.py:1286] GPU KV cache size: {cache_tokens:,} tokens",
     ]
+    seconds, prompt_tokens, generated = 0.0, 0, 0
     for row in iterations(directory):
         generating, details = row["Generation Requests"], row["ifbbench"]
-        lines.append(
-            f"{core} Iteration({row['Iteration Counter']}): {row['Context Requests']} context requests, "
-            f"{row['Total Context Tokens']} context tokens, {generating} generation requests, {generating} generation "
-            f"tokens, iteration elapsed time: {details['device_ms']:.2f} ms"
-        )
-        if row["Iteration Counter"] % 100 == 0:
+        if has_iterations:
+            lines.append(
+                f"{core} Iteration({row['Iteration Counter']}): {row['Context Requests']} context requests, "
+                f"{row['Total Context Tokens']} context tokens, {generating} generation requests, {generating} "
+                f"generation tokens, iteration elapsed time: {details['device_ms']:.2f} ms"
+            )
+        seconds += details["latency_ms"] / 1000
+        prompt_tokens += row["Total Context Tokens"]
+        generated += generating
+        if row["Iteration Counter"] % every == every - 1:
             tokens = row["Used KV cache blocks"] * 32 * (1 - details["kv_fragmentation"])
             lines.append(
-                f"{api} Avg prompt throughput: 120.5 tokens/s, Avg generation throughput: 900.1 tokens/s, Running: "
-                f"{generating} reqs, Waiting: 0 reqs, GPU KV cache usage: {100 * tokens / cache_tokens:.1f}%, Prefix "
-                "cache hit rate: 0.0%"
+                f"{api} Avg prompt throughput: {prompt_tokens / seconds:.1f} tokens/s, Avg generation throughput: "
+                f"{generated / seconds:.1f} tokens/s, Running: {generating} reqs, Waiting: 0 reqs, GPU KV cache usage: "
+                f"{100 * tokens / cache_tokens:.1f}%, Prefix cache hit rate: 0.0%"
             )
+            seconds, prompt_tokens, generated = 0.0, 0, 0
+    return "\n".join(lines) + "\n"
+
+
+def load_tests(directory: Path, device: str, rows: list[dict[str, Any]], **settings: Any) -> str:
+    """A CSV file of load tests on `device`: `rows` have input_len, output_len, and concurrency or rate."""
+    lines = ["input_len,output_len,concurrency,rate,tp,throughput,ttft,itl"]
+    for row in rows:
+        trace = directory / "equal.jsonl"
+        requests = [
+            {"request_id": index, "arrival_s": index / row.get("rate", 1e9), "prompt_len": row["input_len"],
+             "output_len": row["output_len"]}
+            for index in range(3 * row.get("concurrency", 8))
+        ]  # fmt: skip
+        trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+        load = {"concurrency": row.get("concurrency"), "tp_size": row.get("tp", 1)}
+        found = replayed(directory / "load", device, str(trace), **load, **settings)
+        figures = (
+            found["output_throughput_tokens_per_s"], found["ttft_s"]["mean"] * 1000, found["itl_s"]["mean"] * 1000
+        )  # fmt: skip
+        names = ("input_len", "output_len", "concurrency", "rate", "tp")
+        lines.append(",".join([*(str(row.get(name, "")) for name in names), *(f"{value:.4f}" for value in figures)]))
     return "\n".join(lines) + "\n"
