@@ -28,7 +28,7 @@ from ifbbench.planning.run_log import is_run, read_iterations, read_run
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import count, percent, significant
 from ifbbench.report.tables import plain_table
-from ifbbench.simulation.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
+from ifbbench.simulation.hardware import CONSTANTS, SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulation.shard import Shard
 
 FORMATS = (
@@ -42,6 +42,7 @@ MIN_POINTS = 8
 # Iterations of one kind that are fitted; more make the fit slower, and hardly better.
 MAX_POINTS_OF_A_KIND = 300
 RESCHEDULES = 3
+ALL_REDUCES = ("network", "all_reduce_s", "one_shot", "one_shot_s", "one_shot_gpu_s")
 MICROSECONDS = 1e6
 # Shares of a GPU's peaks above this are probably those of another device or model.
 MAX_SHARE = 1.05
@@ -247,7 +248,7 @@ def _names(shard: Shard, hardware: HardwareProfile, observed: Sequence[Observati
     names += HOST_CONSTANTS[1:] if has_loops else HOST_CONSTANTS
     names += ["context_s", "kernel_s", *(["launch_s"] if hardware.constants.launch_s else [])]
     if max(one.tp_size for one in observed) > 1:
-        names += ["network", "all_reduce_s"]
+        names += [name for name in CONSTANTS if name in ALL_REDUCES]
     return names
 
 

@@ -170,17 +170,19 @@ class Predictor:
         self._rows, self._weights, self._num_rows = np.array(rows), np.array(weights), len(observations)
         # The times of host and device come first, those of the device alone behind them.
         self._columns = np.where(has_host, columns, np.array(columns) + len(steps))
-        requests = np.array([work.context_requests + work.generation_tokens for _, work in steps])
-        parts = np.minimum(shard.pp_size, np.maximum(requests, 1)).tolist()
-        self._requests = requests
-        self._steps = [(tp_size, work.part(count)) for (tp_size, work), count in zip(steps, parts, strict=True)]
+        # The requests of each iteration for the host, and for the device the part that passes through a stage at once.
+        requests = [work.context_requests + work.generation_tokens for _, work in steps]
+        self._steps = [
+            (tp_size, work.part(min(shard.pp_size, max(count, 1))), count)
+            for (tp_size, work), count in zip(steps, requests, strict=True)
+        ]
         self._shards = {tp_size: dataclasses.replace(shard, tp_size=tp_size) for tp_size, _ in steps}
 
     def __call__(self, hardware: HardwareProfile) -> Floats:
         """Seconds of each observation, [observations]."""
         models = {tp_size: CostModel(shard, hardware) for tp_size, shard in self._shards.items()}
-        device_s = np.array([models[tp_size].device_ns(work) for tp_size, work in self._steps]) / NANOSECONDS
-        host_s = hardware.host_iteration_s + self._requests * hardware.host_request_s
+        device_s = np.array([models[tp_size].device_ns(work) for tp_size, work, _ in self._steps]) / NANOSECONDS
+        host_s = np.array([models[tp_size].host_ns(requests) for tp_size, _, requests in self._steps]) / NANOSECONDS
         whole_s = np.maximum(host_s, device_s) if self._overlaps else host_s + device_s
         times = np.concatenate([whole_s, device_s])[self._columns]
         return np.bincount(self._rows, self._weights * times, minlength=self._num_rows).astype(np.float64)
