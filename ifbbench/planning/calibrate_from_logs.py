@@ -17,10 +17,10 @@ from ifbbench.api.resolve import resolve_limits
 from ifbbench.compressed import DamagedFile, read_pieces
 from ifbbench.config import RunConfig, from_mapping
 from ifbbench.errors import InputError
-from ifbbench.model.named_models import load_model_config
+from ifbbench.model.named_models import built_in_models, load_model_config
 from ifbbench.planning.calibration import Calibration, chart_beside, error_table, write_chart
 from ifbbench.planning.determine import MAX_ERROR, Determined, Verdict, determine
-from ifbbench.planning.engine_logs import SERVED_MODEL, is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
+from ifbbench.planning.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
 from ifbbench.planning.fit import HOST_CONSTANTS, Observation, Point, constant, loop_errors, points_of, with_loop_times
 from ifbbench.planning.load_tests import LoadTest, LoadTests, is_load_tests, read_load_tests
 from ifbbench.planning.log import Log
@@ -36,8 +36,9 @@ FORMATS = (
     "/metrics), log lines of vLLM, or a CSV file of load tests (input_len, output_len, concurrency or rate, and "
     "throughput, ttft or itl)"
 )
-# Facts of a log that settings repeat.
+# Facts of a log that are settings; those of the log count where they are not given.
 SETTINGS = ("model", "dtype", "kv_cache_dtype", "tp_size", "pp_size")
+RUN = "run of ifbbench"
 MIN_POINTS = 8
 # Iterations of one kind that are fitted; more make the fit slower, and hardly better.
 MAX_POINTS_OF_A_KIND = 300
@@ -134,7 +135,7 @@ def _read(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log], l
         log = Log(path.parent if path.is_file() and is_run(path) else path)
         logs.append(log)
         if is_run(log.path):
-            log.format = "run of ifbbench"
+            log.format = RUN
             log.sha256 = hashlib.sha256(_content(find_lines(log.path, "iterations"))).hexdigest()
             read_run(log)
             continue
@@ -196,28 +197,26 @@ def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:
 
 
 def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwareProfile) -> RunConfig:
-    """The settings that describe what was measured: those given, else those of the run directories.
+    """The settings that describe what was measured: those given, else those of the logs.
 
     InputError if logs contradict each other or what is given."""
-    found: defaultdict[str, dict[str, Log]] = defaultdict(dict)
+    settings = dict(given)
+    sources: dict[str, tuple[str, Log]] = {}
     for log in logs:
         for name, value in log.facts.items():
-            found[name].setdefault(value, log)
-    for name in (*SETTINGS, SERVED_MODEL):
-        if len(by_value := found.get(name, {})) > 1:
-            listed = ", ".join(f"{value} in {log.path}" for value, log in by_value.items())
-            raise InputError(f"--from: the logs are of different engines: {name} is {listed}. Give those of one.")
-    settings = dict(given)
-    for name in SETTINGS:
-        for value, log in found.get(name, {}).items():
-            if log.format == "run of ifbbench":
-                settings.setdefault(name, value)
-            is_other = str(settings.get(name, 1 if name.endswith("_size") else None)) != value
-            if is_other:
-                raise InputError(
-                    f"{log.path}: {name} is {value}, but --{name} is {settings.get(name, 'not given')}; give that of "
-                    "the log, or another log."
-                )
+            is_setting = name in SETTINGS
+            if name == "model" and log.format != RUN and value not in built_in_models():
+                # The name of a checkpoint: only those of logs of one kind are compared.
+                name, is_setting = f"model of the {log.format}", False
+            if not is_setting and not name.startswith("model"):
+                continue
+            first, source = sources.setdefault(name, (value, log))
+            if first != value:
+                raise InputError(f"--from: the logs are of different engines: {name} is {first} in {source.path} and "
+                                 f"{value} in {log.path}. Give those of one.")  # fmt: skip
+            if is_setting and str(settings.setdefault(name, value)) != value:
+                raise InputError(f"{log.path}: {name} is {value}, but --{name} is {settings[name]}; give that of the "
+                                 "log, or another log.")  # fmt: skip
     if "model" not in settings:
         raise InputError("--model: is missing; expected the model that was measured (llama-3.1-8b, a directory, …).")
     config = from_mapping(settings)

@@ -24,6 +24,8 @@ from ifbbench.simulation.shard import Shard
 MAX_ERROR = 0.25
 # Measured times are not trusted more than this: a model of few terms has errors of its own.
 LEAST_NOISE = 0.01
+# Standard deviation of a normal distribution over its median absolute deviation.
+NORMAL_MEDIAN = 1.4826
 # Standard deviation of a constant's logarithm before anything is measured.
 PRIOR = 1.0
 # The same for a constant that is kept: profiles of similar devices and engines differ by so much.
@@ -160,9 +162,12 @@ def _standard_errors(
 
 def _information(fit: Fit, observations: Sequence[Observation]) -> Floats:
     """The inverse of the covariance of the constants' logarithms, without any prior, [constants, constants]."""
-    weights = np.array([one.weight for one in observations])
-    noise = max(1.4826 * float(np.median(np.abs(fit.errors))), LEAST_NOISE)
-    information: Floats = (fit.slopes.T * weights) @ fit.slopes / noise**2
+    noise = np.empty(len(observations))
+    for kind in {one.kind for one in observations}:
+        of_kind = np.array([one.kind == kind for one in observations])
+        noise[of_kind] = max(NORMAL_MEDIAN * float(np.median(np.abs(fit.errors[of_kind]))), LEAST_NOISE)
+    weights = np.array([one.weight for one in observations]) / noise**2
+    information: Floats = (fit.slopes.T * weights) @ fit.slopes
     return information
 
 

@@ -41,10 +41,9 @@ VLLM_SUMMARY = re.compile(
 )
 VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
 VLLM_CACHE_SIZE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
-SERVED_MODEL = "served model"
 # Facts of the line in which vLLM prints its settings.
 VLLM_FACTS = {
-    SERVED_MODEL: re.compile(r"\bmodel='([^']+)'"), "tp_size": re.compile(r"\btensor_parallel_size=(\d+)"),
+    "model": re.compile(r"\bmodel='([^']+)'"), "tp_size": re.compile(r"\btensor_parallel_size=(\d+)"),
     "pp_size": re.compile(r"\bpipeline_parallel_size=(\d+)"),
 }  # fmt: skip
 
@@ -281,7 +280,7 @@ def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None
 
 
 def _read_vllm_summaries(log: Log, text: str, cache_tokens: int) -> None:
-    """Summaries of constant load: a second of it is so many iterations, of which some have a prompt too."""
+    """Summaries of constant load: the time of the mean iteration, a share of which have a prompt too."""
     running_before: dict[str, int] = {}
     for line in text.split("\n"):
         match = VLLM_SUMMARY.search(line)
@@ -300,5 +299,6 @@ def _read_vllm_summaries(log: Log, text: str, cache_tokens: int) -> None:
         mixed = StepWork.of_lengths([(0, kv_len, True)], [kv_len] * running)
         iterations, prompts = generated / running, prompt_tokens / kv_len
         if prompts <= iterations:
-            steps = ((generation, iterations - prompts), (mixed, prompts))
-            log.observations.append(Observation(1.0, steps, "mixed" if prompts else "generation"))
+            share = prompts / iterations
+            steps = ((generation, 1 - share), (mixed, share))
+            log.observations.append(Observation(1 / iterations, steps, "mixed" if prompts else "generation"))

@@ -1,6 +1,7 @@
 """Load tests as measurements: a row of lengths, load and mean figures becomes sums over the iterations that it took."""
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ifbbench.api.engine import Engine, build_engine
-from ifbbench.config import RunConfig
+from ifbbench.config import RunConfig, from_mapping
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Unobserved
 from ifbbench.errors import InputError
@@ -32,12 +33,19 @@ COLUMNS = {
     "tp": "tp_size tensor_parallel_size",
     "num_requests": "num_prompts requests",
     "throughput": "output_tokens_per_s output_throughput throughput_tokens_per_s",
-    "ttft": "ttft_ms mean_ttft_ms ttft_mean_ms",
-    "itl": "itl_ms mean_itl_ms itl_mean_ms tpot_ms mean_tpot_ms",
+    "ttft": "ttft_ms mean_ttft_ms ttft_mean_ms ttft_ms_mean",
+    "itl": "itl_ms mean_itl_ms itl_mean_ms itl_ms_mean tpot_ms mean_tpot_ms",
+    "enable_chunked_context": "chunked_context enable_chunked_prefill",
+    "max_num_tokens": "max_num_batched_tokens",
+    "max_batch_size": "max_num_seqs",
 }
+# Columns that are settings of the server.
+SETTINGS = ("enable_chunked_context", "max_num_tokens", "max_batch_size")
 FIGURES = ("throughput", "ttft", "itl")
 # Columns that must not differ between rows: one profile describes one model on one device under one engine.
-OF_ALL_ROWS = {"model": "model", "gpu": "", "dtype": "dtype", "engine": "", "version": ""}
+OF_ALL_ROWS = {
+    "model": "model", "gpu": "", "dtype": "dtype", "kv_cache_dtype": "kv_cache_dtype", "engine": "", "version": "",
+}  # fmt: skip
 # Rounds of a closed loop, where a row does not say how many requests it had.
 ROUNDS = 3
 MIN_REQUESTS = 8
@@ -48,7 +56,7 @@ WEIGHT_OF_WAITS = 0.1
 @dataclass(frozen=True, slots=True)
 class LoadTest:
     """One row. Exactly one of concurrency and rate (requests per second) is given. Throughput in output tokens per
-    second, times in seconds; None if the row does not have them."""
+    second, times in seconds; None if the row does not have them. settings: of the server, by name."""
 
     line: int
     input_len: int
@@ -60,6 +68,7 @@ class LoadTest:
     throughput: float | None
     ttft_s: float | None
     itl_s: float | None
+    settings: Mapping[str, str]
 
 
 def is_load_tests(text: str) -> bool:
@@ -75,7 +84,7 @@ def read_load_tests(log: Log, text: str, tp_size: int) -> list[LoadTest]:
     if not columns.keys() & set(FIGURES):
         given = ", ".join(reader.fieldnames or ())
         raise InputError(f"{log.path}: has no column throughput, ttft or itl, but {given}; expected one of them.")
-    if not columns.keys() & {"concurrency", "rate"}:
+    if not columns.keys() & {"concurrency", "rate", "all_at_once"}:
         raise InputError(f"{log.path}: has neither a column concurrency nor rate; expected one of them.")
     tests = []
     found = defaultdict(set)
@@ -87,21 +96,21 @@ def read_load_tests(log: Log, text: str, tp_size: int) -> list[LoadTest]:
                 break
             tests.append(_load_test(values, reader.line_num, tp_size))
         for name in OF_ALL_ROWS.keys() & columns.keys():
-            found[name].add(values[name])
+            found[name].add(values[name] or "not given")
     for name, texts in found.items():
         if len(texts) > 1:
             raise InputError(
                 f"{log.path}: {name} is {' and '.join(sorted(map(str, texts))[:3])}: the rows are mixed, and a profile "
                 f"is of one {name}. Give the rows of one."
             )
-        if OF_ALL_ROWS[name]:
-            log.facts[OF_ALL_ROWS[name]] = str(texts.pop())
+        if OF_ALL_ROWS[name] and texts != {"not given"}:
+            log.facts[OF_ALL_ROWS[name]] = texts.pop()
     return tests
 
 
 def _column(name: str) -> str:
     """The column that is meant by `name`."""
-    folded = name.strip().lower().replace(" ", "_").replace("-", "_")
+    folded = re.sub(r"[ .-]", "_", name.strip().lower())
     return next((column for column, others in COLUMNS.items() if folded in (column, *others.split())), folded)
 
 
@@ -110,10 +119,12 @@ def _load_test(row: Mapping[str, str | None], line: int, default_tp_size: int) -
         given = row.get(name)
         return None if given is None else number(given, name, above=0, from_text=True) / unit
 
-    concurrency, rate = optional("concurrency"), optional("rate")
-    if (concurrency is None) == (rate is None):
+    rate, load = optional("rate"), row.get("concurrency")
+    if load is None and str(row.get("all_at_once")).lower() == "true":
+        load = row.get("num_requests")
+    if (load is None) == (rate is None):
         raise InputError("gives both concurrency and rate, or neither; expected one of them.")
-    at_once = None if concurrency is None else integer(row["concurrency"], "concurrency", 1, from_text=True)
+    at_once = None if load is None else integer(load, "concurrency", 1, from_text=True)
     num_requests = integer(row.get("num_requests") or max(ROUNDS * (at_once or 1), MIN_REQUESTS), "num_requests", 1,
                            from_text=True)  # fmt: skip
     return LoadTest(
@@ -122,6 +133,7 @@ def _load_test(row: Mapping[str, str | None], line: int, default_tp_size: int) -
         integer(row.get("tp") or default_tp_size, "tp", 1, from_text=True),
         num_requests if at_once else max(num_requests, MIN_REQUESTS * ROUNDS), optional("throughput"),
         optional("ttft", MILLISECONDS), optional("itl", MILLISECONDS),
+        {name: value for name in SETTINGS if (value := row.get(name)) is not None},
     )  # fmt: skip
 
 
@@ -141,7 +153,8 @@ class LoadTests:
         observations = []
         for path, test in self._tests:
             with located(f"{path}, line {test.line}"):
-                engine = build_engine(self._config.with_values(device=device, tp_size=test.tp_size))
+                config = self._config.with_values(device=device, tp_size=test.tp_size)
+                engine = build_engine(from_mapping({**config.as_dict(), **test.settings}))
                 observations += _observations(test, *_schedule(engine, test))
         return observations
 
@@ -208,7 +221,7 @@ def _observations(
 
     if test.throughput is not None and test.rate is None:
         # Under a fixed rate, throughput is the rate.
-        add("throughput", count * test.output_len / test.throughput, np.ones(len(works)))
+        add("throughput", 1 / test.throughput, np.full(len(works), 1 / (count * test.output_len)))
     if test.ttft_s is not None:
         shares = np.zeros(len(works))
         for arrival_s, first in zip(arrivals, times.first, strict=True):
