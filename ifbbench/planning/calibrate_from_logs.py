@@ -1,7 +1,6 @@
 """`ifbbench calibrate --from`: fit a hardware profile to what a server has logged, and say what that determines."""
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,42 +8,44 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.api.resolve import resolve_limits
-from ifbbench.compressed import DamagedFile, read_pieces
-from ifbbench.config import RunConfig, from_mapping
+from ifbbench.config import SIMULATED, RunConfig, from_mapping
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import built_in_models, load_model_config
 from ifbbench.planning.calibration import Calibration, chart_beside, error_table, write_chart
 from ifbbench.planning.determine import MAX_ERROR, Determined, Verdict, determine
-from ifbbench.planning.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
-from ifbbench.planning.fit import HOST_CONSTANTS, Observation, Point, constant, loop_errors, points_of, with_loop_times
-from ifbbench.planning.load_tests import LoadTest, LoadTests, is_load_tests, read_load_tests
+from ifbbench.planning.fit import (
+    HOST_CONSTANTS,
+    FitError,
+    Observation,
+    Point,
+    constant,
+    loop_errors,
+    points_of,
+    with_loop_times,
+)
+from ifbbench.planning.load_tests import LoadTests
 from ifbbench.planning.log import Log
-from ifbbench.planning.run_log import is_run, read_iterations, read_run
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.planning.read_logs import RUN, read_logs
 from ifbbench.report import count, percent, significant
 from ifbbench.report.tables import plain_table
 from ifbbench.simulation.hardware import CONSTANTS, SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulation.shard import Shard
 
-FORMATS = (
-    "a run directory of ifbbench, TensorRT-LLM's iteration statistics (trtllm-bench --iteration_log, trtllm-serve "
-    "/metrics), log lines of vLLM, or a CSV file of load tests (input_len, output_len, concurrency or rate, and "
-    "throughput, ttft or itl)"
-)
 # Facts of a log that are settings; those of the log count where they are not given.
 SETTINGS = ("model", "dtype", "kv_cache_dtype", "tp_size", "pp_size")
-RUN = "run of ifbbench"
 MIN_POINTS = 8
 # Iterations of one kind that are fitted; more make the fit slower, and hardly better.
 MAX_POINTS_OF_A_KIND = 300
 RESCHEDULES = 3
 ALL_REDUCES = ("network", "all_reduce_s", "one_shot", "one_shot_s", "one_shot_gpu_s")
 MICROSECONDS = 1e6
+LARGE_ERROR = 0.15
 # Shares of a GPU's peaks above this are probably those of another device or model.
 MAX_SHARE = 1.05
 
@@ -56,7 +57,6 @@ class LogCalibration:
     found: Calibration
     determined: Determined
     logs: Sequence[Log]
-    base: str
     warnings: Sequence[str]
 
 
@@ -71,129 +71,64 @@ def calibrate_from_logs(
     hardware = _base(given)
     output = output or Path(f"{paths[0].stem}{SUFFIX}")
     chart = chart_beside(output, overwrite)
-    logs, tests = _read(paths, given)
+    logs, tests = read_logs(paths, given)
     config = _config(given, logs, hardware)
-    shard = Shard.of_config(load_model_config(config.model), config)
-    overlaps = {log.overlaps for log in logs if log.samples} | ({True} if config.enable_trt_overlap else set())
-    if len(overlaps) > 1:
-        raise InputError("--from: iterations overlap in some of these logs and not in others; calibrate from either.")
-    is_overlapping = overlaps == {True}
-
-    points = [(point, has_host) for log in logs for point, has_host in _points(log)]
-    observations = [point.observation(has_host, config.tp_size) for point, has_host in points]
-    observations += [replace(one, tp_size=config.tp_size) for log in logs for one in log.observations]
-    load_tests = LoadTests(tests, config)
-    observed = [*observations, *load_tests.observations(f"sim:{given['device'].removeprefix('sim:')}")]
-    if len(observed) < MIN_POINTS:
-        raise InputError(
-            f"--from: {len(observed)} different measured times are too few to fit a profile to; expected at least "
-            f"{MIN_POINTS}. Give a longer log, of more lengths and batch sizes."
-        )
-    measured_loops = [point for point, _ in points if point.loop_s is not None]
-    names = _names(shard, hardware, observed, has_loops=len(measured_loops) == len(observed))
-    start = hardware
-    if len(measured_loops) == len(observed):
-        start = with_loop_times(measured_loops, hardware)
-    result = determine(observed, start, shard, names, is_overlapping)
-    for _ in range(RESCHEDULES if any(test.rate is not None for _, test in tests) else 0):
-        # Which requests meet depends on the times: schedule again with the fitted constants.
-        with TemporaryDirectory() as directory:
-            fitted = Path(directory) / f"fitted{SUFFIX}"
-            write_profile(result.profile, fitted, "")
-            observed = [*observations, *load_tests.observations(f"sim:{fitted}")]
-        result = determine(observed, start, shard, names, is_overlapping)
-    if len(measured_loops) == len(observed):
-        result = replace(result, verdicts=_with_loop(result, loop_errors(measured_loops, start)))
-
+    result = _determined(logs, LoadTests(tests, config), config, hardware)
     profile = replace(
         result.profile, name=output.stem, title=f"{hardware.title}, as logged",
         calibration=_provenance(config, logs, hardware, result),
     )  # fmt: skip
     found = Calibration(output, profile, result.observations, result.predicted_s)
-    calibration = LogCalibration(found, result, logs, hardware.name, _warnings(logs, result))
     names_of_logs = ", ".join(path.name for path in paths)
     write_profile(profile, output, f"Fitted by `ifbbench calibrate --from` to {names_of_logs}.")
     write_chart(found, chart)
-    return calibration
+    return LogCalibration(found, result, logs, _warnings(logs, result))
+
+
+def _determined(
+    logs: Sequence[Log], load_tests: LoadTests, config: RunConfig, hardware: HardwareProfile
+) -> Determined:  # fmt: skip
+    """What the logs determine, with `hardware` as start."""
+    shard = Shard.of_config(load_model_config(config.model), config)
+    points = _points(logs)
+    # A point counts by its part of the logged time, because the times of iterations add up to what is predicted.
+    usual_s = np.median([point.seconds * point.samples for point, _ in points] or [1.0])
+    of_iterations = [
+        point.observation(has_host, config.tp_size, weight=float(point.seconds * point.samples / usual_s))
+        for point, has_host in points
+    ]
+    of_iterations += [replace(one, tp_size=config.tp_size) for log in logs for one in log.observations]
+    observed = [*of_iterations, *load_tests.observations(config.device)]
+    if len(observed) < MIN_POINTS:
+        raise InputError(
+            f"--from: {len(observed)} different measured times are too few to fit a profile to; expected at least "
+            f"{MIN_POINTS}. Give a longer log, of more lengths and batch sizes."
+        )
+    loops = [point for point, _ in points if point.loop_s is not None]
+    has_loops = len(loops) == len(observed)
+    start = with_loop_times(loops, hardware) if has_loops else hardware
+    names = _names(shard, hardware, observed, has_loops)
+    result = determine(observed, start, shard, names, config.enable_trt_overlap)
+    for _ in range(RESCHEDULES if load_tests.depend_on_times else 0):
+        # Which requests meet depends on the times: schedule again with the fitted constants.
+        with TemporaryDirectory() as directory:
+            fitted = Path(directory) / f"fitted{SUFFIX}"
+            write_profile(result.profile, fitted, "")
+            observed = [*of_iterations, *load_tests.observations(f"{SIMULATED}{fitted}")]
+        result = determine(observed, start, shard, names, config.enable_trt_overlap)
+    return replace(result, verdicts=_with_loop(result, loop_errors(loops, start))) if has_loops else result
 
 
 def _base(given: Mapping[str, Any]) -> HardwareProfile:
     """The profile that the fit starts from."""
     device = given.get("device")
-    if device is None or not str(device).startswith("sim:"):
+    if device is None or not str(device).startswith(SIMULATED):
         raise InputError(
             f"--device: {device or 'is missing'}; with --from, expected the profile of the GPU that was "
             "measured, or of one like it, as sim:h100-sxm (or --gpu h100-sxm). Its data sheet is kept, and the "
             "constants that the logs do not determine."
         )
     return load_hardware(device)
-
-
-def _read(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log], list[tuple[Path, LoadTest]]]:
-    logs, tests = [], []
-    for path in paths:
-        log = Log(path.parent if path.is_file() and is_run(path) else path)
-        logs.append(log)
-        if is_run(log.path):
-            log.format = RUN
-            log.sha256 = hashlib.sha256(_content(find_lines(log.path, "iterations"))).hexdigest()
-            read_run(log)
-            continue
-        content = _content(path)
-        log.sha256 = hashlib.sha256(content).hexdigest()
-        text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
-        if not text.strip():
-            raise InputError(f"{path}: is empty; expected {FORMATS}.")
-        if is_tensorrt_llm(text):
-            log.format = "TensorRT-LLM iteration statistics"
-            read_tensorrt_llm(log, text)
-        elif '"Iteration Counter"' in text[:20_000]:
-            log.format = "iterations of ifbbench"
-            read_iterations(log, _json_lines(log, text))
-        elif is_vllm(text):
-            log.format = "vLLM log"
-            cache_tokens = given.get("max_tokens_in_paged_kvcache")
-            read_vllm(log, text, None if cache_tokens is None else int(cache_tokens))
-        elif is_load_tests(text):
-            log.format = "load tests"
-            tests += [(path, test) for test in read_load_tests(log, text, int(given.get("tp_size") or 1))]
-        else:
-            raise InputError(f"{path}: no known log, it begins with {text.strip()[:60]!r}; expected {FORMATS}.")
-        if not (log.samples or log.observations or tests):
-            raise InputError(f"{path}: has no iteration that ran a request under constant load; give a longer log.")
-    return logs, tests
-
-
-def _content(path: Path) -> bytes:
-    """The content of a file, decompressed if its name ends in .gz; of one that was cut off, what is left."""
-    pieces = []
-    try:
-        for piece in read_pieces(path):
-            pieces.append(piece)
-    except EOFError:
-        pass
-    except (OSError, DamagedFile) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--from {path}: cannot be read ({reason}); expected {FORMATS}.") from None
-    return b"".join(pieces)
-
-
-def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:
-    """The lines of iterations.jsonl. A last one that is not complete is left out."""
-    lines = text.splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if "ifbbench" not in row:
-                raise InputError(f"{log.path}, line {number}: field 'ifbbench' is missing; expected iterations.jsonl.")
-        except (ValueError, TypeError) as error:
-            if number == len(lines):
-                log.notes.append(f"it is cut in line {number}, which is not used.")
-                break
-            raise InputError(f"{log.path}, line {number}: not valid JSON ({error}). Restore the file.") from None
-        rows.append(row)
-    return rows
 
 
 def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwareProfile) -> RunConfig:
@@ -217,6 +152,13 @@ def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwarePro
             if is_setting and str(settings.setdefault(name, value)) != value:
                 raise InputError(f"{log.path}: {name} is {value}, but --{name} is {settings[name]}; give that of the "
                                  "log, or another log.")  # fmt: skip
+    overlaps = {log.overlaps for log in logs} - {None}
+    if settings.get("enable_trt_overlap"):
+        overlaps.add(True)
+    if len(overlaps) > 1:
+        raise InputError("--from: iterations overlap in some of these logs, or in the settings, and not in others; "
+                         "expected the same in all.")  # fmt: skip
+    settings["enable_trt_overlap"] = overlaps == {True}
     if "model" not in settings:
         raise InputError("--model: is missing; expected the model that was measured (llama-3.1-8b, a directory, …).")
     config = from_mapping(settings)
@@ -225,11 +167,11 @@ def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwarePro
     return resolve_limits(config.with_values(max_seq_len=longest), longest, hardware.is_cpu)
 
 
-def _points(log: Log) -> list[tuple[Point, bool]]:
-    """The iterations of a log as points, and whether their seconds include the host's; not too many of each kind."""
+def _points(logs: Sequence[Log]) -> list[tuple[Point, bool]]:
+    """The iterations of all logs as points, and whether their seconds include the host's; not too many of each kind."""
     chosen = []
     for has_host in (True, False):
-        points = points_of(sample for sample, includes_host in log.samples if includes_host is has_host)
+        points = points_of(sample for log in logs for sample, includes in log.samples if includes is has_host)
         by_kind: defaultdict[str, list[Point]] = defaultdict(list)
         for point in points:
             by_kind[point.kind].append(point)
@@ -244,7 +186,7 @@ def _names(shard: Shard, hardware: HardwareProfile, observed: Sequence[Observati
     """The constants to look for."""
     names = ["matmul", *(["matmul_fp8"] if shard.dtype == "fp8" else []), "memory", "context_attention",
              "generation_attention"]  # fmt: skip
-    names += HOST_CONSTANTS[1:] if has_loops else HOST_CONSTANTS
+    names += () if has_loops else HOST_CONSTANTS
     names += ["context_s", "kernel_s", *(["launch_s"] if hardware.constants.launch_s else [])]
     if max(one.tp_size for one in observed) > 1:
         names += [name for name in CONSTANTS if name in ALL_REDUCES]
@@ -253,11 +195,13 @@ def _names(shard: Shard, hardware: HardwareProfile, observed: Sequence[Observati
 
 def _with_loop(result: Determined, errors: Mapping[str, float]) -> tuple[Verdict, ...]:
     """The verdicts, with the constants that were measured apart as the time of the loop. errors: their own."""
-    found = {verdict.name: verdict for verdict in result.verdicts}
-    for name, error in errors.items():
-        if (name not in found or found[name].error is None) and error <= MAX_ERROR:
-            found[name] = Verdict(name, constant(result.profile, name), error)
-    return tuple(found.values())
+    found = []
+    for name in HOST_CONSTANTS:
+        error = errors.get(name, np.inf)
+        is_known, reason = error <= MAX_ERROR, "the time of the loop hardly depends on the size of the batch"
+        value = constant(result.profile, name)
+        found.append(Verdict(name, value, error) if is_known else Verdict(name, value, None, reason))
+    return (*result.verdicts, *found)
 
 
 def _provenance(
@@ -296,6 +240,12 @@ def _warnings(logs: Sequence[Log], result: Determined) -> list[str]:
     if result.left_out:
         warnings.append(f"{result.left_out:,} times are left out: they are several times as long or short as predicted "
                         "(warm-up, compilation or a wait).")  # fmt: skip
+    for kind in sorted({one.kind for one in result.observations}):
+        of_kind = [index for index, one in enumerate(result.observations) if one.kind == kind]
+        error = FitError.of([result.observations[index] for index in of_kind], result.predicted_s[of_kind]).median
+        if error > LARGE_ERROR:
+            warnings.append(f"{kind}: the median error of {percent(error)} is large; the model does not describe these "
+                            "times, or other programs disturbed the server.")  # fmt: skip
     if not result.profile.is_cpu:
         shares = [item for item in result.verdicts if item.error is not None and not item.name.endswith("_s")]
         over = [item.name for item in shares if item.value > MAX_SHARE]

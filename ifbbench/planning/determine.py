@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,16 +81,10 @@ def determine(
     Constants that cannot be told apart are tried together: the one with the least influence is kept, until the standard
     errors of the rest are small. hardware, overlaps: see `fit_constants` and `Predictor`.
     """
+    count = len(observations)
+    observations = _usual(observations, hardware, shard, names, overlaps)
     predict = Predictor(observations, shard, overlaps)
     first = fit_constants(predict, observations, _start(hardware, observations, names), names)
-    usual = np.abs(first.errors) < np.log(OUTLIER)
-    left_out = int(len(usual) - usual.sum())
-    if left_out and left_out < len(usual) / 2:
-        observations = [one for one, is_usual in zip(observations, usual, strict=True) if is_usual]
-        predict = Predictor(observations, shard, overlaps)
-        first = fit_constants(predict, observations, _start(hardware, observations, names), names)
-    else:
-        left_out = 0
     free = _determined(first, names, observations)
     last = fit_constants(predict, observations, _start(hardware, observations, free), free, LAST_HOLD)
     # Influences change with the constants, so that some may now be uncertain.
@@ -109,8 +103,21 @@ def determine(
     found_s = predict(last.profile)
     return Determined(
         last.profile, verdicts, observations, found_s, FitError.of(observations, found_s),
-        _held_out(observations, hardware, shard, free, overlaps), left_out,
+        _held_out(observations, hardware, shard, free, overlaps), count - len(observations),
     )  # fmt: skip
+
+
+def _usual(
+    observations: Sequence[Observation], hardware: HardwareProfile, shard: Shard, names: Sequence[str], overlaps: bool
+) -> Sequence[Observation]:
+    """The observations that a fit in which all count alike predicts about right; all if that are not most. The mean of
+    their weights is 1."""
+    alike = [replace(one, weight=1.0) for one in observations]
+    fit = fit_constants(Predictor(alike, shard, overlaps), alike, _start(hardware, alike, names), names)
+    usual = [one for one, error in zip(observations, fit.errors, strict=True) if abs(error) < np.log(OUTLIER)]
+    chosen = usual if len(usual) > len(observations) / 2 else observations
+    mean = sum(one.weight for one in chosen) / len(chosen)
+    return [replace(one, weight=one.weight / mean) for one in chosen]
 
 
 def _start(hardware: HardwareProfile, observations: Sequence[Observation], names: Sequence[str]) -> HardwareProfile:

@@ -62,27 +62,31 @@ def is_vllm(text: str) -> bool:
 # TensorRT-LLM.
 
 
-def read_tensorrt_llm(log: Log, text: str) -> None:
-    """Add the iterations in `text` to `log`. InputError for what is no such statistics, or of several engines."""
+def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
+    """Add the iterations in `text` to `log`. overlaps: whether they did, where the log does not say.
+
+    InputError for what is no such statistics, or of several engines."""
     rows: list[tuple[int, dict[str, Any]]] = []
     for line, row in _objects(log, text):
         with located(f"{log.path}, line {line}"):
             if _scheduled(row):
                 rows.append((line, row))
     _check_one_engine(log, rows)
-    overlaps = _overlaps([row for _, row in rows])
-    log.overlaps = bool(overlaps)
-    if overlaps is None and rows:
-        log.notes.append(
-            "its iterations have no timestamps: whether they overlapped is unknown, and iterLatencyMS of overlapping "
-            "iterations covers two. If the overlap scheduler was on, log again with a version that writes timestamps."
+    log.overlaps = _overlaps([row for _, row in rows])
+    if log.overlaps is None and overlaps:
+        raise InputError(
+            f"{log.path}: its iterations have no timestamps, and iterLatencyMS covers two iterations that overlap. Log "
+            "again with a version that writes timestamps, or without the overlap scheduler."
         )
+    if log.overlaps is None and rows:
+        log.notes.append("its iterations have no timestamps, and are taken not to overlap. If the overlap scheduler "
+                         "was on, iterLatencyMS covers two iterations, and this profile is wrong.")  # fmt: skip
     batches = [_counts(row) for _, row in rows]
     tracker = BatchTracker(budget=max((one.context_tokens + one.generation_requests for one in batches), default=0))
     for index, ((line, row), batch) in enumerate(zip(rows, batches, strict=True)):
         with located(f"{log.path}, line {line}"):
             work = tracker.work(batch, _kv_tokens(row) if batch.generation_requests else None)
-            timing = _timing([later for _, later in rows[index : index + 3]], bool(overlaps))
+            timing = _timing([later for _, later in rows[index : index + 3]], bool(log.overlaps))
         if timing is not None:
             log.samples.append((Sample(work, *timing[:2]), timing[2]))
 
@@ -225,7 +229,8 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
         log.facts |= dict.fromkeys([name], found.pop()) if found else {}
     sizes = {int(size.replace(",", "")) for size in VLLM_CACHE_SIZE.findall(text)}
     cache_tokens = max(sizes) if sizes else cache_tokens
-    log.overlaps = "Asynchronous scheduling is enabled" in text
+    if scheduling := re.search(r"Asynchronous scheduling is (en|dis)abled", text):
+        log.overlaps = scheduling[1] == "en"
     has_iterations = "iteration elapsed time" in text
     if has_iterations:
         _read_vllm_iterations(log, text, cache_tokens)

@@ -88,9 +88,9 @@ class Point:
         """Requests of the batch; each generation request has one token."""
         return self.work.context_requests + self.work.generation_tokens
 
-    def observation(self, has_host: bool = True, tp_size: int = 1) -> Observation:
-        """The point as an observation of one iteration. has_host: its seconds include the host's."""
-        return Observation(self.seconds, ((self.work, 1.0),), self.kind, has_host, tp_size)
+    def observation(self, has_host: bool = True, tp_size: int = 1, weight: float = 1.0) -> Observation:
+        """The point as an observation of one iteration. has_host, weight: see Observation."""
+        return Observation(self.seconds, ((self.work, 1.0),), self.kind, has_host, tp_size, weight)
 
 
 def points_of(samples: Iterable[Sample]) -> list[Point]:

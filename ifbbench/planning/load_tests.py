@@ -148,6 +148,11 @@ class LoadTests:
         self._tests = tests
         self._config = config
 
+    @property
+    def depend_on_times(self) -> bool:
+        """Whether the iterations of a test depend on how long each takes."""
+        return any(test.rate is not None for _, test in self._tests)
+
     def observations(self, device: str) -> list[Observation]:
         """The figures of all rows as sums of iterations, scheduled on `device`."""
         observations = []

@@ -17,8 +17,8 @@ class Log:
     """What was read from one file or run directory.
 
     samples: iterations, and whether the seconds of each include the host's time. observations: of several iterations
-    together. facts: what the log says about model and engine, by name. overlaps: iterations were submitted before the
-    one before had ended. notes: what limits its use, in sentences.
+    together. facts: what the log says about model and engine, by name. overlaps: whether iterations were submitted
+    before the one before had ended; None if unknown. notes: what limits its use, in sentences.
     """
 
     path: Path
@@ -27,7 +27,7 @@ class Log:
     samples: list[tuple[Sample, bool]] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    overlaps: bool = False
+    overlaps: bool | None = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
+from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.calibrate_from_logs import calibrate_from_logs
+from ifbbench.replay.run import run_trace
 from ifbbench.simulation.hardware import load_hardware
 from tests.planning.logged import CHUNKED, MODEL, iterations, load_tests, replayed, tensorrt_llm, true_profile, vllm
 
@@ -92,6 +95,22 @@ def test_tensorrt_llm_statistics_predict_another_trace(server, tmp_path, form):
     assert largest_error(server, tmp_path / "fitted.toml") < 0.04
     assert found.logs[0].overlaps is (form == "overlapping")
     assert constants(found)["kernel_s"] is None
+
+
+def test_a_run_with_overlap_is_read(server, tmp_path):
+    device = f"sim:{server / 'true.toml'}"
+    replayed(tmp_path / "log", device, max_num_samples=80, enable_trt_overlap=True, **CHUNKED)
+    found = calibrated(tmp_path / "log", tmp_path)
+    assert found.determined.fit_error.p90 < 0.001
+    assert constants(found)["host_iteration_s"] is None  # hidden behind the device
+
+
+def test_iterations_without_timestamps_may_overlap(server, tmp_path):
+    rows = [{**row, "timestamp": ""} for row in tensorrt_llm(server / "log")]
+    log = written(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert any("no timestamps" in warning for warning in calibrated(log, tmp_path).warnings)
+    with pytest.raises(InputError, match="no timestamps"):
+        calibrated(log, tmp_path, enable_trt_overlap=True)
 
 
 def test_vllm_lines_predict_another_trace(server, tmp_path):
@@ -270,3 +289,24 @@ def test_options_that_do_not_fit_together_are_refused(arguments, message):
     done = CliRunner().invoke(main, ["calibrate", *arguments])
     assert done.exit_code == 2
     assert message in done.output
+
+
+# A real run.
+
+
+@pytest.mark.slow
+def test_real_runs_on_a_cpu_predict_another_trace(tmp_path):
+    """Runs of both traces take turns, and the error may be half of what real runs differ by, if that is more."""
+    limits = {"max_batch_size": 16, "max_tokens_in_paged_kvcache": 32_768, "time_scale": 0}
+    logs, real = [], []
+    for turn in range(3):
+        logs.append(tmp_path / f"log-{turn}")
+        for directory, trace, count in ((logs[-1], "chat", 16), (tmp_path / "other", "default", None)):
+            config = RunConfig(device="cpu", output=str(directory), overwrite=True, max_num_samples=count, **limits)
+            summary = run_trace(trace, config, owns_process=True).summary
+        real.append(summary["duration_s"])
+    found = calibrate_from_logs(logs, {"device": "sim:cpu"}, tmp_path / "fitted.toml")
+    config = RunConfig(device=f"sim:{tmp_path / 'fitted.toml'}", output=str(tmp_path / "simulated"), **limits)
+    simulated = run_trace("default", config).summary["duration_s"]
+    print(f"real {real}, simulated {simulated}, fit {found.determined.fit_error}")
+    assert abs(simulated / median(real) - 1) < max(0.1, (max(real) - min(real)) / median(real) / 2)
