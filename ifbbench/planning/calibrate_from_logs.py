@@ -65,7 +65,7 @@ def calibrate_from_logs(
 ) -> LogCalibration:
     """Fit the constants of the device in `given` to the logs at `paths`, and write the profile and a chart beside it.
 
-    given: the settings that were given; those of a run directory are taken from it. output: LOG.toml in the working
+    given: the settings that were given; those that logs name are taken from them. output: LOG.toml in the working
     directory if None. InputError for a log that cannot be read or used, and for logs that do not fit together.
     """
     hardware = _base(given)
@@ -87,7 +87,7 @@ def calibrate_from_logs(
 
 def _determined(
     logs: Sequence[Log], load_tests: LoadTests, config: RunConfig, hardware: HardwareProfile
-) -> Determined:  # fmt: skip
+) -> Determined:
     """What the logs determine, with `hardware` as start."""
     shard = Shard.of_config(load_model_config(config.model), config)
     points = _points(logs)
@@ -122,13 +122,14 @@ def _determined(
 def _base(given: Mapping[str, Any]) -> HardwareProfile:
     """The profile that the fit starts from."""
     device = given.get("device")
-    if device is None or not str(device).startswith(SIMULATED):
+    name = None if device is None else from_mapping({"device": device}).hardware
+    if name is None:
         raise InputError(
-            f"--device: {device or 'is missing'}; with --from, expected the profile of the GPU that was "
-            "measured, or of one like it, as sim:h100-sxm (or --gpu h100-sxm). Its data sheet is kept, and the "
-            "constants that the logs do not determine."
+            f"--device: {device or 'is missing'}; with --from, expected the profile of the GPU that was measured, or "
+            "of one like it, as sim:h100-sxm (or --gpu h100-sxm). Its data sheet is kept, and the constants that the "
+            "logs do not determine."
         )
-    return load_hardware(device)
+    return load_hardware(name)
 
 
 def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwareProfile) -> RunConfig:

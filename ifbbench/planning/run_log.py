@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ifbbench.errors import InputError
 from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
 from ifbbench.report.load import ITERATION_FIELDS, SPAN_FIELDS, read_lines
 from ifbbench.simulation.step_work import StepWork
 
@@ -151,13 +151,15 @@ def _works(directory: Path, last: int) -> list[StepWork]:
     """The work of each iteration up to `last`."""
     trace = read_lines(find_lines(directory, "trace"), ("request_id", "prompt_len"))
     prompt_lens = {str(row["request_id"]): row["prompt_len"] for row in trace}
-    spans = defaultdict(list)
-    for span in read_lines(find_lines(directory, "spans"), SPAN_FIELDS):
-        spans[str(span["request_id"])].append(span)
+    spans: defaultdict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    # Of a killed run also those open when it was last flushed, unless they were closed in that flush too.
+    for path in (directory / OPEN_SPANS, find_lines(directory, "spans")):
+        for span in read_lines(path, SPAN_FIELDS):
+            spans[str(span["request_id"])][span["first_iteration"]] = span
     works = _Works(last)
     for request_id, of_request in spans.items():
         if request_id in prompt_lens:
-            _add_request(works, prompt_lens[request_id], sorted(of_request, key=lambda span: span["first_iteration"]))
+            _add_request(works, prompt_lens[request_id], [of_request[first] for first in sorted(of_request)])
     return works.works()
 
 

@@ -1,6 +1,7 @@
 """`ifbbench calibrate --from`: constants of a known device are found again in its logs, and bad logs are explained."""
 
 import json
+import shutil
 from pathlib import Path
 from statistics import median
 
@@ -10,9 +11,14 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.model.named_models import load_model_config
 from ifbbench.planning.calibrate_from_logs import calibrate_from_logs
+from ifbbench.planning.fit import Point, Predictor
+from ifbbench.planning.log import Log
+from ifbbench.planning.run_log import read_run
 from ifbbench.replay.run import run_trace
 from ifbbench.simulation.hardware import load_hardware
+from ifbbench.simulation.shard import Shard
 from tests.planning.logged import CHUNKED, MODEL, iterations, load_tests, replayed, tensorrt_llm, true_profile, vllm
 
 GIVEN = {**MODEL, "device": "sim:h100-sxm"}
@@ -95,6 +101,33 @@ def test_tensorrt_llm_statistics_predict_another_trace(server, tmp_path, form):
     assert largest_error(server, tmp_path / "fitted.toml") < 0.04
     assert found.logs[0].overlaps is (form == "overlapping")
     assert constants(found)["kernel_s"] is None
+
+
+@pytest.mark.parametrize("settings", [
+    {"policy": "max_utilization", "max_tokens_in_paged_kvcache": 12_000, "time_scale": 0, **CHUNKED},
+    {"trace": "multi-turn", "enable_kv_cache_reuse": True}, {"tp_size": 2, "pp_size": 2}, {"iteration_stats_every": 3},
+])  # fmt: skip
+def test_the_work_of_every_iteration_is_read_exactly(server, tmp_path, settings):
+    summary = replayed(tmp_path / "log", f"sim:{server / 'true.toml'}", max_num_samples=50, **settings)
+    assert (summary["pauses"] > 0) is ("policy" in settings)
+    log = Log(tmp_path / "log")
+    read_run(log)
+    points = [Point(sample.work, sample.seconds, sample.loop_s, 1) for sample, _ in log.samples]
+    assert len(points) >= summary["iterations"] // settings.get("iteration_stats_every", 1)
+    shard = Shard(load_model_config(MODEL["model"]), "bf16", "bf16", pp_size=settings.get("pp_size", 1))
+    predict = Predictor([point.observation(tp_size=settings.get("tp_size", 1)) for point in points], shard)
+    seconds = predict(load_hardware(str(server / "true.toml")))
+    assert seconds == pytest.approx([point.seconds for point in points], rel=1e-4)
+
+
+def test_a_killed_run_is_read_up_to_its_end(server, tmp_path):
+    shutil.copytree(server / "log", tmp_path / "log")
+    (tmp_path / "log" / "summary.json").unlink()
+    lines = (tmp_path / "log" / "spans.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "log" / "spans.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    found = calibrated(tmp_path / "log", tmp_path)
+    assert any("the run was cut" in warning for warning in found.warnings)
+    assert largest_error(server, tmp_path / "fitted.toml") < 0.02
 
 
 def test_a_run_with_overlap_is_read(server, tmp_path):
