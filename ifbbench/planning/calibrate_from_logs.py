@@ -282,7 +282,8 @@ def print_log_calibration(calibration: LogCalibration, console: Console) -> None
 
 
 def _verdict_table(calibration: LogCalibration) -> Table:
-    table = plain_table("Constant", numbers=("value", "standard error", "verdict"))
+    table = plain_table("Constant", numbers=("value", "standard error"))
+    table.add_column("verdict")
     for verdict in sorted(calibration.determined.verdicts, key=lambda one: one.error is None):
         is_time = verdict.name.endswith("_s")
         value = f"{significant(verdict.value * MICROSECONDS)} µs" if is_time else percent(verdict.value)

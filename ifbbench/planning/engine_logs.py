@@ -88,7 +88,8 @@ def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
             work = tracker.work(batch, _kv_tokens(row) if batch.generation_requests else None)
             timing = _timing([later for _, later in rows[index : index + 3]], bool(log.overlaps))
         if timing is not None:
-            log.samples.append((Sample(work, *timing[:2]), timing[2]))
+            seconds, has_host = timing
+            log.samples.append((Sample(work, seconds, None), has_host))
 
 
 def _objects(log: Log, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -162,9 +163,8 @@ def _overlaps(rows: Sequence[Mapping[str, Any]]) -> bool | None:
     return None if not ratios else median(ratios) < OVERLAPPING
 
 
-def _timing(rows: Sequence[Mapping[str, Any]], overlaps: bool) -> tuple[float, float | None, bool] | None:
-    """Of the first of three rows: its seconds, those of its loop, and whether the seconds include the host's. None if
-    unknown.
+def _timing(rows: Sequence[Mapping[str, Any]], overlaps: bool) -> tuple[float, bool] | None:
+    """Of the first of three rows: its seconds, and whether they include the host's. None if unknown.
 
     Without overlap `iterLatencyMS` is the iteration. With it, that covers about two: then the iteration's own GPU time
     counts, or how long the loop of the next one took, which waits for this one.
@@ -173,14 +173,14 @@ def _timing(rows: Sequence[Mapping[str, Any]], overlaps: bool) -> tuple[float, f
     latency_s = row["iterLatencyMS"] / MILLISECONDS
     device_ms = row.get("gpuForwardTimeMS")
     if not overlaps:
-        return latency_s, None, True
+        return latency_s, True
     if device_ms:
-        return number(device_ms, "gpuForwardTimeMS", above=0) / MILLISECONDS, None, False
+        return number(device_ms, "gpuForwardTimeMS", above=0) / MILLISECONDS, False
     period_s = _period_s(rows[1], rows[2]) if len(rows) == 3 else None
     # A longer period has a wait for requests in it.
     if period_s is None or period_s > latency_s:
         return None
-    return period_s, None, True
+    return period_s, True
 
 
 def _period_s(row: Mapping[str, Any], later: Mapping[str, Any]) -> float | None:

@@ -119,6 +119,8 @@ def _load_test(row: Mapping[str, str | None], line: int, default_tp_size: int) -
         given = row.get(name)
         return None if given is None else number(given, name, above=0, from_text=True) / unit
 
+    if str(row.get("rate")).lower() == "inf":  # clients that send all requests as concurrency permits
+        row = {**row, "rate": None}
     rate, load = optional("rate"), row.get("concurrency")
     if load is None and str(row.get("all_at_once")).lower() == "true":
         load = row.get("num_requests")

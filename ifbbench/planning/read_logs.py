@@ -8,6 +8,7 @@ from typing import Any
 
 from ifbbench.compressed import DamagedFile, read_pieces
 from ifbbench.errors import InputError
+from ifbbench.fields import shown
 from ifbbench.planning.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
 from ifbbench.planning.load_tests import LoadTest, is_load_tests, read_load_tests
 from ifbbench.planning.log import Log
@@ -57,7 +58,7 @@ def read_logs(
             log.format = "load tests"
             tests += [(path, test) for test in read_load_tests(log, text, int(given.get("tp_size") or 1))]
         else:
-            raise InputError(f"{path}: no known log, it begins with {text.strip()[:60]!r}; expected {FORMATS}.")
+            raise InputError(f"{path}: no known log, it begins with {shown(text.strip())}; expected {FORMATS}.")
         if not (log.samples or log.observations or tests):
             raise InputError(f"{path}: has no iteration that ran a request under constant load; give a longer log.")
     return logs, tests
