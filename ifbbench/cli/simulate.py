@@ -26,8 +26,12 @@ USED_TO_CALIBRATE = (
     "kv_cache_free_gpu_mem_fraction", "enable_chunked_context", "enable_trt_overlap",
 )  # fmt: skip
 HELP_TO_CALIBRATE = {
-    "dtype": "Data type of the weights. [float32, bf16, fp16; default: float32]",
-    "device": "What to measure. [auto, cpu, cuda; default: auto]",
+    "dtype": "Data type of the weights. [float32, bf16, fp16, with --from also fp8 and int4; default: float32, with "
+             "--from that of the log, else bf16]",
+    "device": "What to measure. [auto, cpu, cuda; default: auto] With --from: the profile that the fit starts from, as "
+              "sim:h100-sxm.",
+    "tp_size": "With --from: GPUs of the logged server that share each layer. [default: 1]",
+    "pp_size": "With --from: pipeline stages of the logged server. [default: 1]",
     "max_batch_size": "Measure batches up to this size. Default: 16 on a CPU, else 2048.",
     "seed": "Seed of the measured requests and of their order, of weights and prompts. [at least 0; default: 0]",
     "quiet": "No progress line and no tables. [default: off]",

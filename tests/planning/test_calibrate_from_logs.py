@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from statistics import median
 
 import pytest
 from click.testing import CliRunner
@@ -341,7 +340,7 @@ def test_options_that_do_not_fit_together_are_refused(arguments, message):
 
 @pytest.mark.slow
 def test_real_runs_on_a_cpu_predict_another_trace(tmp_path):
-    """Runs of both traces take turns, and the error may be half of what real runs differ by, if that is more."""
+    """Within 10 % of a real run. Runs of both traces take turns, because other programs disturb them."""
     limits = {"max_batch_size": 16, "max_tokens_in_paged_kvcache": 32_768, "time_scale": 0}
     logs, real = [], []
     for turn in range(3):
@@ -354,4 +353,4 @@ def test_real_runs_on_a_cpu_predict_another_trace(tmp_path):
     config = RunConfig(device=f"sim:{tmp_path / 'fitted.toml'}", output=str(tmp_path / "simulated"), **limits)
     simulated = run_trace("default", config).summary["duration_s"]
     print(f"real {real}, simulated {simulated}, fit {found.determined.fit_error}")
-    assert abs(simulated / median(real) - 1) < max(0.1, (max(real) - min(real)) / median(real) / 2)
+    assert 0.9 * min(real) < simulated < 1.1 * max(real)
