@@ -123,7 +123,7 @@ def _objects(log: Log, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def _scheduled(row: Mapping[str, Any]) -> bool:
     """Whether an iteration ran any request. InputError for statistics of another kind or version."""
     if "iterLatencyMS" not in row:
-        raise unexpected("iterLatencyMS", None, "the latency of the iteration, as TensorRT-LLM writes it from 0.9 on")
+        raise unexpected("iterLatencyMS", None, "the latency of the iteration")
     counts = row.get("inflightBatchingStats")
     if not isinstance(counts, dict):
         found = "static batching" if row.get("staticBatchingStats") else "no inflightBatchingStats"

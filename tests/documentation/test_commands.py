@@ -25,11 +25,11 @@ STAND_INS = {
         for row in range(12)
     ),
 }
+STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]
 STAND_INS["measured.csv"] = "input_len,output_len,concurrency,throughput,ttft,itl\n" + "".join(
     f"{prompt_len},64,{load},{900 * load / (8 + load / 8)},{prompt_len / 20 * load**0.8},{8 + load / 8}\n"
     for prompt_len in (128, 1024) for load in (1, 4, 16)
 )  # fmt: skip
-STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]
 
 
 def commands_of(page: Path) -> list[list[str]]:
