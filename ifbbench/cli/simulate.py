@@ -8,6 +8,7 @@ import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
 from ifbbench.config import SIMULATED
+from ifbbench.errors import InputError
 from ifbbench.settings import from_mapping
 
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
@@ -22,11 +23,16 @@ HELP_TO_EXPLAIN = {
 }
 USED_TO_CALIBRATE = (
     "device", "model", "dtype", "kv_cache_dtype", "max_batch_size", "max_num_tokens", "max_seq_len",
-    "tokens_per_block", "max_tokens_in_paged_kvcache", "seed", "quiet",
+    "tokens_per_block", "max_tokens_in_paged_kvcache", "seed", "quiet", "tp_size", "pp_size",
+    "kv_cache_free_gpu_mem_fraction", "enable_chunked_context", "enable_trt_overlap",
 )  # fmt: skip
 HELP_TO_CALIBRATE = {
-    "dtype": "Data type of the weights. [float32, bf16, fp16; default: float32]",
-    "device": "What to measure. [auto, cpu, cuda; default: auto]",
+    "dtype": "Data type of the weights. [float32, bf16, fp16, with --from also fp8 and int4; default: float32, with "
+             "--from that of the log, else bf16]",
+    "device": "What to measure. [auto, cpu, cuda; default: auto] With --from: the profile that the fit starts from, as "
+              "sim:h100-sxm.",
+    "tp_size": "With --from: GPUs of the logged server that share each layer. [default: 1]",
+    "pp_size": "With --from: pipeline stages of the logged server. [default: 1]",
     "max_batch_size": "Measure batches up to this size. Default: 16 on a CPU, else 2048.",
     "seed": "Seed of the measured requests and of their order, of weights and prompts. [at least 0; default: 0]",
     "quiet": "No progress line and no tables. [default: off]",
@@ -67,11 +73,17 @@ def explain_step(
 
 
 @click.command(cls=SettingsCommand, names=USED_TO_CALIBRATE, setting_help=HELP_TO_CALIBRATE)
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
-              help="The profile (.toml); its chart goes beside it (.png). Default: DEVICE-MODEL.toml.")
+@click.option("--from", "logs", multiple=True, type=click.Path(path_type=Path, exists=True), metavar="LOG",
+              help="Fit to this log instead of measuring: a run directory, TensorRT-LLM's iteration statistics, vLLM's "
+              "log, or a CSV file of load tests. Repeat it for several.")
+@click.option("--gpu", metavar="NAME", help="With --from: the same as --device sim:NAME.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE",
+              help="The profile (.toml); its chart goes beside it (.png). Default: DEVICE-MODEL.toml, or LOG.toml.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing profile and chart.")
 @click.option("--quick", is_flag=True, help="Measure a few batches once: seconds instead of minutes, and less exact.")
-def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any) -> None:
+def calibrate(
+    logs: tuple[Path, ...], gpu: str | None, output: Path | None, overwrite: bool, quick: bool, **options: Any
+) -> None:
     """Measure the executor on this machine, and write a hardware profile for simulated runs.
 
     Iterations of all kinds and sizes run as in `ifbbench run`, and the constants of the cost model are fitted to their
@@ -80,18 +92,46 @@ def calibrate(output: Path | None, overwrite: bool, quick: bool, **options: Any)
         ifbbench calibrate --device cpu --output here.toml
 
         ifbbench run trace.jsonl --device sim:here.toml
+
+    With --from, nothing runs: the constants are fitted to what a server has logged, and --device is the profile that
+    the fit starts from:
+
+        ifbbench calibrate --from iterations.log --model llama-3.1-8b --dtype fp8 --gpu h100-sxm --output ours.toml
     """
-    config = from_mapping({name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    if logs or gpu:
+        _calibrate_from_logs(logs, gpu, given, output, overwrite)
+        return
+    config = from_mapping(given)
 
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.planning.calibrate import calibrate as run_calibration
+    from ifbbench.planning.calibrate import print_calibration
 
     with progress_line("calibrate", config.quiet) as progress:
         found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress,
                                 owns_process=True)  # fmt: skip
     if not config.quiet:
-        from ifbbench.planning.calibrate import print_calibration
-
         print_calibration(found, report_console())
-    click.echo(f"The profile is {found.path}, its chart {found.path.with_suffix('.png')}; simulate it with "
-               f"`--device sim:{found.path}`.")
+    _echo_profile(found.path)
+
+
+def _calibrate_from_logs(
+    logs: tuple[Path, ...], gpu: str | None, given: dict[str, Any], output: Path | None, overwrite: bool
+) -> None:
+    if not logs:
+        raise InputError("--gpu: is for --from; to measure this machine, give --device cpu or cuda.")
+    if gpu and given.setdefault("device", f"{SIMULATED}{gpu}") != f"{SIMULATED}{gpu}":
+        raise InputError(f"--gpu: is {gpu}, but --device is {given['device']}; give one of them.")
+
+    from ifbbench.cli.console import report_console
+    from ifbbench.planning.calibrate_from_logs import calibrate_from_logs, print_log_calibration
+
+    calibration = calibrate_from_logs(logs, given, output, overwrite=overwrite)
+    if not given.get("quiet"):
+        print_log_calibration(calibration, report_console())
+    _echo_profile(calibration.found.path)
+
+
+def _echo_profile(path: Path) -> None:
+    click.echo(f"The profile is {path}, its chart {path.with_suffix('.png')}; simulate it with `--device sim:{path}`.")

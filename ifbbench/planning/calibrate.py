@@ -3,14 +3,10 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -22,11 +18,11 @@ from ifbbench.errors import InputError
 from ifbbench.execution.build import TORCH_DTYPES, choose_device
 from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 from ifbbench.execution.host import MAX_CPU_KV_BYTES, available_host_bytes
-from ifbbench.planning.fit import FITTED_SHARES, FitError, Floats, Point, fit, points_of, predicted_s
+from ifbbench.planning.calibration import Calibration, chart_beside, error_table, write_chart
+from ifbbench.planning.fit import FITTED_SHARES, FitError, Point, fit, points_of, predicted_s
 from ifbbench.planning.measure import measure, scenarios
 from ifbbench.recording import run_directory
-from ifbbench.report import count, percent, plain_table, significant
-from ifbbench.report.style import INK, MUTED, SERIES, styled, title
+from ifbbench.report import percent, plain_table, significant
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulation.shard import Shard
@@ -40,30 +36,12 @@ PROFILE_OF_CAPABILITY = {
 }  # fmt: skip
 GIGA = 1e9
 MICROSECONDS = 1e6
-MILLISECONDS = 1000
 # A median error above this is reported as large.
 LARGE_ERROR = 0.15
-COLOURS = {"context": SERIES[0], "generation": SERIES[1], "mixed": SERIES[2]}
 SHARE_NAMES = {
     "matmul": "Matrix products", "context_attention": "Attention of prompts", "memory": "Weights and activations",
     "generation_attention": "Attention of generation",
 }  # fmt: skip
-# The band around the line of equal times, as a share of the time.
-BAND = 0.1
-MARGIN = 1.5
-# Labelled ticks of each decade, for an axis of fewer decades than the key.
-LABELS: tuple[tuple[float, tuple[int, ...]], ...] = ((2, (1, 2, 5)), (4, (1, 3)), (np.inf, (1,)))
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A calibrated profile, its file, the measured points that it was fitted to, and the seconds predicted for each,
-    [points]."""
-
-    path: Path
-    profile: HardwareProfile
-    points: Sequence[Point]
-    predicted_s: Floats
 
 
 def calibrate(
@@ -82,7 +60,7 @@ def calibrate(
     if config.dtype not in (None, *TORCH_DTYPES):
         raise InputError(f"--dtype: {config.dtype} is not calibrated; expected one of {', '.join(TORCH_DTYPES)}.")
     output = output or Path(f"{choose_device(config).type}-{Path(config.model).name}{SUFFIX}")
-    chart = _chart_beside(output, overwrite)
+    chart = chart_beside(output, overwrite)
     progress.stage("loading model")
     engine = build_engine(config, owns_process=owns_process)
     try:
@@ -99,19 +77,6 @@ def calibrate(
     write_profile(found.profile, output, f"Measured by `ifbbench calibrate --device {config.device}`.")
     write_chart(found, chart)
     return found
-
-
-def _chart_beside(output: Path, overwrite: bool) -> Path:
-    """The path of the chart. InputError if it or the profile exists, without `overwrite`, or cannot be written."""
-    if output.suffix != SUFFIX:
-        raise InputError(f"--output {output}: expected a file name that ends in {SUFFIX}.")
-    if not output.parent.is_dir():
-        raise InputError(f"--output {output}: {output.parent} is no directory; make it, or give another one.")
-    chart = output.with_suffix(".png")
-    for path in (output, chart):
-        if path.exists() and not overwrite:
-            raise InputError(f"--output {path}: already exists; add --overwrite, or give another file.")
-    return chart
 
 
 def calibrated(engine: Engine, hardware: HardwareProfile, points: Sequence[Point], path: Path) -> Calibration:
@@ -178,7 +143,7 @@ def print_calibration(found: Calibration, console: Console) -> None:
     profile = found.profile
     console.print()
     console.print(f"[bold]{escape(profile.name)}[/bold]  {escape(profile.title)}", highlight=False)
-    for table in (_constants_table(found), _error_table(found)):
+    for table in (_constants_table(found), error_table(found)):
         console.print()
         console.print(table)
     console.print()
@@ -208,62 +173,3 @@ def _constants_table(found: Calibration) -> Table:
     for label, seconds in times.items():
         table.add_row(label, f"{significant(seconds * MICROSECONDS)} µs", "")
     return table
-
-
-def _error_table(found: Calibration) -> Table:
-    table = plain_table("Predicted against measured", numbers=("points", "median", "p90", "worst"))
-    for kind in (*COLOURS, "all"):
-        chosen = [index for index, point in enumerate(found.points) if kind in (point.kind, "all")]
-        if not chosen:
-            continue
-        error = FitError.of([found.points[index] for index in chosen], found.predicted_s[chosen])
-        table.add_row(
-            kind, count(len(chosen)), percent(error.median), percent(error.p90), percent(error.worst),
-            style="bold" if kind == "all" else None,
-        )  # fmt: skip
-    return table
-
-
-def write_chart(found: Calibration, path: Path) -> None:
-    """Draw predicted over measured time of each point, as a PNG file without a date: equal figures are equal files."""
-    with styled():
-        figure = Figure(figsize=(6.4, 6.2))
-        axes = figure.subplots()
-        measured = np.array([point.seconds for point in found.points]) * MILLISECONDS
-        predicted = found.predicted_s * MILLISECONDS
-        for kind, colour in COLOURS.items():
-            chosen = np.array([point.kind == kind for point in found.points])
-            axes.scatter(
-                measured[chosen], predicted[chosen], s=16, color=colour, alpha=0.75, linewidths=0, zorder=3,
-                label=f"{kind} ({int(chosen.sum())})",
-            )  # fmt: skip
-        both = np.concatenate([measured, predicted])
-        _scale(axes, both.min() / MARGIN, both.max() * MARGIN)
-        axes.legend(loc="upper left", handletextpad=0.3)
-        error = FitError.of(found.points, found.predicted_s)
-        about = found.profile.calibration
-        subtitle = (
-            f"model {about['model']} in {about['dtype']} · error median {percent(error.median)}, "
-            f"p90 {percent(error.p90)}, worst {percent(error.worst)}"
-        )
-        title(axes, f"Predicted and measured iterations: {found.profile.name}", subtitle)
-        figure.savefig(path, metadata={"Software": None})
-
-
-def _scale(axes: Axes, low: float, high: float) -> None:
-    """The same logarithmic scale on both axes, the line of equal times, and the band around it."""
-    ends = np.array([low, high])
-    axes.fill_between(ends, ends * (1 - BAND), ends * (1 + BAND), color=MUTED, alpha=0.13, linewidth=0)
-    axes.plot(ends, ends, color=INK, linewidth=0.9)
-    axes.annotate(f"within {percent(BAND)}", (high, high), xytext=(-12, -40), textcoords="offset points", color=MUTED,
-                  fontsize=8, ha="right", rotation=45, rotation_mode="anchor")  # fmt: skip
-    axes.set(xscale="log", yscale="log")
-    decades = np.log10(high / low)
-    labelled = next(ticks for limit, ticks in LABELS if decades < limit)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=labelled, numticks=100))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axis.set_minor_formatter(NullFormatter())
-    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal", xlabel="measured (ms)", ylabel="predicted (ms)")
-    axes.grid(visible=True, axis="both")
-    axes.tick_params(which="minor", length=0)

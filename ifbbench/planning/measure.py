@@ -118,12 +118,12 @@ class Sample:
     """One measured iteration.
 
     seconds: from the end of the previous executor step to the end of this one. loop_s: the part before the executor:
-    recording and responses of the previous iteration, scheduling and packing of this one.
+    recording and responses of the previous iteration, scheduling and packing of this one; None if unknown.
     """
 
     work: StepWork
     seconds: float
-    loop_s: float
+    loop_s: float | None
 
 
 class TimingExecutor:

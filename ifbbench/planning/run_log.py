@@ -1,0 +1,199 @@
+"""Iterations from a run directory of ifbbench: their work exactly, from the spans of the requests."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.errors import InputError
+from ifbbench.planning.log import BatchCounts, BatchTracker, Log
+from ifbbench.planning.measure import Sample
+from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
+from ifbbench.report.load import SPAN_FIELDS, read_lines
+from ifbbench.simulation.step_work import StepWork
+
+MILLISECONDS = 1000
+# A longer pause between two iterations is a wait for requests.
+WAIT_S = 1e-3
+MAX_UNUSED = 0.1
+CONTEXT_PHASES = ("context", "recompute")
+# Settings of a run that calibration must be given too, if they are not those of its model.
+FACTS = ("model", "dtype", "kv_cache_dtype", "tp_size", "pp_size")
+
+Integers = NDArray[np.int64]
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a run directory, or the file of iterations in one."""
+    is_inside = path.name.startswith("iterations.") and (path.parent / "run.json").is_file()
+    return (path / "run.json").is_file() or is_inside
+
+
+def read_run(log: Log) -> None:
+    """Add the iterations of the run directory `log.path`. InputError for a run of a kind that calibration cannot use,
+    and for a bad file."""
+    directory = log.path
+    try:
+        config = json.loads((directory / "run.json").read_bytes())["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{directory / 'run.json'}: no description of a run ({error!r}). Restore the file.") from error
+    for name, unusable in (("type", "v1"), ("device", "null")):
+        if config.get(name) == unusable:
+            raise InputError(f"{directory}: a run with --{name} {unusable} has no times that a profile describes; "
+                             "expected one with in-flight batching on a device.")  # fmt: skip
+    if config.get("max_attention_window"):
+        raise InputError(f"{directory}: a run with --max_attention_window; expected one that attends to all tokens.")
+    log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
+    log.overlaps = bool(config.get("enable_trt_overlap"))
+    rows = list(map(_documented, read_lines(find_lines(directory, "iterations"), ("ifbbench",))))
+    if not rows:
+        raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
+    works = _works(directory, max(row["Iteration Counter"] for row in rows))
+    _add_samples(log, rows, [works[row["Iteration Counter"]] for row in rows])
+
+
+def _documented(row: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are used here, by the batch manager's names; the row may be in the executor's format."""
+    if "iter" not in row:
+        return row
+    batch, cache = row.get("inflightBatchingStats") or {}, row.get("kvCacheStats") or {}
+    return {
+        "Iteration Counter": row["iter"],
+        "Context Requests": batch.get("numContextRequests", 0),
+        "Total Context Tokens": batch.get("numCtxTokens", 0),
+        "Generation Requests": batch.get("numGenRequests", 0),
+        "Used KV cache blocks": cache.get("usedNumBlocks"),
+        "Tokens per KV cache block": cache.get("tokensPerBlock"),
+        "ifbbench": row["ifbbench"],
+    }
+
+
+def read_iterations(log: Log, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add the iterations of an iterations.jsonl outside of its run directory; their work is estimated from counts."""
+    log.notes.append("it is outside of its run directory: tokens in the KV cache are estimated. Give the directory.")
+    rows, works = list(rows), []
+    tracker = BatchTracker(budget=max(row["Total Context Tokens"] + row.get("Generation Requests", 0) for row in rows))
+    for row in rows:
+        batch = BatchCounts(row["Context Requests"], row["Total Context Tokens"], row.get("Generation Requests", 0))
+        held = (row["Used KV cache blocks"] or 0) * (row["Tokens per KV cache block"] or 0)
+        filled = round(held * (1 - row["ifbbench"]["kv_fragmentation"])) - batch.context_tokens
+        works.append(tracker.work(batch, max(filled, batch.generation_requests) if filled > 0 else None))
+    _add_samples(log, rows, works)
+
+
+def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[StepWork]) -> None:
+    """A sample for each row whose counts agree with its work, except where the run waited for requests."""
+    numbers = np.array([row["Iteration Counter"] for row in rows])
+    details = [row["ifbbench"] for row in rows]
+    start_s, latency_s, host_s = (
+        np.array([one[name] for one in details], dtype=float) / unit
+        for name, unit in (("start_s", 1), ("latency_ms", MILLISECONDS), ("host_ms", MILLISECONDS))
+    )
+    end_s = start_s + latency_s
+    gap_s = np.concatenate([[np.inf], start_s[1:] - end_s[:-1]])
+    gap_s[1:][np.diff(numbers) != 1] = np.inf  # thinned statistics
+    known = gap_s[gap_s < WAIT_S]
+    usual_gap_s = float(np.median(known)) if len(known) else 0.0
+    unused = 0
+    for index, (row, work) in enumerate(zip(rows, works, strict=True)):
+        counted = (row["Context Requests"], row["Total Context Tokens"], row.get("Generation Requests", 0))
+        if counted != (work.context_requests, work.context_tokens, work.generation_tokens):
+            unused += 1
+            continue
+        waited = gap_s[index] >= WAIT_S
+        if log.overlaps:
+            if not waited and index:
+                log.samples.append((Sample(work, float(end_s[index] - end_s[index - 1]), None), True))
+            continue
+        gap = usual_gap_s if waited else float(gap_s[index])
+        log.samples.append((Sample(work, gap + float(latency_s[index]), gap + float(host_s[index])), True))
+    # With overlap, the last iteration of a request runs in vain, and is in no span.
+    if unused > MAX_UNUSED * len(rows):
+        log.notes.append(f"{unused:,} of {len(rows):,} iterations are not used: the run was cut, and requests of these "
+                         "are not recorded.")  # fmt: skip
+
+
+class _Works:
+    """The work of each iteration, summed over the spans of requests. Counts are arrays over iterations."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        (self._context_tokens, self._context_requests, self._pairs, self._context_kv, self._outputs) = (
+            np.zeros(last + 1, dtype=np.int64) for _ in range(5)
+        )
+        self._first: list[int] = []
+        self._end: list[int] = []
+        self._before: list[int] = []
+
+    def add_chunks(self, chunks: Sequence[tuple[int, int]], start: int, is_complete: bool) -> None:
+        """The context chunks of one prompt, as (iteration, tokens), of which the first begins at position `start`."""
+        for position, (iteration, tokens) in enumerate(chunks):
+            self._context_tokens[iteration] += tokens
+            self._context_requests[iteration] += 1
+            self._pairs[iteration] += tokens * start + tokens * (tokens + 1) // 2
+            start += tokens
+            self._context_kv[iteration] += start
+            self._outputs[iteration] += is_complete and position == len(chunks) - 1
+
+    def add_generation(self, first: int, last: int, first_keys: int) -> None:
+        """One request that generates from iteration `first` to `last`, with `first_keys` keys in the first."""
+        self._first.append(first)
+        self._end.append(last)
+        self._before.append(first_keys - first)
+
+    def works(self) -> list[StepWork]:
+        """Of each iteration."""
+        first, end, before = (np.array(column, dtype=np.int64) for column in (self._first, self._end, self._before))
+        requests = np.zeros(self._last + 2, dtype=np.int64)
+        np.add.at(requests, first, 1)
+        np.add.at(requests, end + 1, -1)
+        requests = requests.cumsum()[:-1]
+        keys = np.zeros(self._last + 2, dtype=np.int64)
+        np.add.at(keys, first, before)
+        np.add.at(keys, end + 1, -before)
+        keys = keys.cumsum()[:-1] + requests * np.arange(self._last + 1)
+        columns = (
+            self._context_tokens, self._context_requests, self._pairs, self._context_kv, requests, keys,
+            self._outputs + requests,
+        )  # fmt: skip
+        return [StepWork(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _works(directory: Path, last: int) -> list[StepWork]:
+    """The work of each iteration up to `last`."""
+    trace = read_lines(find_lines(directory, "trace"), ("request_id", "prompt_len"))
+    prompt_lens = {str(row["request_id"]): row["prompt_len"] for row in trace}
+    spans: defaultdict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    # Of a killed run also those open when it was last flushed, unless they were closed in that flush too.
+    for path in (directory / OPEN_SPANS, find_lines(directory, "spans")):
+        for span in read_lines(path, SPAN_FIELDS):
+            spans[str(span["request_id"])][span["first_iteration"]] = span
+    works = _Works(last)
+    for request_id, of_request in spans.items():
+        if request_id in prompt_lens:
+            _add_request(works, prompt_lens[request_id], [of_request[first] for first in sorted(of_request)])
+    return works.works()
+
+
+def _add_request(works: _Works, prompt_len: int, spans: Sequence[Mapping[str, Any]]) -> None:
+    chunks: list[tuple[int, int]] = []
+    outputs = 0
+    for index, span in enumerate(spans):
+        first, last, phase = span["first_iteration"], span["last_iteration"], span["phase"]
+        if phase in CONTEXT_PHASES:
+            chunks += [(first + step, tokens) for step, tokens in enumerate(span["chunks"])]
+            following = [later["phase"] for later in spans[index + 1 :]]
+            is_complete = span.get("produced", 0) > 0 or following[:1] == ["generation"]
+            if is_complete or following[:1] == ["paused"] or not following:
+                # A complete prompt ends with the tokens generated so far; what is before its chunks was in the cache.
+                computed = sum(tokens for _, tokens in chunks)
+                works.add_chunks(chunks, max(prompt_len + outputs - computed, 0) if is_complete else 0, is_complete)
+                chunks = []
+            outputs += span.get("produced", 0)
+        elif phase == "generation":
+            works.add_generation(first, last, prompt_len + span["first_output"])
+            outputs += span.get("produced", 0)
