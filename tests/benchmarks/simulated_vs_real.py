@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ifbbench.config import RunConfig
-from ifbbench.planning.calibrate import Calibration, calibrate
+from ifbbench.planning.calibrate import calibrate
+from ifbbench.planning.calibration import Calibration
 from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 

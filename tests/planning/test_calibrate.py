@@ -12,7 +12,8 @@ from rich.console import Console
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.planning.calibrate import Calibration, calibrate, print_calibration
+from ifbbench.planning.calibrate import calibrate, print_calibration
+from ifbbench.planning.calibration import Calibration
 from ifbbench.planning.fit import Point
 from ifbbench.replay.run import run_trace
 from ifbbench.simulation.hardware import load_hardware, write_profile

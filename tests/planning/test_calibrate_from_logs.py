@@ -341,7 +341,7 @@ def test_options_that_do_not_fit_together_are_refused(arguments, message):
 @pytest.mark.slow
 def test_real_runs_on_a_cpu_predict_another_trace(tmp_path):
     """Within 10 % of a real run. Runs of both traces take turns, because other programs disturb them."""
-    limits = {"max_batch_size": 16, "max_tokens_in_paged_kvcache": 32_768, "time_scale": 0}
+    limits: dict[str, Any] = {"max_batch_size": 16, "max_tokens_in_paged_kvcache": 32_768, "time_scale": 0}
     logs, real = [], []
     for turn in range(3):
         logs.append(tmp_path / f"log-{turn}")
