@@ -80,6 +80,17 @@ class RequestLife:
     stretches: list[Stretch]
     attribution_s: dict[str, float]
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {name: self.row.get(name) for name in ("outcome", "error", "prompt_len", "output_len", "queue_time_s",
+                                                       "ttft_s", "tpot_s", "e2e_s", "pauses", "recomputed_tokens",
+                                                       "reused_tokens")}  # fmt: skip
+        return {"request_id": self.request_id, "arrival_s": self.arrival_s} | facts | {
+            "summary": " ".join(self.sentences()),
+            "life": [stretch.as_dict() for stretch in self.stretches],
+            "attribution_s": self.attribution_s,
+        }
+
     def sentences(self) -> list[str]:
         """The facts that matter, in words."""
         if self.row.get("error"):

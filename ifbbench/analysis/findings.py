@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF
+from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF, RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import Id, RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
@@ -43,7 +43,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class SlowRequest:
-    """A slow request and the main part of its time that was not computation. share: that part of e2e_s."""
+    """A slow request and what it spent most of its time on. share: that part of e2e_s."""
 
     request_id: Id
     e2e_s: float
@@ -103,7 +103,7 @@ class Findings:
         """The `count` requests of the longest end-to-end latency."""
         done = (row for row in self.run.row_of.values() if row.get("e2e_s") is not None)
         slow = sorted(done, key=lambda row: (-row["e2e_s"], row["index"]))[:count]
-        return [_slow_request(row) for row in slow]
+        return [_slow_request(request_life(self.run, self.heads, row["request_id"])) for row in slow]
 
     @cached_property
     def advice(self) -> Advice:
@@ -123,28 +123,35 @@ class Findings:
         )
         if idle:
             text += f" Raising {_listed(SETTING_OF[one] for one in idle)} changes nothing: no decision depended on it."
+        if "batch_size" in idle and (peak := (self.run.data.summary or {}).get("peak_scheduled_requests")):
+            text += f" At most {peak:,} requests ran at a time."
         return Advice(text, limit, SETTING_OF[limit], "queue_time_s.mean", idle)
 
     def _idle(self) -> list[str]:
-        """Limits that were never reached. Those of requests and tokens also decide how much memory is left for blocks,
-        and which prompts are refused: they are idle only where neither can change."""
+        """Limits that no decision depended on, so that raising them changes nothing.
+
+        Limits of requests and tokens also decide how much memory is left for blocks and which prompts are refused; they
+        are idle only where neither can change. More active requests share a budget that is divided equally.
+        """
         run, config = self.run, self.run.config
-        failed = any(row.get("outcome") == "failed" for row in run.row_of.values())
-        sized = config.get("max_tokens_in_paged_kvcache") is not None
-        waited = {str(span.cause) for spans in run.spans.values() for span in spans if span.waits_for is not None}
-        waited |= {limit for _, limit in run.iterations.left_out_pairs}
-        waited |= set(run.iterations.limits)
-        idle = []
-        peak_blocks = run.iterations.used_blocks.max(initial=0.0)
+        if any(row.get("outcome") == "failed" for row in run.row_of.values()):
+            return []
         blocks = float(run.data.run.get("num_kv_blocks") or 0)
         reuse = bool(config.get("enable_kv_cache_reuse"))
-        blocks_matter = "kv_blocks" in waited or bool(run.iterations.pauses) or (reuse and peak_blocks >= blocks)
-        for limit in ("batch_size", "num_tokens"):
-            if limit not in waited and not failed and (sized or not blocks_matter):
-                idle.append(limit)
-        if blocks and not blocks_matter and not failed and not reuse:
-            idle.append("kv_blocks")
-        return idle
+        held = {*self.waiting_s, *run.iterations.limits, *(limit for _, limit in run.iterations.left_out_pairs)}
+        is_full = "batch_size" in held or run.iterations.active.max(initial=0) >= (config.get("max_batch_size") or 0)
+        blocks_matter = (
+            "kv_blocks" in held or bool(run.iterations.pauses)
+            or (reuse and run.iterations.used_blocks.max(initial=0.0) >= blocks)
+        )  # fmt: skip
+        takes_order = reuse or config.get("context_chunking_policy") == "equal_progress"
+        idle = {
+            "batch_size": "batch_size" not in held and not (is_full and takes_order),
+            "num_tokens": "num_tokens" not in held,
+            "kv_blocks": bool(blocks) and not blocks_matter and not reuse,
+        }
+        pool_is_given = config.get("max_tokens_in_paged_kvcache") is not None or not blocks_matter
+        return [limit for limit, is_idle in idle.items() if is_idle and (limit == "kv_blocks" or pool_is_given)]
 
     def as_dict(self, slowest: int) -> dict[str, Any]:
         """For JSON."""
@@ -171,13 +178,14 @@ class Findings:
         }
 
 
-def _slow_request(row: dict[str, Any]) -> SlowRequest:
-    spent = {name: seconds for name, seconds in row["attribution_s"].items() if name not in ("context", "generation")}
-    cause = max(spent, key=spent.__getitem__, default="")
-    share = spent.get(cause, 0.0) / row["e2e_s"] if row["e2e_s"] else 0.0
-    if share < 0.1:
-        cause, share = "generation", row["attribution_s"].get("generation", 0.0) / (row["e2e_s"] or 1.0)
-    return SlowRequest(row["request_id"], row["e2e_s"], row["ttft_s"], cause, share)
+def _slow_request(life: RequestLife) -> SlowRequest:
+    spent: dict[str, float] = {}
+    for stretch in life.stretches:
+        cause = f"waiting for {LIMIT_WORDS.get(stretch.limit, stretch.limit)}" if stretch.limit else stretch.phase
+        spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
+    cause = max(spent, key=spent.__getitem__)
+    e2e_s = life.row["e2e_s"]
+    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, spent[cause] / e2e_s if e2e_s else 0.0)
 
 
 def _nothing_to_change(lost: dict[str, float], total: float) -> str:
