@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from msgspec import Struct, ValidationError, field
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.compressed import DamagedFile, is_compressed, read_pieces
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
@@ -25,6 +26,7 @@ Id = int | str
 
 NO_REQUEST = -1
 PIECE_BYTES = 1 << 22
+SCANNED_BYTES = 1 << 15
 HEAD_OF_LINE = "head_of_line"
 QUEUE = "batch_size"  # the cause of waiting of a request that is not active yet
 
@@ -51,7 +53,7 @@ class _Details(Struct, gc=False):
     host_ms: float = 0.0
 
 
-class _Iteration(Struct, gc=False):
+class IterationRow(Struct, gc=False):
     """The fields of a line of `iterations.jsonl` that analyses use."""
 
     details: _Details = field(name="ifbbench")
@@ -138,7 +140,7 @@ class Iterations:
         return max(int(np.searchsorted(self.number, iteration, side="right")) - 1, 0)
 
 
-Row = TypeVar("Row", _Iteration, Span, TraceRow)
+Row = TypeVar("Row", IterationRow, Span, TraceRow)
 
 
 def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
@@ -198,6 +200,32 @@ def _bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]
     return InputError(f"{path}: not as `ifbbench run` writes it. Run again.")
 
 
+def find_row(path: Path, decoder: "Decoder[IterationRow]", number: int) -> IterationRow | None:
+    """The row of iteration `number` of a plain file in which numbers ascend; None if it has none.
+
+    By bisection down to SCANNED_BYTES, which are read line by line."""
+    with path.open("rb") as file:
+        low, high = 0, file.seek(0, SEEK_END)
+        try:
+            while high - low > SCANNED_BYTES:
+                middle = (low + high) // 2
+                file.seek(middle)
+                file.readline()  # the rest of a line
+                begin, line = file.tell(), file.readline()
+                if line and decoder.decode(line).number <= number:
+                    low = begin
+                else:
+                    high = middle
+            file.seek(low)
+            for line in file:
+                row = decoder.decode(line)
+                if row.number >= number:
+                    return row if row.number == number else None
+        except (ValidationError, NotJson):
+            pass  # a last line that was cut off
+    return None
+
+
 class _Numbered(dict[Any, int]):
     """Numbers keys from 0 in the order in which they are first looked up."""
 
@@ -211,7 +239,7 @@ def read_iterations(path: Path) -> Iterations:
     limits, pairs = _Numbered(), _Numbered()
     pieces: list[tuple[NDArray[Any], ...]] = []
     pauses: list[PauseEvent] = []
-    for rows in read_rows(path, Decoder(_Iteration)):
+    for rows in read_rows(path, Decoder(IterationRow)):
         details = [row.details for row in rows]
         left_out = [one.first_left_out for one in details]
         start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
@@ -248,10 +276,9 @@ class RecordedRun:
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
         yet."""
         run = cls(load_run(path))
-        if not len(run.iterations):
-            raise InputError(
-                f"{run.data.path}: no iteration is recorded; the run ended before its first one. Run again."
-            )
+        iterations = find_lines(run.data.path, "iterations")
+        if next(read_rows(iterations, Decoder(IterationRow)), None) is None:
+            raise InputError(f"{run.data.path}: no iteration is recorded. Run again, or wait for the first one.")
         return run
 
     @property
@@ -261,6 +288,15 @@ class RecordedRun:
     @cached_property
     def iterations(self) -> Iterations:
         return read_iterations(find_lines(self.data.path, "iterations"))
+
+    def row_at(self, number: int) -> IterationRow | None:
+        """The line of one iteration, found without reading the others if the file is plain; None if it is not
+        recorded."""
+        path = find_lines(self.data.path, "iterations")
+        if not is_compressed(path):
+            return find_row(path, Decoder(IterationRow), number)
+        rows = chain.from_iterable(read_rows(path, Decoder(IterationRow)))
+        return next((row for row in rows if row.number == number), None)
 
     @cached_property
     def spans(self) -> dict[Id, list[Span]]:

@@ -53,11 +53,14 @@ class Blocker:
 
 
 class HeadsOfLine:
-    """The heads of the line of a run, in stretches of iterations in which they stay the same."""
+    """The heads of the line of a run, in stretches of iterations in which they stay the same.
 
-    def __init__(self, run: RecordedRun) -> None:
+    from_spans: iterations are not read, which is quicker; heads that ran a part of their prompt are then unknown.
+    """
+
+    def __init__(self, run: RecordedRun, from_spans: bool = False) -> None:
         self._run = run
-        self._starts, self._heads = self._stretches()
+        self._starts, self._heads = self._stretches(from_spans)
 
     def holding(self, span: Span) -> Iterator[Held]:
         """What held the request of `span`, a span of waiting, in order of time."""
@@ -121,14 +124,18 @@ class HeadsOfLine:
                     own[key] = own.get(key, 0.0) + seconds
         return own
 
-    def _stretches(self) -> tuple[list[int], list[list[Head]]]:
+    def _stretches(self, from_spans: bool) -> tuple[list[int], list[list[Head]]]:
         """The first iteration of each stretch, and the heads in it by rank."""
-        iterations, rank = self._run.iterations, self._run.rank
+        rank = self._run.rank
         # The first request left out of each iteration: in runs of equal ones.
-        changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
-        firsts = iterations.number[changes].tolist()
-        pairs = [None if code == NO_REQUEST else iterations.left_out_pairs[code]
-                 for code in iterations.left_out[changes].tolist()]  # fmt: skip
+        firsts: list[int] = []
+        pairs: list[tuple[Id, str] | None] = []
+        if not from_spans:
+            iterations = self._run.iterations
+            changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
+            firsts = iterations.number[changes].tolist()
+            pairs = [None if code == NO_REQUEST else iterations.left_out_pairs[code]
+                     for code in iterations.left_out[changes].tolist()]  # fmt: skip
         # Those that another scheduler left out have a span of their own.
         held = sorted(
             (span for spans in self._run.spans.values() for span in spans if is_own_wait(span, spans)),

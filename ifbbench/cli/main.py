@@ -23,6 +23,7 @@ COMMANDS = {
     "sweep": ("run", "Run once for each combination of settings."),
     "report": ("report", "Print the report of a run again."),
     "why": ("why", "Explain what bound a run, what a request waited for, what to change."),
+    "compare": ("compare", "Compare runs: figures, decisions, requests."),
     "plot": ("report", "Draw the charts of runs and sweeps."),
     "capacity": ("capacity", "Calculate what fits, before anything is run."),
     "explain-step": ("simulate", "Show where the time of one iteration goes."),

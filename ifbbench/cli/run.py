@@ -1,5 +1,6 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,8 +8,10 @@ import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
 from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
 
 if TYPE_CHECKING:
+    from ifbbench.planning.sweep import SweepResult
     from ifbbench.replay.run import RunResult
 
 SWEEP_HELP = {
@@ -53,23 +56,37 @@ def sweep(
 
     Every value is checked before the first run starts. sweep.csv of the sweep directory gets a row as each point ends.
     """
-    from ifbbench.planning.sweep import parse_axes, run_sweep
-
-    axes = parse_axes(over)
     config = given_config(config_file, options)
+    result = _sweep(trace, config, over, config.quiet)
+    _report_sweep(result.directory, config.quiet)
+    if result.failed:
+        click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
+        context.exit(1)
+
+
+def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:
+    """Run a sweep; returns the run directories in its order. InputError if a point failed."""
+    from ifbbench.planning.sweep import read_sweep
+
+    result = _sweep(trace, config, over, quiet)
+    table = read_sweep(result.directory)
+    for row in table.rows:
+        if row["error"]:
+            raise InputError(f"{row['output']}: {row['error']}")
+    return [Path(str(row["output"])) for row in table.rows]
+
+
+def _sweep(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> "SweepResult":
+    from ifbbench.planning.sweep import parse_axes, run_sweep
 
     def run_point(trace: str | None, config: RunConfig) -> "RunResult":
         return _replay(trace, config, Path(str(config.output)).name)
 
     def report_point(ended: int, points: int, label: str, error: str) -> None:
-        if not config.quiet:
+        if not quiet:
             click.echo(f"{ended}/{points} {label}: {error or 'done'}", err=True)
 
-    result = run_sweep(trace, config, axes, run_point, report_point)
-    _report_sweep(result.directory, config.quiet)
-    if result.failed:
-        click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
-        context.exit(1)
+    return run_sweep(trace, config, parse_axes(over), run_point, report_point)
 
 
 def _report_sweep(directory: Path, quiet: bool) -> None:
