@@ -92,11 +92,14 @@ def pause_ledger(run: RecordedRun) -> PauseLedger:
 
 @dataclass(frozen=True)
 class _Pause:
-    """What the victim's spans say of one of its pauses. cached: positions in the cache when it was paused. span: of the
-    pause. again: of recomputation, up to the next pause. target: positions to compute after the pause until the next
-    token."""
+    """What the victim's spans say of one of its pauses.
+
+    cached: positions in the cache when it was paused. computed: positions computed at any time before. span: of the
+    pause. again: of recomputation, up to the next pause. target: positions to compute until the next token.
+    """
 
     cached: int
+    computed: int
     span: Span
     again: list[Span]
     target: int
@@ -107,7 +110,7 @@ def _pauses_of(run: RecordedRun, victim: Id) -> list[_Pause]:
     row = run.row_of.get(victim, {})
     prompt_len = int(row.get("prompt_len", run.trace[victim].prompt_len))
     places = [place for place, span in enumerate(spans) if span.phase == "paused"]
-    produced = 0
+    produced = computed = 0
     position = int(row.get("reused_tokens", 0))
     found = []
     for number, place in enumerate(places):
@@ -122,7 +125,7 @@ def _pauses_of(run: RecordedRun, victim: Id) -> list[_Pause]:
         cached = target - 1 if ran or (position >= target - 1 and produced) else min(position, target)
         end = places[number + 1] if number + 1 < len(places) else len(spans)
         again = [span for span in spans[place + 1 : end] if span.phase == "recompute"]
-        found.append(_Pause(cached, spans[place], again, target))
+        found.append(_Pause(cached, computed, spans[place], again, target))
         position = 0
     return found
 
@@ -132,16 +135,16 @@ def _entry(run: RecordedRun, event: PauseEvent, pause: _Pause, nth: int) -> Ledg
     time_s = iterations.start_of(event.iteration)
     resumed_s = iterations.start_of(pause.span.last + 1)
     ends_s = iterations.end_of(pause.again[-1].last) if pause.again else resumed_s
-    computed = sum(span.tokens for span in pause.again)
-    # Of a complete recomputation, what was not cached before is new work.
-    new = pause.target - pause.cached if any(span.produced for span in pause.again) else 0
+    tokens = sum(span.tokens for span in pause.again)
+    # Of a complete recomputation, what was never computed before is new work.
+    new = pause.target - pause.computed if any(span.produced for span in pause.again) else 0
     size = run.config.get("tokens_per_block")
     has_blocks = bool(run.data.run.get("num_kv_blocks"))
     is_own = event.beneficiary == event.victim
     return LedgerEntry(
         event.iteration, time_s, event.victim, event.beneficiary, "kv_blocks",
         -(-pause.cached // int(size)) if has_blocks and size else None,
-        max(min(computed - new, pause.cached), 0), ends_s - time_s,
+        max(min(tokens - new, pause.computed), 0), ends_s - time_s,
         0.0 if is_own else _ran_s(run, run.spans.get(event.beneficiary, ()), time_s, resumed_s), nth,
     )  # fmt: skip
 
