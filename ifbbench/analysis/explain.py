@@ -240,8 +240,13 @@ def _missing(
     prompt_len = int(run.row_of.get(request_id, {}).get("prompt_len", row.prompt_len))
     if limit == "num_tokens" and "num_tokens" in available:
         left = max(available["num_tokens"] - used["num_tokens"], 0)
-        return max(prompt_len - done - chunks.get(request_id, 0) - left, 0)
+        return _if_positive(prompt_len - done - chunks.get(request_id, 0) - left)
     if limit == "kv_blocks" and "kv_blocks" in available and run.config.get("policy") == "max_utilization":
         size = int(run.config["tokens_per_block"])
-        return max(-(-(prompt_len - done) // size) - (available["kv_blocks"] - used["kv_blocks"]), 0)
+        return _if_positive(-(-(prompt_len - done) // size) - (available["kv_blocks"] - used["kv_blocks"]))
     return None
+
+
+def _if_positive(missing: int) -> int | None:
+    """None where whole chunk units or a recomputation decided, so that the difference says nothing."""
+    return missing if missing > 0 else None

@@ -119,10 +119,11 @@ def _pauses_of(run: RecordedRun, victim: Id) -> list[_Pause]:
             produced += span.produced
             if span.phase in ("context", "recompute"):
                 position += span.tokens
-        # Generation computes the latest token of the output, which is not in the cache before.
-        ran = any(span.phase == "generation" for span in spans[begin:place])
+        # The latest output token is not in the cache: the step that follows computes it.
+        ran = any(span.phase == "generation" or span.produced for span in spans[begin:place])
         target = prompt_len + produced
-        cached = target - 1 if ran or (position >= target - 1 and produced) else min(position, target)
+        cached = target - 1 if ran else min(position, target)
+        computed = max(computed, cached)
         end = places[number + 1] if number + 1 < len(places) else len(spans)
         again = [span for span in spans[place + 1 : end] if span.phase == "recompute"]
         found.append(_Pause(cached, computed, spans[place], again, target))

@@ -170,7 +170,7 @@ def test_policies_diverge_where_the_recorded_decisions_do(tmp_path: Path, trace:
     ]  # fmt: skip
     differ = next(place for place, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1])
     assert divergence.iteration <= differ
-    assert [side[: divergence.iteration] for side in sides][0] == sides[1][: divergence.iteration]
+    assert sides[0][: divergence.iteration] == sides[1][: divergence.iteration]
     gained, lost = comparison.changes(3)
     for change in (*gained, *lost):
         difference = other.row_of[change.request_id]["e2e_s"] - one.row_of[change.request_id]["e2e_s"]
