@@ -45,9 +45,9 @@ def simulate(tmp_path: Path, name: str, trace: Path, **settings) -> RecordedRun:
     return RecordedRun.load(tmp_path / name)
 
 
-@pytest.fixture(params=range(3))
-def trace(request, tmp_path: Path) -> Path:
-    return write_requests(tmp_path / "trace.jsonl", seed=request.param)
+@pytest.fixture(scope="module", params=range(3))
+def trace(request, tmp_path_factory) -> Path:
+    return write_requests(tmp_path_factory.mktemp("traces") / "trace.jsonl", seed=request.param)
 
 
 SETTINGS = {
@@ -62,9 +62,9 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=SETTINGS)
-def run(request, trace: Path, tmp_path: Path) -> RecordedRun:
-    return simulate(tmp_path, "run", trace, **SETTINGS[request.param])
+@pytest.fixture(scope="module", params=SETTINGS)
+def run(request, trace: Path, tmp_path_factory) -> RecordedRun:
+    return simulate(tmp_path_factory.mktemp("runs"), "run", trace, **SETTINGS[request.param])
 
 
 def test_the_life_of_each_request_adds_up_to_its_time(run: RecordedRun) -> None:
