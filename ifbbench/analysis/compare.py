@@ -79,7 +79,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Change:
-    """How much longer a request took in run b. cause: the part of its time that changed most, in words."""
+    """How much longer a request took in run b. cause: of the run in which it took longer, why, by the part of its time
+    that differs most."""
 
     request_id: Id
     e2e_a_s: float
@@ -194,13 +195,12 @@ class Comparison:
         name = max(differences, key=lambda one: sign * differences[one], default="")
         longer = 1 if sign > 0 else 0  # the run in which the request took longer says why
         run, seconds = (self.a, self.b)[longer], abs(differences.get(name, 0.0))
-        more = "longer" if sign > 0 else "less"
-        cause = f"{name.replace('_', ' ')} {seconds:.3f} s {more}"
+        cause = f"took {seconds:.3f} s longer for {name.replace('_', ' ')}"
         if name.startswith("waiting"):
-            cause = f"waited {seconds:.3f} s {more}{_behind(run, heads[longer], request_id)}"
+            cause = f"waited {seconds:.3f} s longer{_behind(run, heads[longer], request_id)}"
         elif name == "paused":
             for_whom = next((span.cause for span in run.spans.get(request_id, ()) if span.phase == "paused"), None)
-            cause = f"paused {seconds:.3f} s {more}, to make room for {for_whom}"
+            cause = f"was paused {seconds:.3f} s longer, to make room for {for_whom}"
         return Change(request_id, e2e[0], e2e[1], cause)
 
     def as_dict(self, count: int) -> dict[str, Any]:

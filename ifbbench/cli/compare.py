@@ -178,7 +178,7 @@ def _print_changes(title: str, changes: "Sequence[Change]", console: "Console") 
     from ifbbench.report.tables import plain_table
 
     table = plain_table(title, numbers=["E2E a s", "E2E b s", "difference s"])
-    table.add_column("because in b it" if title.startswith("Lost") else "because in a it")
+    table.add_column("in b it" if title.startswith("Lost") else "in a it")
     for change in changes:
         sign = "+" if change.difference_s > 0 else ""
         table.add_row(str(change.request_id), significant(change.e2e_a_s), significant(change.e2e_b_s),
