@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ifbbench.analysis.recorded import NO_REQUEST, Id, RecordedRun, Span
+from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
+from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF, RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
-from ifbbench.analysis.recorded import Id, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
 
 LIMITS = ("batch_size", "num_tokens", "kv_blocks")

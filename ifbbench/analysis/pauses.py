@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ifbbench.analysis.recorded import Id, PauseEvent, RecordedRun, Span
+from ifbbench.analysis.recorded import PauseEvent, RecordedRun
+from ifbbench.analysis.rows import Id, Span
 
 THRASHING_PAUSES = 3
 

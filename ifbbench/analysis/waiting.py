@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.analysis.recorded import HEAD_OF_LINE, NO_REQUEST, QUEUE, Floats, Id, RecordedRun, Span
+from ifbbench.analysis.recorded import HEAD_OF_LINE, NO_REQUEST, QUEUE, Floats, RecordedRun
+from ifbbench.analysis.rows import Id, Span
 
 
 class Held(NamedTuple):

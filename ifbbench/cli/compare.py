@@ -14,7 +14,8 @@ from ifbbench.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ifbbench.analysis.compare import Change, Comparison, Figure
+    from ifbbench.analysis.compare import Change, Comparison
+    from ifbbench.analysis.figures import Figure
 
 FAILED = 1
 DECISIONS_SHOWN = 6
@@ -48,7 +49,8 @@ def compare(
     With one TRACE and several values of a setting, run them first: `ifbbench compare --policy
     guaranteed_no_evict,max_utilization TRACE`.
     """
-    from ifbbench.analysis.compare import Comparison, failed_condition
+    from ifbbench.analysis.compare import Comparison
+    from ifbbench.analysis.figures import failed_condition
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.cli.console import report_console
 

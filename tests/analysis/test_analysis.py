@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ifbbench.analysis.compare import Comparison, failed_condition
+from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.explain import iteration_facts, request_life
+from ifbbench.analysis.figures import Figure, failed_condition
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.pauses import pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
@@ -182,8 +183,6 @@ def test_policies_diverge_where_the_recorded_decisions_do(tmp_path: Path, trace:
     ("pauses>+100", False), ("ttft_s.p99>1.1", True), ("ttft_s.p99>2", False),
 ])  # fmt: skip
 def test_conditions_of_a_regression_gate(text: str, holds: bool) -> None:
-    from ifbbench.analysis.compare import Figure
-
     figures = {"ttft_s.p99": Figure(1.0, 1.2), "pauses": Figure(0.0, 50.0)}
     assert (failed_condition(text, figures) is not None) == holds
 
