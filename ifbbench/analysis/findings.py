@@ -1,0 +1,203 @@
+"""What bound a run, by iterations, by time and by waiting; its slowest requests; and which setting to change.
+
+The advice follows from the waiting: the limit that caused most of it is the one to raise, and the figure that this
+improves is the mean queue time. A limit is idle if the run shows that no decision depended on it, so that raising it
+changes nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF, RequestLife, request_life
+from ifbbench.analysis.pauses import PauseLedger, pause_ledger
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.rows import Id
+from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
+
+LIMITS = ("batch_size", "num_tokens", "kv_blocks")
+NO_LIMIT = "none"
+# Waiting below this share of all requests' time is not worth a change of settings.
+NOTABLE_SHARE = 0.02
+HOW_TO_RAISE = {
+    "batch_size": "raise --max_batch_size",
+    "num_tokens": "raise --max_num_tokens",
+    "kv_blocks": "give the KV cache more blocks (--max_tokens_in_paged_kvcache or --kv_cache_free_gpu_mem_fraction, a "
+    "smaller --kv_cache_dtype, or more GPUs)",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to change. limit, setting: what to raise; None if nothing holds requests back. figure: of `summary.json`,
+    which that improves. idle: limits on which no decision of the run depended; raising them changes nothing."""
+
+    text: str
+    limit: str | None
+    setting: str | None
+    figure: str | None
+    idle: list[str]
+
+
+@dataclass(frozen=True)
+class SlowRequest:
+    """A slow request and what it spent most of its time on. share: that part of e2e_s."""
+
+    request_id: Id
+    e2e_s: float
+    ttft_s: float
+    cause: str
+    share: float
+
+
+class Findings:
+    """The answers about one run."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.heads = HeadsOfLine(run)
+
+    @cached_property
+    def by_iterations(self) -> dict[str, float]:
+        """Share of iterations that each limit bound."""
+        return self._shares(np.ones(len(self.run.iterations)))
+
+    @cached_property
+    def by_time(self) -> dict[str, float]:
+        """Share of the time of all iterations that each limit bound."""
+        return self._shares(self.run.iterations.end_s - self.run.iterations.start_s)
+
+    def _shares(self, weights: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
+        iterations = self.run.iterations
+        sums = np.bincount(iterations.limit, weights, len(iterations.limits))
+        total = float(sums.sum()) or 1.0
+        shares = dict.fromkeys((*LIMITS, NO_LIMIT), 0.0)
+        return shares | {name: float(spent) / total for name, spent in zip(iterations.limits, sums, strict=True)}
+
+    @cached_property
+    def waiting_s(self) -> dict[str, float]:
+        """Request-seconds of waiting by the limit that caused it; waiting behind the head of the line is charged to the
+        limit that held the head."""
+        waited: dict[str, float] = {}
+        for spans in self.run.spans.values():
+            for span in spans:
+                if is_own_wait(span, spans):
+                    seconds = self.run.iterations.start_of(span.last + 1) - self.run.iterations.start_of(span.first)
+                    waited[str(span.cause)] = waited.get(str(span.cause), 0.0) + seconds
+        for blocker in self.heads.blockers:
+            waited[blocker.limit] = waited.get(blocker.limit, 0.0) + blocker.waited_s
+        return dict(sorted(waited.items(), key=lambda item: -item[1]))
+
+    @property
+    def head_of_line_blocked_s(self) -> float:
+        """Request-seconds of waiting behind another request."""
+        return sum(blocker.waited_s for blocker in self.heads.blockers)
+
+    @cached_property
+    def ledger(self) -> PauseLedger:
+        return pause_ledger(self.run)
+
+    def slowest(self, count: int) -> list[SlowRequest]:
+        """The `count` requests of the longest end-to-end latency."""
+        done = (row for row in self.run.row_of.values() if row.get("e2e_s") is not None)
+        slow = sorted(done, key=lambda row: (-row["e2e_s"], row["index"]))[:count]
+        return [_slow_request(request_life(self.run, self.heads, row["request_id"])) for row in slow]
+
+    @cached_property
+    def advice(self) -> Advice:
+        lost = {limit: self.waiting_s.get(limit, 0.0) for limit in LIMITS}
+        # A paused request waits for blocks too, and computes again what it lost.
+        rows = [row.get("attribution_s") or {} for row in self.run.row_of.values()]
+        lost["kv_blocks"] += sum(row.get("paused", 0.0) + row.get("recompute", 0.0) for row in rows)
+        total = sum(sum(row.values()) for row in rows)
+        limit = max(lost, key=lost.__getitem__)
+        idle = self._idle()
+        if not total or lost[limit] < NOTABLE_SHARE * total:
+            return Advice(_nothing_to_change(lost, total), None, None, None, idle)
+        share = lost[limit] / total
+        text = (
+            f"Requests waited for {LIMIT_WORDS[limit]} during {share:.0%} of their time; this limit bound "
+            f"{self.by_time.get(limit, 0.0):.0%} of the run's time. To shorten the queue time, {HOW_TO_RAISE[limit]}."
+        )
+        if idle:
+            text += f" Raising {_listed(SETTING_OF[one] for one in idle)} changes nothing: no decision depended on it."
+        if "batch_size" in idle and (peak := (self.run.data.summary or {}).get("peak_scheduled_requests")):
+            text += f" At most {peak:,} requests ran at a time."
+        return Advice(text, limit, SETTING_OF[limit], "queue_time_s.mean", idle)
+
+    def _idle(self) -> list[str]:
+        """Limits that no decision depended on, so that raising them changes nothing.
+
+        Limits of requests and tokens also decide how much memory is left for blocks and which prompts are refused; they
+        are idle only where neither can change. More active requests share a budget that is divided equally.
+        """
+        run, config = self.run, self.run.config
+        if any(row.get("outcome") == "failed" for row in run.row_of.values()):
+            return []
+        blocks = float(run.data.run.get("num_kv_blocks") or 0)
+        reuse = bool(config.get("enable_kv_cache_reuse"))
+        held = {*self.waiting_s, *run.iterations.limits, *(limit for _, limit in run.iterations.left_out_pairs)}
+        is_full = "batch_size" in held or run.iterations.active.max(initial=0) >= (config.get("max_batch_size") or 0)
+        blocks_matter = (
+            "kv_blocks" in held or bool(run.iterations.pauses)
+            or (reuse and run.iterations.used_blocks.max(initial=0.0) >= blocks)
+        )  # fmt: skip
+        takes_order = reuse or config.get("context_chunking_policy") == "equal_progress"
+        idle = {
+            "batch_size": "batch_size" not in held and not (is_full and takes_order),
+            "num_tokens": "num_tokens" not in held,
+            "kv_blocks": bool(blocks) and not blocks_matter and not reuse,
+        }
+        pool_is_given = config.get("max_tokens_in_paged_kvcache") is not None or not blocks_matter
+        return [limit for limit, is_idle in idle.items() if is_idle and (limit == "kv_blocks" or pool_is_given)]
+
+    def as_dict(self, slowest: int) -> dict[str, Any]:
+        """For JSON."""
+        waited = self.waiting_s
+        total = sum(waited.values()) or 1.0
+        return {
+            "run": str(self.run.data.path),
+            "partial": self.run.data.partial,
+            "bound_by": self.by_iterations,
+            "bound_by_time": self.by_time,
+            "waiting_s": waited,
+            "waiting_by_limit": {limit: spent / total for limit, spent in waited.items()},
+            "head_of_line_blocked_s": self.head_of_line_blocked_s,
+            "head_of_line": [vars(blocker) for blocker in self.heads.blockers[:slowest]],
+            "slowest": [vars(one) for one in self.slowest(slowest)],
+            "pauses": {
+                "count": len(self.ledger.entries),
+                "tokens_recomputed": self.ledger.tokens_recomputed,
+                "lost_s": sum(entry.lost_s for entry in self.ledger.entries),
+                "gained_s": sum(entry.gained_s for entry in self.ledger.entries),
+                "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
+            },
+            "advice": vars(self.advice),
+        }
+
+
+def _slow_request(life: RequestLife) -> SlowRequest:
+    spent: dict[str, float] = {}
+    for stretch in life.stretches:
+        cause = f"waiting for {LIMIT_WORDS.get(stretch.limit, stretch.limit)}" if stretch.limit else stretch.phase
+        spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
+    cause = max(spent, key=spent.__getitem__)
+    e2e_s = life.row["e2e_s"]
+    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, spent[cause] / e2e_s if e2e_s else 0.0)
+
+
+def _nothing_to_change(lost: dict[str, float], total: float) -> str:
+    if not total:
+        return "No request was completed: there is nothing to advise from."
+    return (
+        f"Requests waited for limits during {sum(lost.values()) / total:.1%} of their time: no setting holds them "
+        "back. What remains is the time of the device."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
