@@ -6,17 +6,19 @@ changes nothing.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ifbbench.analysis.bounds import Bounds, LowerBound
 from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF, RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
+from ifbbench.errors import InputError
 
 LIMITS = ("batch_size", "num_tokens", "kv_blocks")
 NO_LIMIT = "none"
@@ -100,6 +102,24 @@ class Findings:
     def ledger(self) -> PauseLedger:
         return pause_ledger(self.run)
 
+    @cached_property
+    def bounds(self) -> Bounds | str:
+        """The lower bounds of the run and its requests, or why they are unknown."""
+        try:
+            return Bounds(self.run)
+        except InputError as error:
+            return str(error)
+
+    @property
+    def lower_bound(self) -> LowerBound | str:
+        """Of the duration of the run, or why it is unknown."""
+        return self.bounds if isinstance(self.bounds, str) else self.bounds.of_run
+
+    def life(self, request_id: Id) -> RequestLife:
+        """What one request did and waited for, with the lower bound of its latency."""
+        least_s = None if isinstance(self.bounds, str) else self.bounds.request_s(request_id)
+        return replace(request_life(self.run, self.heads, request_id), least_s=least_s)
+
     def slowest(self, count: int) -> list[SlowRequest]:
         """The `count` requests of the longest end-to-end latency."""
         done = (row for row in self.run.row_of.values() if row.get("e2e_s") is not None)
@@ -156,7 +176,7 @@ class Findings:
 
     def as_dict(self, slowest: int) -> dict[str, Any]:
         """For JSON."""
-        waited = self.waiting_s
+        waited, bound = self.waiting_s, self.lower_bound
         total = sum(waited.values()) or 1.0
         return {
             "run": str(self.run.data.path),
@@ -175,6 +195,7 @@ class Findings:
                 "gained_s": sum(entry.gained_s for entry in self.ledger.entries),
                 "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
             },
+            "lower_bound": {"unknown": bound} if isinstance(bound, str) else bound.as_dict(),
             "advice": vars(self.advice),
         }
 

@@ -62,11 +62,21 @@ class Iterations:
 
     def start_of(self, iteration: int) -> float:
         """When an iteration began (s); interpolated for one that was not recorded."""
-        return float(np.interp(iteration, self.number, self.start_s))
+        return self._interpolated(iteration, self.start_s)
 
     def end_of(self, iteration: int) -> float:
         """When an iteration ended (s); interpolated for one that was not recorded."""
-        return float(np.interp(iteration, self.number, self.end_s))
+        return self._interpolated(iteration, self.end_s)
+
+    def _interpolated(self, iteration: int, times_s: Floats) -> float:
+        """As np.interp, which converts all of `number` each time."""
+        right = min(int(self.number.searchsorted(iteration)), len(self.number) - 1)
+        after = int(self.number[right])
+        if right == 0 or after <= iteration:
+            return float(times_s[right])
+        before = int(self.number[right - 1])
+        share = (iteration - before) / (after - before)
+        return float(times_s[right - 1] + share * (times_s[right] - times_s[right - 1]))
 
     def position(self, iteration: int) -> int:
         """The element of `iteration`, or of the last recorded one before it."""
@@ -123,9 +133,11 @@ class RecordedRun:
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
         yet."""
         run = cls(load_run(path))
-        iterations = find_lines(run.data.path, "iterations")
-        if next(read_rows(iterations, Decoder(IterationRow)), None) is None:
-            raise InputError(f"{run.data.path}: no iteration is recorded. Run again, or wait for the first one.")
+        iterations = read_rows(find_lines(run.data.path, "iterations"), Decoder(IterationRow))
+        if next(chain.from_iterable(iterations), None) is None:
+            failed = sum(row["outcome"] == "failed" for row in run.row_of.values())
+            why = f"{failed} requests failed; `ifbbench report {path}` says why" if failed else "no request ran yet"
+            raise InputError(f"{run.data.path}: no iteration is recorded ({why}). Expected a run with an iteration.")
         return run
 
     @property
@@ -176,6 +188,10 @@ class RecordedRun:
         """The line of `requests.jsonl` of each request that ended."""
         lines = read_lines(find_lines(self.data.path, "requests"), REQUEST_FIELDS)
         return {line["request_id"]: line for line in lines}
+
+    def arrival_s(self, request_id: Id) -> float:
+        """When a request arrived, on the clock of the run."""
+        return float(self.row_of.get(request_id, {}).get("arrival_s", self.trace[request_id].arrival_s))
 
     def known_id(self, text: str) -> Id:
         """The request id that a user wrote as `text`; InputError if the run has no such request."""

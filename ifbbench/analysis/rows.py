@@ -60,6 +60,7 @@ class Span(Struct):
     cause: Id | None = None
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
+    first_output: int = 0
 
     @property
     def waits_for(self) -> str | None:
@@ -76,6 +77,7 @@ class TraceRow(Struct, gc=False):
     output_len: int = 0
     prompt_len: int = 0
     priority: float = DEFAULT_PRIORITY
+    beam_width: int = 1
 
 
 Row = TypeVar("Row", IterationRow, Span, TraceRow)
