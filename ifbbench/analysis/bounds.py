@@ -13,11 +13,11 @@ have ended alone.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
+from ifbbench.analysis.device_costs import Device, MeasuredDevice, SimulatedDevice
 from ifbbench.analysis.recorded import Floats, RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.work import STATIC, RunWork, Windows, read_work
@@ -25,7 +25,7 @@ from ifbbench.api.engine import build_engine
 from ifbbench.api.resolve import parse_windows
 from ifbbench.config import from_mapping
 from ifbbench.errors import InputError
-from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, SimulatedExecutor
+from ifbbench.simulation.cost_model import SimulatedExecutor
 from ifbbench.simulation.step_work import StepWork, StepWorks
 
 NO_LIMIT = "none"
@@ -50,79 +50,6 @@ NOTABLE_SHARE = 0.01
 # How many of the latest arrivals and of the requests are tried as the ones that decide the earliest end.
 ARRIVALS_TRIED = 32
 REQUESTS_TRIED = 32
-
-
-class Device(Protocol):
-    """What iterations cost on the device of a run."""
-
-    def times_s(self, works: StepWorks) -> Floats:
-        """Seconds of each iteration of this work; 0 of those without work."""
-        ...
-
-    def least_s(self, work: StepWork, min_iterations: int) -> float:
-        """A lower bound of the time of `work` in at least so many iterations with outputs."""
-        ...
-
-
-class SimulatedDevice(NamedTuple):
-    """The cost model that a run was simulated with."""
-
-    cost_model: CostModel
-
-    def times_s(self, works: StepWorks) -> Floats:
-        return self.cost_model.times_ns(works) / NANOSECONDS
-
-    def least_s(self, work: StepWork, min_iterations: int) -> float:
-        if not work.num_tokens:
-            return 0.0
-        return self.cost_model.least_ns(work, max(min_iterations, 1)) / NANOSECONDS
-
-
-class MeasuredDevice(NamedTuple):
-    """A linear fit of measured iterations. seconds: of an iteration, and for each unit of the columns of `_columns`."""
-
-    seconds: Floats
-
-    @classmethod
-    def fitted(cls, works: StepWorks, measured_s: Floats) -> "MeasuredDevice":
-        """The least squares fit without negative coefficients."""
-        columns = np.stack(_columns(works), axis=1)
-        return cls(_nonnegative_least_squares(columns, measured_s))
-
-    def times_s(self, works: StepWorks) -> Floats:
-        columns: Floats = np.stack(_columns(works), axis=1)
-        times: Floats = np.dot(columns, self.seconds)
-        return times
-
-    def least_s(self, work: StepWork, min_iterations: int) -> float:
-        counts = (max(min_iterations, 1), work.context_tokens, work.attention_pairs, work.generation_tokens,
-                  work.generation_kv_tokens)  # fmt: skip
-        return float(np.dot(counts, self.seconds)) if work.num_tokens else 0.0
-
-
-def _columns(works: StepWorks) -> list[Floats]:
-    """What a fit of measured times depends on: 1 of an iteration with work, and the sums of its work."""
-    runs = works.context_tokens + works.generation_tokens > 0
-    return [column.astype(np.float64) for column in (
-        runs, works.context_tokens, works.attention_pairs, works.generation_tokens, works.generation_kv_tokens
-    )]  # fmt: skip
-
-
-def _nonnegative_least_squares(columns: Floats, values: Floats) -> Floats:
-    """min ‖columns x − values‖ with x ≥ 0: the best of the solutions on all subsets of the few columns."""
-    scale = np.maximum(columns.max(axis=0), 1e-300)
-    scaled = columns / scale
-    squares, products = scaled.T @ scaled, scaled.T @ values
-    best, best_error = np.zeros(columns.shape[1]), 0.0
-    for count in range(1, columns.shape[1] + 1):
-        for chosen in combinations(range(columns.shape[1]), count):
-            picked = list(chosen)
-            solution = np.linalg.lstsq(squares[np.ix_(picked, picked)], products[picked], rcond=None)[0]
-            error = float(solution @ squares[np.ix_(picked, picked)] @ solution - 2 * products[picked] @ solution)
-            if (solution >= 0).all() and error < best_error:
-                best, best_error = np.zeros(columns.shape[1]), error
-                best[picked] = solution
-    return best / scale
 
 
 @dataclass(frozen=True)
@@ -155,8 +82,8 @@ class LowerBound:
         text = f"The run took {self.duration_s:,.3f} s. {of_what}"
         share = self.gain_s / self.duration_s if self.duration_s else 0.0
         if share < NOTABLE_SHARE:
-            faster = "a faster device" if self.decided_by == "work" else "earlier arrivals"
-            return f"{text}: a better schedule gains less than {NOTABLE_SHARE:.0%}, only {faster} shortens the run."
+            other = "less work or a faster device" if self.decided_by == "work" else "earlier arrivals"
+            return f"{text}: a better schedule gains less than {NOTABLE_SHARE:.0%}; only {other} would shorten the run."
         text += f": a better schedule gains at most {self.gain_s:,.3f} s ({share:.0%})."
         parts = {name: spent for name, spent in self.parts_s.items() if name not in GIVEN}
         largest = max(parts, key=parts.__getitem__)
@@ -184,9 +111,10 @@ class Bounds:
 
     def predicted_s(self, works: StepWorks) -> Floats:
         """Seconds of the device in each iteration of this work, divided among pipeline stages."""
-        parts = np.minimum(np.maximum(self.work.num_requests, 1), self._stages)
-        times: Floats = self._device.times_s(StepWorks(*(-(-column // parts) for column in works)))
-        return times
+        if self._stages > 1:
+            parts = np.minimum(np.maximum(self.work.num_requests, 1), self._stages)
+            works = StepWorks(*(-(-column // parts) for column in works))
+        return self._device.times_s(works)
 
     def request_s(self, request_id: Id) -> float | None:
         """A lower bound of the latency of a request: its time alone on the device. None if it did not complete."""

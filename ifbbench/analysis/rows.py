@@ -49,7 +49,7 @@ class IterationRow(Struct, gc=False):
     used_blocks: int | None = field(name="Used KV cache blocks", default=None)
 
 
-class Span(Struct):
+class Span(Struct, gc=False):
     """A line of `spans.jsonl`: from iteration `first` to `last` the request did one thing; see SpanLine."""
 
     request_id: Id
@@ -91,14 +91,15 @@ def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
     rest, line_number = b"", 1
     try:
         for piece in _large_pieces(path):
-            rest += piece
-            end = rest.rfind(b"\n") + 1
-            lines, rest = rest[:end], rest[end:]
+            piece = rest + piece
+            end = piece.rfind(b"\n") + 1
+            rest = piece[end:]
             try:
-                yield decoder.decode_lines(lines)
+                rows = decoder.decode_lines(memoryview(piece)[:end])
             except (ValidationError, NotJson):
-                raise _bad_line(path, lines, line_number, decoder) from None
-            line_number += lines.count(b"\n")
+                raise _bad_line(path, piece[:end], line_number, decoder) from None
+            yield rows
+            line_number += len(rows)
     except EOFError:
         pass  # cut off behind the last whole line
     except DamagedFile as error:

@@ -5,6 +5,7 @@ Work is useful if a run without pauses and padding does it too: the prompt once,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,7 +189,7 @@ def read_work(run: RecordedRun, windows: Windows) -> RunWork:
 
 
 def _columns(rows: Sequence[Any], count: int) -> list[Integers]:
-    table = np.array(rows, np.int64).reshape(len(rows), count)
+    table = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * count).reshape(len(rows), count)
     return [table[:, place] for place in range(count)]
 
 
@@ -238,7 +239,7 @@ def mean_context(start: Integers, length: Integers, windows: Windows) -> tuple[F
         growing = np.clip(limit - start, 0, length)
         pairs += share * (growing * start + growing * (growing + 1) // 2 + (length - growing) * limit)
         keys += share * np.where(length > 0, np.minimum(start, limit - 1) + length, 0)
-    return np.rint(pairs), np.rint(keys)
+    return pairs, keys
 
 
 def _keys_read(
@@ -266,8 +267,8 @@ def _needed(run: RecordedRun, requests: list[_Needed], windows: Windows) -> tupl
         growing = np.clip(limit - end, 0, steps)  # steps that read fewer keys than the window
         read += share * (growing * end + growing * (growing + 1) // 2 + (steps - growing) * limit)
     needed = StepWorks(
-        end - start, (end > start).astype(np.int64), pairs.astype(np.int64), keys.astype(np.int64), steps * beams,
-        np.rint(read).astype(np.int64) * beams, steps * beams + is_complete,
+        end - start, (end > start).astype(np.int64), np.rint(pairs).astype(np.int64), np.rint(keys).astype(np.int64),
+        steps * beams, np.rint(read).astype(np.int64) * beams, steps * beams + is_complete,
     )  # fmt: skip
     outputs = np.where(is_complete, steps + 1, 0)
     return needed, outputs, _held_blocks(run, end, outputs, windows)
