@@ -121,8 +121,8 @@ class SlowReplay:
             decision.left_out = heads[0]
         ran = {entry.request_id for entry in (*context, *generating)}
         for member in [*self.active, *queued]:
-            if member.request_id in ran or member.is_paused or (member.made and self.is_static):
-                continue
+            if member.request_id in ran or member.is_paused or not member.entry.in_context:
+                continue  # a generation request that does not run is skipped; it does not wait
             decision.waiting[member.request_id] = self._wait(member, heads, order)
             decision.waiting_or[member.request_id] = self._wait(member, more_heads, order)
         self._apply(decision, members, context, generating)
