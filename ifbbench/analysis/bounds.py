@@ -103,6 +103,8 @@ class Bounds:
         self._run = run
         if run.config.get("device") == "null":
             raise InputError("device null computes nothing, so that no time is the least")
+        if not run.spans:
+            raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)
         self.work: RunWork = read_work(run, self._windows)
         self._timeline = _Timeline(run, len(self.work.num_requests))
@@ -120,6 +122,8 @@ class Bounds:
         """A lower bound of the latency of a request: its time alone on the device. None if it did not complete."""
         e2e_s = self._run.row_of.get(request_id, {}).get("e2e_s")
         if e2e_s is None:
+            return None
+        if request_id not in self.work.ids:  # killed before its spans were written
             return None
         return min(self._request_s(self.work.ids.index(request_id)), float(e2e_s))
 

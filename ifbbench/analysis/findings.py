@@ -135,6 +135,7 @@ def _slow_request(life: RequestLife) -> SlowRequest:
     for stretch in life.stretches:
         cause = f"waiting for {LIMIT_WORDS.get(stretch.limit, stretch.limit)}" if stretch.limit else stretch.phase
         spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
-    cause = max(spent, key=spent.__getitem__)
+    # A run may be killed between writing the request and its spans.
+    cause, longest_s = max(spent.items(), key=lambda item: item[1], default=("not recorded", 0.0))
     e2e_s = life.row["e2e_s"]
-    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, spent[cause] / e2e_s if e2e_s else 0.0)
+    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, longest_s / e2e_s if e2e_s else 0.0)

@@ -100,6 +100,7 @@ class HeadsOfLine:
         for place, heads in enumerate(self._heads):
             first = self._starts[place]
             last = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else behind.last_iteration
+            last = min(last, behind.last_iteration)  # of a killed run, heads may be recorded further than others
             for position, head in enumerate(heads):
                 next_rank = heads[position + 1].rank if position + 1 < len(heads) else None
                 # All wait behind a single head; to choose among several takes a look at each request.
