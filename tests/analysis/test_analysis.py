@@ -88,6 +88,14 @@ def test_the_ledger_accounts_for_every_recomputed_token(run: RecordedRun) -> Non
         assert of_victims[request_id] == row["recomputed_tokens"]
 
 
+def test_the_ledger_accounts_for_the_tokens_that_policies_differ_by(tmp_path: Path, trace: Path) -> None:
+    one = simulate(tmp_path, "one", trace, policy="guaranteed_no_evict")
+    other = simulate(tmp_path, "other", trace, policy="max_utilization")
+    computed = [sum(span.tokens for spans in run.spans.values() for span in spans) for run in (one, other)]
+    assert pause_ledger(one).entries == []
+    assert computed[1] - computed[0] == pause_ledger(other).tokens_recomputed > 0
+
+
 def test_iterations_are_explained_as_recorded(run: RecordedRun) -> None:
     lines = [json.loads(line) for line in (run.data.path / "iterations.jsonl").read_text().splitlines()]
     for line in lines[:: max(len(lines) // 40, 1)]:
