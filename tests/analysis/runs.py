@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.config import RunConfig
@@ -29,7 +30,7 @@ def write_requests(path: Path, seed: int, count: int = COUNT, rate: float = 40.0
 
 
 def simulate(tmp_path: Path, name: str, trace: Path, **settings) -> RecordedRun:
-    values = {
+    values: dict[str, Any] = {
         "device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_tokens_in_paged_kvcache": POOL_TOKENS,
         "max_seq_len": 2048, "output": str(tmp_path / name), "enable_chunked_context": True, "max_num_tokens": 1024,
     } | settings  # fmt: skip
@@ -37,7 +38,7 @@ def simulate(tmp_path: Path, name: str, trace: Path, **settings) -> RecordedRun:
     return RecordedRun.load(tmp_path / name)
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "guaranteed_no_evict": {"policy": "guaranteed_no_evict"},
     "max_utilization": {"policy": "max_utilization"},
     "unchunked": {"policy": "guaranteed_no_evict", "enable_chunked_context": False},

@@ -156,7 +156,7 @@ class SlowReplay:
         if left is not None and left.request_id in out:
             heads.append((left.request_id, next(pause[2] for pause in decision.paused if pause[0] == left.request_id)))
             behind = next((entry for entry in entries if entry.request_id not in fits | out), None)
-            decision.behind_paused = behind and (behind.request_id, full)
+            decision.behind_paused = None if behind is None else (behind.request_id, full)
         elif left is not None:
             static = config["policy"] == "static_batch" and any(not entry.in_context for entry in fitting.requests)
             heads.append((left.request_id, "static_batch" if static and left.in_context else full))

@@ -1,7 +1,7 @@
 """Analyses of recorded runs: they agree with the files of the run, and with each other."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ def test_the_life_of_each_request_adds_up_to_its_time(run: RecordedRun) -> None:
         for one, following in zip(life.stretches, life.stretches[1:], strict=False):
             assert one.end_s == following.start_s
         assert sum(life.attribution_s.values()) == pytest.approx(row["e2e_s"], abs=1e-9)
-        by_phase: Counter[str] = Counter()
+        by_phase: dict[str, float] = defaultdict(float)
         for stretch in life.stretches:
             by_phase[stretch.phase] += stretch.duration_s
         for phase in ("context", "generation", "paused", "recompute", "skipped"):
@@ -52,7 +52,7 @@ def test_waiting_is_charged_once(run: RecordedRun) -> None:
         for spans in run.spans.values() for span in spans if span.waits_for is not None
     )  # fmt: skip
     assert sum(findings.waiting_s.values()) == pytest.approx(waited, rel=1e-9)
-    exact: Counter[str] = Counter()
+    exact: dict[str, float] = defaultdict(float)
     for spans in run.spans.values():
         for span in spans:
             if span.waits_for is None:

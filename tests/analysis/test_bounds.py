@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.analysis.runs import POOL_TOKENS, SETTINGS, simulate, write_requests
 from tests.simulation.batches import cost_model
 
 # Besides SETTINGS, what changes the work of an iteration or the time of its device.
-OTHER_SETTINGS = {
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"max_attention_window": "200"},
     "windows": {"max_attention_window": "128,1024", "max_tokens_in_paged_kvcache": 20_000},
     "two stages": {"tp_size": 2, "pp_size": 2},

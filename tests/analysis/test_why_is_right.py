@@ -93,7 +93,7 @@ def test_pauses(run: tuple[RecordedRun, list[Decision]]) -> None:
         assert found == expected
     else:  # requests of higher priority made room by the batch size; the limit of only one pause is recorded
         assert [(*one[:3], one[4]) for one in found] == [(*one[:3], one[4]) for one in expected]
-    again: dict[int, int] = {}
+    again: dict[int | str, int] = {}
     for decision in decisions:
         for request_id, tokens in decision.again.items():
             again[request_id] = again.get(request_id, 0) + tokens
