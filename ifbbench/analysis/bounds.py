@@ -158,7 +158,7 @@ class Bounds:
         padding_s = np.clip((computed_s - unpadded_s) * factor, 0.0, measured_s)
         again_s = np.clip((unpadded_s - useful_s) * factor, 0.0, measured_s - padding_s)
         left_s = measured_s - padding_s - again_s
-        # A fit, and the interpolated times of thinned statistics, may be below what was measured in all.
+        # By a fit, or by interpolated times of thinned statistics, the bound may be above what was measured in all.
         least_s = min(device_s, float(left_s.sum()))
         excess_s = np.maximum(left_s - self._shares_of(least_s), 0.0)
         small_s = float(left_s.sum()) - least_s

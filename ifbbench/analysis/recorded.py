@@ -173,8 +173,11 @@ class RecordedRun:
 
     @cached_property
     def trace(self) -> "dict[Id, TraceRow]":
-        """The requests as replayed, in order of arrival."""
-        rows = read_rows(find_lines(self.data.path, "trace"), Decoder(TraceRow))
+        """The requests as replayed, in order of arrival. InputError if the file is missing."""
+        path = find_lines(self.data.path, "trace")
+        if not path.exists():
+            raise InputError(f"{path}: missing; expected the requests as replayed. Restore the file, or run again.")
+        rows = read_rows(path, Decoder(TraceRow))
         return {row.request_id: row for row in chain.from_iterable(rows)}
 
     @cached_property

@@ -158,7 +158,7 @@ def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
         return
     from ifbbench.analysis.bounds import PART_NAMES
 
-    table = plain_table("Where the time went", numbers=["s", "share"])
+    table = plain_table("Where the time went, against the least possible", numbers=["s", "share"])
     table.add_column("")
     for name, spent in bound.parts_s.items():
         share = spent / bound.duration_s if bound.duration_s else 0.0

@@ -223,3 +223,14 @@ def test_unknown_requests_and_iterations(normal: Path) -> None:
     assert "request 7 is not in" in error_of("why", normal, "--request", "7")
     assert "iteration 1000000 is not recorded" in error_of("why", normal, "--iteration", "1000000")
     assert "exclude each other" in error_of("why", normal, "--request", "1000", "--iteration", "1")
+
+
+@pytest.mark.parametrize("name", ["trace", "spans", "requests", "iterations"])
+def test_a_file_that_is_missing(name: str, normal: Path, tmp_path: Path) -> None:
+    """Without its spans or requests a run is as if killed early; without the others there is nothing to explain."""
+    shutil.copytree(normal, tmp_path / "run")
+    (tmp_path / "run" / f"{name}.jsonl").unlink()
+    if name in ("spans", "requests"):
+        assert run("why", tmp_path / "run")
+    else:
+        assert ("trace.jsonl" if name == "trace" else "no iteration") in error_of("why", tmp_path / "run")
