@@ -23,6 +23,8 @@ COMMANDS = {
     "bench": ("bench", "Run with trtllm-bench's options and report."),
     "sweep": ("run", "Run once for each combination of settings."),
     "report": ("report", "Print the report of a run again."),
+    "why": ("why", "Explain what bound a run, what a request waited for, what to change."),
+    "compare": ("compare", "Compare runs: figures, decisions, requests."),
     "plot": ("report", "Draw the charts of runs and sweeps."),
     "export": ("report", "Write the tables of a run as CSV or Parquet."),
     "schema": ("report", "Print the JSON schema of the files of a run."),

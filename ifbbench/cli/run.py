@@ -1,7 +1,7 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from ifbbench.cli.options import given_config
 from ifbbench.cli.report import json_option, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
 
 if TYPE_CHECKING:
+    from ifbbench.planning.sweep import SweepResult
     from ifbbench.replay.run import RunResult
 
 SWEEP_HELP = {
@@ -70,15 +72,30 @@ def sweep(
 
     Every value is checked before the first run starts. sweep.csv of the sweep directory gets a row as each point ends.
     """
-    from ifbbench.planning.sweep import parse_axes, run_sweep
-
-    axes = parse_axes(over)
     config = given_config(config_file, options)
-    result = run_sweep(trace, config, axes, _run_point, _point_reporter(config.quiet))
+    result = _sweep(trace, config, over, config.quiet)
     _report_sweep(result.directory, config.quiet, as_json)
     if result.failed:
         click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
         context.exit(1)
+
+
+def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:
+    """Run a sweep; returns the run directories in its order. InputError if a point failed."""
+    from ifbbench.planning.sweep import read_sweep
+
+    result = _sweep(trace, config, over, quiet)
+    table = read_sweep(result.directory)
+    for row in table.rows:
+        if row["error"]:
+            raise InputError(f"{row['output']}: {row['error']}")
+    return [Path(str(row["output"])) for row in table.rows]
+
+
+def _sweep(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> "SweepResult":
+    from ifbbench.planning.sweep import parse_axes, run_sweep
+
+    return run_sweep(trace, config, parse_axes(over), _run_point, _point_reporter(quiet))
 
 
 def _repeat(context: click.Context, trace: str | None, config: RunConfig, count: int, as_json: bool) -> None:

@@ -1,0 +1,1 @@
+"""Analysis: answers about recorded runs, read from their directories alone."""

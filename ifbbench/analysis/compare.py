@@ -1,0 +1,223 @@
+"""Two runs side by side: their figures, the first different decision, and the requests that gained and lost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ifbbench.analysis.explain import LIMIT_WORDS
+from ifbbench.analysis.figures import Figure, compared_figures
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.rows import AnyIterationRow, Id, Span
+from ifbbench.analysis.waiting import HeadsOfLine
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first iteration in which the runs decided differently.
+
+    a, b: what each run did in it that the other did not, in words. a_start_s, b_start_s: when it began.
+    states: of a and of b: what the run had in use, and which request it left out first.
+    """
+
+    iteration: int
+    a_start_s: float | None
+    b_start_s: float | None
+    a: list[str]
+    b: list[str]
+    states: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Change:
+    """How much longer a request took in run b. cause: of the run in which it took longer, why, by the part of its time
+    that differs most."""
+
+    request_id: Id
+    e2e_a_s: float
+    e2e_b_s: float
+    cause: str
+
+    @property
+    def difference_s(self) -> float:
+        return self.e2e_b_s - self.e2e_a_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {"difference_s": self.difference_s}
+
+
+class Comparison:
+    """Run `b` compared with run `a`."""
+
+    def __init__(self, a: RecordedRun, b: RecordedRun) -> None:
+        self.a, self.b = a, b
+
+    @property
+    def same_trace(self) -> bool:
+        """Whether both replayed the same requests, so that they can be compared one by one."""
+        traces = [run.data.run.get("trace") or {} for run in (self.a, self.b)]
+        if traces[0].get("sha256") and traces[0].get("sha256") == traces[1].get("sha256"):
+            return self.a.trace.keys() == self.b.trace.keys()
+        return {one: row.prompt_len for one, row in self.a.trace.items()} == {
+            one: row.prompt_len for one, row in self.b.trace.items()
+        }
+
+    @property
+    def same_schedule(self) -> bool:
+        """Whether every iteration decided the same, times aside."""
+        digests = [run.data.run.get("schedule_digest") for run in (self.a, self.b)]
+        if all(digests):
+            return digests[0] == digests[1]
+        return self.first_divergence is None
+
+    @property
+    def identical(self) -> bool:
+        """Whether decisions and times of all requests are the same."""
+        return self.same_schedule and self.a.row_of == self.b.row_of
+
+    @cached_property
+    def figures(self) -> dict[str, Figure]:
+        """Each number of `summary.json` that both runs have, by its dotted name."""
+        return compared_figures(self.a, self.b, self.same_trace)
+
+    @cached_property
+    def first_divergence(self) -> Divergence | None:
+        """None if all decisions are the same."""
+        decisions = [set(_decisions(run)) for run in (self.a, self.b)]
+        only = [sorted(decisions[0] - decisions[1]), sorted(decisions[1] - decisions[0])]
+        if not only[0] and not only[1]:
+            return None
+        iteration = min(side[0][0] for side in only if side)
+        texts = [[_in_words(one) for one in side if one[0] == iteration] for side in only]
+        rows = [run.row_at(iteration) for run in (self.a, self.b)]
+        starts = [None if row is None else row.details.start_s for row in rows]
+        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], [_state(row) for row in rows])
+
+    def changes(self, count: int) -> tuple[list[Change], list[Change]]:
+        """The `count` requests that gained most in run b, and those that lost most; none if the traces differ."""
+        if not self.same_trace:
+            return [], []
+        rows = [
+            (self.b.row_of[one]["e2e_s"] - row["e2e_s"], one) for one, row in self.a.row_of.items()
+            if row.get("e2e_s") is not None and self.b.row_of.get(one, {}).get("e2e_s") is not None
+        ]  # fmt: skip
+        rows.sort(key=lambda item: item[0])
+        gained = [one for difference, one in rows[:count] if difference < 0]
+        lost = [one for difference, one in rows[::-1][:count] if difference > 0]
+        heads = HeadsOfLine(self.a, from_spans=True), HeadsOfLine(self.b, from_spans=True)
+        return [self._change(one, heads) for one in gained], [self._change(one, heads) for one in lost]
+
+    def _change(self, request_id: Id, heads: tuple[HeadsOfLine, HeadsOfLine]) -> Change:
+        rows = self.a.row_of[request_id], self.b.row_of[request_id]
+        parts = [row.get("attribution_s") or {} for row in rows]
+        names = {**parts[0], **parts[1]}
+        differences = {name: parts[1].get(name, 0.0) - parts[0].get(name, 0.0) for name in names}
+        e2e = rows[0]["e2e_s"], rows[1]["e2e_s"]
+        sign = 1 if e2e[1] > e2e[0] else -1
+        name = max(differences, key=lambda one: sign * differences[one], default="")
+        longer = 1 if sign > 0 else 0  # the run in which the request took longer says why
+        run, seconds = (self.a, self.b)[longer], abs(differences.get(name, 0.0))
+        cause = f"took {seconds:.3f} s longer for {name.replace('_', ' ')}"
+        if name.startswith("waiting"):
+            cause = f"waited {seconds:.3f} s longer{_behind(run, heads[longer], request_id)}"
+        elif name == "paused":
+            for_whom = next((span.cause for span in run.spans.get(request_id, ()) if span.phase == "paused"), None)
+            cause = f"was paused {seconds:.3f} s longer, to make room for {for_whom}"
+        return Change(request_id, e2e[0], e2e[1], cause)
+
+    def as_dict(self, count: int) -> dict[str, Any]:
+        """For JSON."""
+        gained, lost = self.changes(count)
+        divergence = self.first_divergence
+        return {
+            "a": str(self.a.data.path),
+            "b": str(self.b.data.path),
+            "identical": self.identical,
+            "same_schedule": self.same_schedule,
+            "same_trace": self.same_trace,
+            "settings": self.different_settings,
+            "first_divergence": None if divergence is None else divergence.as_dict(),
+            "figures": {name: figure.as_dict() for name, figure in self.figures.items()},
+            "gained": [change.as_dict() for change in gained],
+            "lost": [change.as_dict() for change in lost],
+        }
+
+    @property
+    def different_settings(self) -> dict[str, list[Any]]:
+        """Settings in which the runs differ, with both values; not where their results go."""
+        a, b = self.a.config, self.b.config
+        names = [name for name in a | b if name not in ("output", "overwrite", "quiet")]
+        return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
+
+
+# Decisions: (iteration, text of the request id, what begins, amount), comparable between runs.
+
+Decision = tuple[int, str, str, str]
+
+
+def _decisions(run: RecordedRun) -> Iterator[Decision]:
+    """What each iteration decided, as far as it changes something. Waiting is the absence of a decision."""
+    for request_id, spans in run.spans.items():
+        name = str(request_id)
+        for span in spans:
+            if span.phase in ("context", "recompute"):
+                for place, tokens in enumerate(span.chunks):
+                    yield span.first + place, name, span.phase, str(tokens)
+            elif span.phase == "generation":
+                yield span.first, name, "generation", ""
+                yield span.last + 1, name, "stops", ""
+            elif span.phase in ("paused", "skipped"):
+                yield span.first, name, span.phase, str(span.cause or "")
+
+
+def _in_words(decision: Decision) -> str:
+    _, request_id, kind, amount = decision
+    return {
+        "context": f"request {request_id} runs {amount} tokens of its prompt",
+        "recompute": f"request {request_id} computes {amount} tokens again",
+        "generation": f"request {request_id} generates",
+        "stops": f"request {request_id} stops generating",
+        "paused": f"request {request_id} is paused to make room for {amount}",
+        "skipped": f"request {request_id} is skipped",
+    }[kind]
+
+
+def _state(row: AnyIterationRow | None) -> str:
+    """What an iteration had and left out, in words."""
+    if row is None:
+        return "no such iteration"
+    details, left_out = row.details, row.details.first_left_out
+    blocks = "" if row.used_blocks is None else f", {row.used_blocks:,} KV blocks in use"
+    reason = "no request was left out"
+    if left_out is not None:
+        reason = f"request {left_out.request_id} was left out first, for {_words(left_out.reason)}"
+    return f"{row.active:,} active requests, {details.budget_used:,} tokens{blocks}; {reason}"
+
+
+def _words(limit: str | None) -> str:
+    return LIMIT_WORDS.get(limit or "", limit or "")
+
+
+def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:
+    """The request behind which this one waited for the most iterations, and what that one waited for."""
+    held = [part for span in _waits(run, request_id) for part in heads.holding(span)]
+    if not held:
+        return ""
+    longest = max(held, key=lambda part: part.last - part.first)
+    words = _words(longest.limit)
+    if longest.behind is None:
+        return f": for {words}" if longest.limit else ""
+    blocks = ""
+    size = run.config.get("tokens_per_block")
+    row = run.row_of.get(longest.behind)
+    if longest.limit == "kv_blocks" and size and row:
+        tokens = row["prompt_len"] + (0 if run.config.get("policy") == "max_utilization" else row["max_new_tokens"])
+        blocks = f" ({-(-tokens // int(size)):,} for itself)"
+    return f": behind {longest.behind}, which waited for {words}{blocks}"
+
+
+def _waits(run: RecordedRun, request_id: Id) -> Iterator[Span]:
+    return (span for span in run.spans.get(request_id, ()) if span.waits_for is not None)

@@ -1,0 +1,259 @@
+"""What one request did and waited for from its arrival to its end, and what one iteration decided and why."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
+from ifbbench.analysis.rows import Id, Span
+from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.errors import InputError
+
+BEFORE_ITERATION = "waiting_iteration"
+SETTING_OF = {
+    "batch_size": "max_batch_size", "num_tokens": "max_num_tokens", "kv_blocks": "max_tokens_in_paged_kvcache",
+}  # fmt: skip
+LIMIT_WORDS = {
+    "batch_size": "a batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks",
+    "reuse_delay": "another request's prefix", "lora_pages": "LoRA pages", "static_batch": "the static batch to end",
+    "beam_width": "a batch of its beam width", "in_flight": "its iteration in flight",
+    "concurrency": "a place under --concurrency",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From `start_s` to `end_s` the request did one thing, in iterations `first` to `last`.
+
+    phase: as in a span. limit, behind: what held a waiting request, see Held. paused_for: the request that it made room
+    for. chunks: context tokens of each iteration. tokens: all that it computed.
+    """
+
+    phase: str
+    start_s: float
+    end_s: float
+    first: int
+    last: int
+    limit: str | None = None
+    behind: Id | None = None
+    paused_for: Id | None = None
+    chunks: tuple[int, ...] = ()
+    tokens: int = 0
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; without the fields that do not apply."""
+        facts = {name: value for name, value in vars(self).items() if value not in (None, ())}
+        return facts | {"duration_s": self.duration_s, "reason": self.reason}
+
+    @property
+    def reason(self) -> str:
+        """The stretch in words."""
+        steps = self.last - self.first + 1
+        iterations = f"{steps:,} iteration{'s' if steps > 1 else ''}"
+        if self.phase == "arrival":
+            return "waits for the next iteration to begin"
+        if self.phase == "waiting":
+            what = LIMIT_WORDS.get(self.limit or "", self.limit or "a decision that is not recorded")
+            return f"waits for {what}" if self.behind is None else f"waits behind {self.behind}, which waits for {what}"
+        if self.phase == "paused":
+            return f"is paused to make room for {self.paused_for}"
+        if self.phase == "skipped":
+            return "keeps its blocks and is skipped"
+        if self.phase == "generation":
+            return f"generates {self.tokens:,} token{'s' if self.tokens > 1 else ''}"
+        verb = "computes its prompt" if self.phase == "context" else "computes again what the pause dropped"
+        chunks = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
+        return f"{verb}: {self.tokens:,} tokens{chunks} in {iterations}"
+
+
+@dataclass(frozen=True)
+class RequestLife:
+    """A request from its arrival to its end. row: its line of `requests.jsonl`, empty if it had not ended.
+
+    attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency. least_s: a lower bound
+    of that latency, its time alone on the device; None if unknown.
+    """
+
+    request_id: Id
+    arrival_s: float
+    row: dict[str, Any]
+    stretches: list[Stretch]
+    attribution_s: dict[str, float]
+    least_s: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {name: self.row.get(name) for name in ("outcome", "error", "prompt_len", "output_len", "queue_time_s",
+                                                       "ttft_s", "tpot_s", "e2e_s", "pauses", "recomputed_tokens",
+                                                       "reused_tokens")}  # fmt: skip
+        return {"request_id": self.request_id, "arrival_s": self.arrival_s} | facts | {
+            "summary": " ".join(self.sentences()),
+            "life": [stretch.as_dict() for stretch in self.stretches],
+            "attribution_s": self.attribution_s,
+            "lower_bound_s": self.least_s,
+        }
+
+    def sentences(self) -> list[str]:
+        """The facts that matter, in words."""
+        if self.row.get("error"):
+            return [f"Request {self.request_id} failed: {self.row['error']}"]
+        if not self.row:
+            return [f"Request {self.request_id} had not ended when the recording did."]
+        e2e_s = self.row.get("e2e_s")
+        if not e2e_s:
+            return [f"Request {self.request_id}: {self.row['outcome']}."]
+        waited = {name: spent for name, spent in self.attribution_s.items() if name.startswith(("waiting", "paused"))}
+        largest = max(waited, key=waited.__getitem__, default=None)
+        text = (
+            f"Request {self.request_id} arrived at {self.arrival_s:.3f} s, had its first token after "
+            f"{self.row['ttft_s']:.3f} s and its last after {e2e_s:.3f} s."
+        )
+        if self.least_s is not None:
+            text += f" Alone on the device it takes at least {self.least_s:.3f} s."
+        if largest is None or waited[largest] < 0.01 * e2e_s:
+            return [text, "Nothing held it back for more than 1 % of that time."]
+        sentences = [text, f"It waited or was paused for {sum(waited.values()) / e2e_s:.0%} of that time."]
+        idle = [one for one in self.stretches if one.phase in ("waiting", "paused")]
+        if idle:
+            longest = max(idle, key=lambda one: one.duration_s)
+            span = f"{longest.duration_s:.3f} s from {longest.start_s:.3f} s"
+            sentences.append(f"The longest stretch, {span}: it {longest.reason}.")
+        if pauses := self.row.get("pauses"):
+            sentences.append(
+                f"It was paused {pauses} time{'s' if pauses > 1 else ''} and computed "
+                f"{self.row['recomputed_tokens']:,} tokens again."
+            )
+        return sentences
+
+
+def request_life(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> RequestLife:
+    """The stretches of one request: as its spans, with waiting behind others divided by who held the line."""
+    row = run.row_of.get(request_id, {})
+    spans, iterations = run.spans.get(request_id, []), run.iterations
+    arrival_s = run.arrival_s(request_id)
+    # A span lasts until the next one begins, and the last one until the end.
+    ends = [max(iterations.start_of(span.first), arrival_s) for span in spans[1:]]
+    last_s = row.get("end_s")
+    if spans:
+        ends.append(float(last_s) if last_s is not None else iterations.end_of(spans[-1].last))
+    stretches: list[Stretch] = []
+    begin = arrival_s
+    if spans and (first_s := max(iterations.start_of(spans[0].first), arrival_s)) > arrival_s:
+        stretches.append(Stretch("arrival", arrival_s, first_s, spans[0].first, spans[0].first))
+        begin = first_s
+    for span, end_s in zip(spans, ends, strict=True):
+        stretches += _stretches(run, heads, span, begin, end_s)
+        begin = end_s
+    return RequestLife(request_id, arrival_s, row, stretches, dict(row.get("attribution_s") or {}))
+
+
+def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float, end_s: float) -> list[Stretch]:
+    if span.waits_for is None:
+        paused_for = span.cause if span.phase == "paused" else None
+        return [
+            Stretch(span.phase, start_s, end_s, span.first, span.last, paused_for=paused_for,
+                    chunks=tuple(span.chunks), tokens=span.tokens)
+        ]  # fmt: skip
+    held = list(heads.holding(span))
+    bounds = [start_s, *(max(run.iterations.start_of(part.first), start_s) for part in held[1:]), end_s]
+    return [
+        Stretch("waiting", bounds[place], bounds[place + 1], part.first, part.last, part.limit, part.behind)
+        for place, part in enumerate(held)
+    ]
+
+
+@dataclass(frozen=True)
+class IterationFacts:
+    """What one iteration ran and decided.
+
+    used, available: of each limit: requests, tokens, KV blocks. contexts: (request, tokens) of each chunk. generating:
+    ids of the requests that generated a token. bound_by: the limit that left out the first request.
+    left_out: that request and the limit. missing: how much more of the limit it needed; None where the recording does
+    not say.
+    """
+
+    number: int
+    start_s: float
+    duration_s: float
+    bound_by: str
+    left_out: tuple[Id, str] | None
+    missing: float | None
+    waiting: int
+    used: dict[str, int]
+    available: dict[str, int]
+    contexts: list[tuple[Id, int]]
+    recomputes: list[tuple[Id, int]]
+    generating: list[Id]
+    paused: list[tuple[Id, Id]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
+    """The facts of the iteration of this number; InputError if it was not recorded."""
+    iterations = run.iterations
+    place = iterations.position(number)
+    if iterations.number[place] != number:
+        why = "statistics were thinned" if run.data.recorded_every > 1 else "the run had no such iteration"
+        last = int(iterations.number[-1])
+        raise InputError(f"iteration {number} is not recorded ({why}); expected one from 0 to {last}.")
+    chunks: dict[str, list[tuple[Id, int]]] = {"context": [], "recompute": []}
+    generating: list[Id] = []
+    for request_id, spans in run.spans.items():
+        for span in spans:
+            if span.first <= number <= span.last:
+                if span.phase == "generation":
+                    generating.append(request_id)
+                elif span.phase in chunks:
+                    chunks[span.phase].append((request_id, span.chunks[number - span.first]))
+    code = int(iterations.left_out[place])
+    left_out = None if code == NO_REQUEST else iterations.left_out_pairs[code]
+    contexts, recomputes = chunks["context"], chunks["recompute"]
+    scheduled = len(contexts) + len(recomputes) + len(generating)
+    used = {"batch_size": scheduled, "num_tokens": int(iterations.budget_used[place])}
+    available = {name: int(run.config[SETTING_OF[name]]) for name in used if run.config.get(SETTING_OF[name])}
+    blocks = run.data.run.get("num_kv_blocks")
+    if blocks and iterations.used_blocks[place] == iterations.used_blocks[place]:
+        used["kv_blocks"], available["kv_blocks"] = int(iterations.used_blocks[place]), int(blocks)
+    return IterationFacts(
+        number, float(iterations.start_s[place]), float(iterations.end_s[place] - iterations.start_s[place]),
+        iterations.limits[int(iterations.limit[place])], left_out,
+        None if left_out is None else _missing(run, number, left_out, used, available, dict(contexts + recomputes)),
+        int(iterations.waiting[place]), used, available, contexts, recomputes, generating,
+        [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number],
+    )  # fmt: skip
+
+
+def _missing(
+    run: RecordedRun, number: int, left_out: tuple[Id, str], used: dict[str, int], available: dict[str, int],
+    chunks: dict[Id, int],
+) -> float | None:  # fmt: skip
+    """How much of the limit the request that was left out lacked: tokens of its prompt beyond the rest of the budget,
+    blocks beyond the free ones, or a slot."""
+    request_id, limit = left_out
+    if limit == "batch_size":
+        return 1
+    row = run.trace.get(request_id)
+    if row is None:
+        return None
+    done = sum(
+        sum(span.chunks[: number - span.first]) for span in run.spans.get(request_id, ())
+        if span.phase == "context" and span.first <= number
+    )  # fmt: skip
+    prompt_len = int(run.row_of.get(request_id, {}).get("prompt_len", row.prompt_len))
+    if limit == "num_tokens" and "num_tokens" in available:
+        left = max(available["num_tokens"] - used["num_tokens"], 0)
+        return _if_positive(prompt_len - done - chunks.get(request_id, 0) - left)
+    if limit == "kv_blocks" and "kv_blocks" in available and run.config.get("policy") == "max_utilization":
+        size = int(run.config["tokens_per_block"])
+        return _if_positive(-(-(prompt_len - done) // size) - (available["kv_blocks"] - used["kv_blocks"]))
+    return None
+
+
+def _if_positive(missing: int) -> int | None:
+    """None where whole chunk units or a recomputation decided, so that the difference says nothing."""
+    return missing if missing > 0 else None

@@ -1,0 +1,141 @@
+"""What bound a run, by iterations, by time and by waiting; its slowest requests, its lower bound, and the advice."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ifbbench.analysis.advice import LIMITS, Advice, advise
+from ifbbench.analysis.bounds import Bounds, LowerBound
+from ifbbench.analysis.explain import LIMIT_WORDS, RequestLife, request_life
+from ifbbench.analysis.pauses import PauseLedger, pause_ledger
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.rows import Id
+from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
+from ifbbench.errors import InputError
+
+NO_LIMIT = "none"
+
+
+@dataclass(frozen=True)
+class SlowRequest:
+    """A slow request and what it spent most of its time on. share: that part of e2e_s."""
+
+    request_id: Id
+    e2e_s: float
+    ttft_s: float
+    cause: str
+    share: float
+
+
+class Findings:
+    """The answers about one run."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        self.run = run
+        self.heads = HeadsOfLine(run)
+
+    @cached_property
+    def by_iterations(self) -> dict[str, float]:
+        """Share of iterations that each limit bound."""
+        return self._shares(np.ones(len(self.run.iterations)))
+
+    @cached_property
+    def by_time(self) -> dict[str, float]:
+        """Share of the time of all iterations that each limit bound."""
+        return self._shares(self.run.iterations.end_s - self.run.iterations.start_s)
+
+    def _shares(self, weights: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
+        iterations = self.run.iterations
+        sums = np.bincount(iterations.limit, weights, len(iterations.limits))
+        total = float(sums.sum()) or 1.0
+        shares = dict.fromkeys((*LIMITS, NO_LIMIT), 0.0)
+        return shares | {name: float(spent) / total for name, spent in zip(iterations.limits, sums, strict=True)}
+
+    @cached_property
+    def waiting_s(self) -> dict[str, float]:
+        """Request-seconds of waiting by the limit that caused it; waiting behind the head of the line is charged to the
+        limit that held the head."""
+        waited: dict[str, float] = {}
+        for spans in self.run.spans.values():
+            for span in spans:
+                if is_own_wait(span, spans):
+                    seconds = self.run.iterations.start_of(span.last + 1) - self.run.iterations.start_of(span.first)
+                    waited[str(span.cause)] = waited.get(str(span.cause), 0.0) + seconds
+        for blocker in self.heads.blockers:
+            waited[blocker.limit] = waited.get(blocker.limit, 0.0) + blocker.waited_s
+        return dict(sorted(waited.items(), key=lambda item: -item[1]))
+
+    @property
+    def head_of_line_blocked_s(self) -> float:
+        """Request-seconds of waiting behind another request."""
+        return sum(blocker.waited_s for blocker in self.heads.blockers)
+
+    @cached_property
+    def ledger(self) -> PauseLedger:
+        return pause_ledger(self.run)
+
+    @cached_property
+    def bounds(self) -> Bounds | str:
+        """The lower bounds of the run and its requests, or why they are unknown."""
+        try:
+            return Bounds(self.run)
+        except InputError as error:
+            return str(error)
+
+    @property
+    def lower_bound(self) -> LowerBound | str:
+        """Of the duration of the run, or why it is unknown."""
+        return self.bounds if isinstance(self.bounds, str) else self.bounds.of_run
+
+    def life(self, request_id: Id) -> RequestLife:
+        """What one request did and waited for, with the lower bound of its latency."""
+        least_s = None if isinstance(self.bounds, str) else self.bounds.request_s(request_id)
+        return replace(request_life(self.run, self.heads, request_id), least_s=least_s)
+
+    def slowest(self, count: int) -> list[SlowRequest]:
+        """The `count` requests of the longest end-to-end latency."""
+        done = (row for row in self.run.row_of.values() if row.get("e2e_s") is not None)
+        slow = sorted(done, key=lambda row: (-row["e2e_s"], row["index"]))[:count]
+        return [_slow_request(request_life(self.run, self.heads, row["request_id"])) for row in slow]
+
+    @cached_property
+    def advice(self) -> Advice:
+        return advise(self.run, self.waiting_s, self.by_time)
+
+    def as_dict(self, slowest: int) -> dict[str, Any]:
+        """For JSON."""
+        waited, bound = self.waiting_s, self.lower_bound
+        total = sum(waited.values()) or 1.0
+        return {
+            "run": str(self.run.data.path),
+            "partial": self.run.data.partial,
+            "bound_by": self.by_iterations,
+            "bound_by_time": self.by_time,
+            "waiting_by_limit": waited,
+            "waiting_shares": {limit: spent / total for limit, spent in waited.items()},
+            "head_of_line_blocked_s": self.head_of_line_blocked_s,
+            "head_of_line": [vars(blocker) for blocker in self.heads.blockers[:slowest]],
+            "slowest": [vars(one) for one in self.slowest(slowest)],
+            "pauses": {
+                "count": len(self.ledger.entries),
+                "tokens_recomputed": self.ledger.tokens_recomputed,
+                "lost_s": sum(entry.lost_s for entry in self.ledger.entries),
+                "gained_s": sum(entry.gained_s for entry in self.ledger.entries),
+                "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
+            },
+            "lower_bound": {"unknown": bound} if isinstance(bound, str) else bound.as_dict(),
+            "advice": vars(self.advice),
+        }
+
+
+def _slow_request(life: RequestLife) -> SlowRequest:
+    spent: dict[str, float] = {}
+    for stretch in life.stretches:
+        cause = f"waiting for {LIMIT_WORDS.get(stretch.limit, stretch.limit)}" if stretch.limit else stretch.phase
+        spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
+    # A run may be killed between writing the request and its spans.
+    cause, longest_s = max(spent.items(), key=lambda item: item[1], default=("not recorded", 0.0))
+    e2e_s = life.row["e2e_s"]
+    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, longest_s / e2e_s if e2e_s else 0.0)

@@ -1,0 +1,206 @@
+"""A recorded run as arrays: its iterations, its spans, and its requests in the order in which they are scheduled."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.json import Decoder
+from numpy.typing import NDArray
+
+from ifbbench.analysis.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
+from ifbbench.compressed import is_compressed
+from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
+from ifbbench.report.load import REQUEST_FIELDS, RunData, load_run, read_lines
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+NO_REQUEST = -1
+HEAD_OF_LINE = "head_of_line"
+QUEUE = "batch_size"  # the cause of waiting of a request that is not active yet
+
+
+@dataclass(frozen=True)
+class PauseEvent:
+    """One pause: `victim` lost its KV blocks in an iteration to make room for `beneficiary`."""
+
+    iteration: int
+    victim: Id
+    beneficiary: Id
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """The recorded iterations, one element each: every one, unless the statistics were thinned.
+
+    number: the iteration's. start_s, end_s, host_s: seconds. limit: position in `limits` of what bound it.
+    left_out: position in `left_out_pairs` of the first request that was left out and the reason; NO_REQUEST if none.
+    used_blocks: NaN for a cache without blocks.
+    """
+
+    number: Integers
+    start_s: Floats
+    end_s: Floats
+    host_s: Floats
+    limit: Integers
+    limits: list[str]
+    left_out: Integers
+    left_out_pairs: list[tuple[Id, str]]
+    queued: Integers
+    waiting: Integers
+    active: Integers
+    budget_used: Integers
+    used_blocks: Floats
+    pauses: list[PauseEvent]
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def start_of(self, iteration: int) -> float:
+        """When an iteration began (s); interpolated for one that was not recorded."""
+        return self._interpolated(iteration, self.start_s)
+
+    def end_of(self, iteration: int) -> float:
+        """When an iteration ended (s); interpolated for one that was not recorded."""
+        return self._interpolated(iteration, self.end_s)
+
+    def _interpolated(self, iteration: int, times_s: Floats) -> float:
+        """As np.interp, which converts all of `number` each time."""
+        right = min(int(self.number.searchsorted(iteration)), len(self.number) - 1)
+        after = int(self.number[right])
+        if right == 0 or after <= iteration:
+            return float(times_s[right])
+        before = int(self.number[right - 1])
+        share = (iteration - before) / (after - before)
+        return float(times_s[right - 1] + share * (times_s[right] - times_s[right - 1]))
+
+    def position(self, iteration: int) -> int:
+        """The element of `iteration`, or of the last recorded one before it."""
+        return max(int(np.searchsorted(self.number, iteration, side="right")) - 1, 0)
+
+
+class _Numbered(dict[Any, int]):
+    """Numbers keys from 0 in the order in which they are first looked up."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+def read_iterations(path: Path) -> Iterations:
+    """All recorded iterations of the file at `path`."""
+    limits, pairs = _Numbered(), _Numbered()
+    pieces: list[tuple[NDArray[Any], ...]] = []
+    pauses: list[PauseEvent] = []
+    for rows in read_rows(path, iteration_decoder(path)):
+        details = [row.details for row in rows]
+        left_out = [one.first_left_out for one in details]
+        start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
+        pieces.append((
+            np.array([row.number for row in rows]), start_s, start_s + latency_ms / 1000,
+            np.array([one.host_ms for one in details]) / 1000, np.array([limits[one.bound_by] for one in details]),
+            np.array([NO_REQUEST if one is None else pairs[one.request_id, one.reason] for one in left_out]),
+            np.array([one.queued for one in details]), np.array([one.waiting for one in details]),
+            np.array([row.active for row in rows]), np.array([one.budget_used for one in details]),
+            np.array([row.used_blocks for row in rows], np.float64),
+        ))  # fmt: skip
+        for row in rows:
+            for pause in row.details.paused:
+                pauses.append(PauseEvent(row.number, pause.request_id, pause.beneficiary))
+    columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)] or [np.empty(0)] * 11
+    number, start_s, end_s, host_s, limit, first, queued, waiting, active, budget, used = columns
+    return Iterations(
+        number, start_s, end_s, host_s, limit, list(limits), first, list(pairs), queued, waiting, active, budget, used,
+        pauses,
+    )  # fmt: skip
+
+
+class RecordedRun:
+    """A run directory, for analyses. Everything is read when it is first used.
+
+    data: the same run as tables.
+    """
+
+    def __init__(self, data: RunData) -> None:
+        self.data = data
+
+    @classmethod
+    def load(cls, path: Path) -> "RecordedRun":
+        """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
+        yet."""
+        run = cls(load_run(path))
+        path_of_lines = find_lines(run.data.path, "iterations")
+        iterations = read_rows(path_of_lines, iteration_decoder(path_of_lines))
+        if next(chain.from_iterable(iterations), None) is None:
+            failed = sum(row["outcome"] == "failed" for row in run.row_of.values())
+            why = f"{failed} requests failed; `ifbbench report {path}` says why" if failed else "no request ran yet"
+            raise InputError(f"{run.data.path}: no iteration is recorded ({why}). Expected a run with an iteration.")
+        return run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.data.config
+
+    @cached_property
+    def iterations(self) -> Iterations:
+        return read_iterations(find_lines(self.data.path, "iterations"))
+
+    def row_at(self, number: int) -> AnyIterationRow | None:
+        """The line of one iteration, found without reading the others if the file is plain; None if it is not
+        recorded."""
+        path = find_lines(self.data.path, "iterations")
+        if not is_compressed(path):
+            return find_row(path, iteration_decoder(path), number)
+        rows = chain.from_iterable(read_rows(path, iteration_decoder(path)))
+        return next((row for row in rows if row.number == number), None)
+
+    @cached_property
+    def spans(self) -> dict[Id, list[Span]]:
+        """The spans of each request, in order of time; of a killed run also those open when it was last flushed."""
+        spans: dict[Id, list[Span]] = {}
+        for path in (find_lines(self.data.path, "spans"), self.data.path / OPEN_SPANS):
+            for span in chain.from_iterable(read_rows(path, Decoder(Span))):
+                spans.setdefault(span.request_id, []).append(span)
+        for of_request in spans.values():
+            of_request.sort(key=lambda span: span.first)
+            # A span that was open at the flush may have been closed in it too.
+            firsts = [span.first for span in of_request]
+            of_request[:] = [span for place, span in enumerate(of_request) if span.first not in firsts[:place]]
+        return spans
+
+    @cached_property
+    def trace(self) -> "dict[Id, TraceRow]":
+        """The requests as replayed, in order of arrival. InputError if the file is missing."""
+        path = find_lines(self.data.path, "trace")
+        if not path.exists():
+            raise InputError(f"{path}: missing; expected the requests as replayed. Restore the file, or run again.")
+        rows = read_rows(path, Decoder(TraceRow))
+        return {row.request_id: row for row in chain.from_iterable(rows)}
+
+    @cached_property
+    def rank(self) -> dict[Id, int]:
+        """The place of each request in the order in which requests are scheduled: by priority, then arrival."""
+        order = sorted(self.trace.values(), key=lambda row: -row.priority)  # stable: equal ones by arrival
+        return {row.request_id: place for place, row in enumerate(order)}
+
+    @cached_property
+    def row_of(self) -> dict[Id, dict[str, Any]]:
+        """The line of `requests.jsonl` of each request that ended."""
+        lines = read_lines(find_lines(self.data.path, "requests"), REQUEST_FIELDS)
+        return {line["request_id"]: line for line in lines}
+
+    def arrival_s(self, request_id: Id) -> float:
+        """When a request arrived, on the clock of the run."""
+        return float(self.row_of.get(request_id, {}).get("arrival_s", self.trace[request_id].arrival_s))
+
+    def known_id(self, text: str) -> Id:
+        """The request id that a user wrote as `text`; InputError if the run has no such request."""
+        found = next((one for one in self.trace if str(one) == text), None)
+        if found is None:
+            some = ", ".join(str(one) for one in list(self.trace)[:3])
+            raise InputError(f"request {text} is not in {self.data.path}; expected an id of its trace, such as {some}.")
+        return found

@@ -1,0 +1,195 @@
+"""Lines of the files of a run as analyses need them: typed rows, in large pieces, or one found by bisection."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from os import SEEK_END
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import DecodeError as NotJson
+from msgspec import Struct, ValidationError, field
+from msgspec.json import Decoder
+
+from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.errors import InputError
+
+Id = int | str
+PIECE_BYTES = 1 << 22
+SCANNED_BYTES = 1 << 15
+
+
+class _LeftOut(Struct, gc=False):
+    request_id: Id
+    reason: str
+
+
+class _Paused(Struct, gc=False):
+    request_id: Id
+    beneficiary: Id = field(name="for")
+
+
+class _Details(Struct, gc=False):
+    start_s: float
+    latency_ms: float
+    queued: int
+    waiting: int
+    bound_by: str
+    first_left_out: _LeftOut | None
+    paused: tuple[_Paused, ...]
+    budget_used: int
+    host_ms: float = 0.0
+
+
+class IterationRow(Struct, gc=False):
+    """The fields of a line of `iterations.jsonl` that analyses use."""
+
+    details: _Details = field(name="ifbbench")
+    number: int = field(name="Iteration Counter")
+    active: int = field(name="Active Request Count")
+    used_blocks: int | None = field(name="Used KV cache blocks", default=None)
+
+
+class _CacheStatistics(Struct, gc=False):
+    used_blocks: int | None = field(name="usedNumBlocks", default=None)
+
+
+class ExecutorRow(Struct, gc=False):
+    """The same of a line with the executor's statistics (`--iteration_stats_format trtllm`)."""
+
+    details: _Details = field(name="ifbbench")
+    number: int = field(name="iter")
+    active: int = field(name="numActiveRequests")
+    cache: _CacheStatistics | None = field(name="kvCacheStats", default=None)
+
+    @property
+    def used_blocks(self) -> int | None:
+        return None if self.cache is None else self.cache.used_blocks
+
+
+class Span(Struct, gc=False):
+    """A line of `spans.jsonl`: from iteration `first` to `last` the request did one thing; see SpanLine."""
+
+    request_id: Id
+    phase: str
+    first: int = field(name="first_iteration")
+    last: int = field(name="last_iteration")
+    tokens: int
+    cause: Id | None = None
+    chunks: list[int] = field(default_factory=list)
+    produced: int = 0
+    first_output: int = 0
+
+    @property
+    def waits_for(self) -> str | None:
+        """What the request waits for in this span; None if it does not wait."""
+        return str(self.cause) if self.phase == "waiting" else None
+
+
+class TraceRow(Struct, gc=False):
+    """What analyses use of a line of `trace.jsonl`."""
+
+    request_id: Id
+    arrival_s: float
+    max_new_tokens: int
+    output_len: int = 0
+    prompt_len: int = 0
+    priority: float = DEFAULT_PRIORITY
+    beam_width: int = 1
+
+
+AnyIterationRow = IterationRow | ExecutorRow
+Row = TypeVar("Row", IterationRow, ExecutorRow, Span, TraceRow)
+
+
+def iteration_decoder(path: Path) -> "Decoder[Any]":
+    """The decoder of the lines of this `iterations.jsonl`, IterationRow or ExecutorRow, by its first line."""
+    first = b""
+    if path.exists():
+        with suppress(EOFError, DamagedFile):
+            first = next(read_pieces(path), b"").partition(b"\n")[0]
+    return Decoder(ExecutorRow if b'"numActiveRequests"' in first else IterationRow)
+
+
+def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
+    """The rows of a file of JSON lines, in lists of consecutive ones. A last line that was cut off is left out; a
+    missing file is an empty one. InputError names the line that is not as `ifbbench run` writes it."""
+    if not path.exists():
+        return
+    rest, line_number = b"", 1
+    try:
+        for piece in _large_pieces(path):
+            piece = rest + piece
+            end = piece.rfind(b"\n") + 1
+            rest = piece[end:]
+            try:
+                rows = decoder.decode_lines(memoryview(piece)[:end])
+            except (ValidationError, NotJson):
+                raise _bad_line(path, piece[:end], line_number, decoder) from None
+            yield rows
+            line_number += len(rows)
+    except EOFError:
+        pass  # cut off behind the last whole line
+    except DamagedFile as error:
+        raise InputError(f"{path}: {error}. Restore the file, or run again.") from error
+
+
+def _large_pieces(path: Path) -> Iterator[bytes]:
+    """The content in pieces of at least PIECE_BYTES: fewer, larger calls of the decoder. EOFError as read_pieces."""
+    gathered: list[bytes] = []
+    size, pieces, cut = 0, read_pieces(path), None
+    while True:
+        try:
+            piece = next(pieces, None)
+        except EOFError as error:
+            piece, cut = None, error
+        if piece is not None:
+            gathered.append(piece)
+            size += len(piece)
+        if gathered and (piece is None or size >= PIECE_BYTES):
+            yield b"".join(gathered)
+            gathered, size = [], 0
+        if piece is None:
+            break
+    if cut:
+        raise cut
+
+
+def _bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]") -> InputError:
+    """The error for the first of `lines` that cannot be decoded; `line_number` is that of the first of all."""
+    for number, line in enumerate(lines.split(b"\n"), start=line_number):
+        try:
+            if line.strip():
+                decoder.decode(line)
+        except (ValidationError, NotJson) as error:
+            return InputError(
+                f"{path}, line {number}: {error}; expected a line as `ifbbench run` writes it. Run again, or remove "
+                "the line."
+            )
+    return InputError(f"{path}: not as `ifbbench run` writes it. Run again.")
+
+
+def find_row(path: Path, decoder: "Decoder[Any]", number: int) -> AnyIterationRow | None:
+    """The row of iteration `number` of a plain file in which numbers ascend; None if it has none.
+
+    By bisection down to SCANNED_BYTES, which are read line by line."""
+    with path.open("rb") as file:
+        low, high = 0, file.seek(0, SEEK_END)
+        try:
+            while high - low > SCANNED_BYTES:
+                middle = (low + high) // 2
+                file.seek(middle)
+                file.readline()  # the rest of a line
+                begin, line = file.tell(), file.readline()
+                if line and decoder.decode(line).number <= number:
+                    low = begin
+                else:
+                    high = middle
+            file.seek(low)
+            for line in file:
+                row = decoder.decode(line)
+                if row.number >= number:
+                    return row if row.number == number else None
+        except (ValidationError, NotJson):
+            pass  # a last line that was cut off
+    return None

@@ -1,0 +1,230 @@
+"""Which request held which others: the head of the line in each iteration, and the requests that waited behind it.
+
+A scheduler considers requests in order and stops at the first one that does not fit. All requests behind that one wait,
+and their waiting is charged to it and to the limit that held it. Capacity and micro-batch scheduling each have such a
+request, so that there can be two in one iteration; a request waits for the nearest one before it. Requests that have
+arrived and are not active yet stand in the same line: they wait for a batch slot only if no active request is held.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ifbbench.analysis.recorded import HEAD_OF_LINE, NO_REQUEST, QUEUE, Floats, RecordedRun
+from ifbbench.analysis.rows import Id, Span
+
+PAUSED = "paused"
+# The limit that only the micro-batch scheduler has.
+MICRO_BATCH_LIMIT = "num_tokens"
+
+
+class Held(NamedTuple):
+    """From iteration `first` to `last` a request was held by `limit`: itself at the head of the line if `behind` is
+    None, else behind that request. `limit` is None where the recording does not say what held the line."""
+
+    first: int
+    last: int
+    limit: str | None
+    behind: Id | None
+
+
+class Head(NamedTuple):
+    """A request at the head of the line, by its place in the order of scheduling, and the limit that held it."""
+
+    rank: int
+    request_id: Id
+    limit: str
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """What waited behind one request that one limit held.
+
+    waited_s: request-seconds of others. max_behind: the maximum number of requests at a time. own_wait_s: how long it
+    was itself held. first, last: the iterations in which it held the line.
+    """
+
+    request_id: Id
+    limit: str
+    waited_s: float
+    max_behind: int
+    own_wait_s: float
+    first: int
+    last: int
+
+
+class HeadsOfLine:
+    """The heads of the line of a run, in stretches of iterations in which they stay the same.
+
+    from_spans: iterations are not read, which is quicker; heads that ran a part of their prompt are then unknown.
+    """
+
+    def __init__(self, run: RecordedRun, from_spans: bool = False) -> None:
+        self._run = run
+        self._starts, self._heads = self._stretches(from_spans)
+
+    def holding(self, span: Span) -> Iterator[Held]:
+        """What held the request of `span`, a span of waiting, in order of time."""
+        is_queued = span is self._run.spans[span.request_id][0] and span.cause == QUEUE
+        if span.cause != HEAD_OF_LINE and not is_queued:
+            yield Held(span.first, span.last, str(span.cause), None)
+            return
+        rank = self._run.rank.get(span.request_id, NO_REQUEST)
+        latest: Held | None = None
+        place = max(bisect_left(self._starts, span.first + 1) - 1, 0)
+        while place < len(self._starts) and self._starts[place] <= span.last:
+            end = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else span.last
+            head = nearest(self._heads[place], rank)
+            limit, behind = (QUEUE if is_queued else None, None) if head is None else (head.limit, head.request_id)
+            first, last = max(self._starts[place], span.first), min(end, span.last)
+            if latest is not None and (latest.limit, latest.behind) == (limit, behind):
+                latest = latest._replace(last=last)
+            else:
+                if latest is not None:
+                    yield latest
+                latest = Held(first, last, limit, behind)
+            place += 1
+        if latest is not None:
+            yield latest
+
+    @cached_property
+    def blockers(self) -> list[Blocker]:
+        """Every request and limit that others waited behind, by the waiting that they caused, the largest first."""
+        run = self._run
+        behind = _WaitingByRank(run)
+        waited: dict[tuple[Id, str], list[float]] = {}
+        for place, heads in enumerate(self._heads):
+            first = self._starts[place]
+            last = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else behind.last_iteration
+            last = min(last, behind.last_iteration)  # of a killed run, heads may be recorded further than others
+            for position, head in enumerate(heads):
+                next_rank = heads[position + 1].rank if position + 1 < len(heads) else None
+                # All wait behind a single head; to choose among several takes a look at each request.
+                seconds, most = (
+                    behind.all(first, last) if len(heads) == 1 else behind.between(head.rank, next_rank, first, last)
+                )
+                entry = waited.setdefault((head.request_id, head.limit), [0.0, 0, first, last])
+                entry[0] += seconds
+                entry[1] = max(entry[1], most)
+                entry[3] = last
+        own = self._own_waiting()
+        found = [
+            Blocker(request_id, limit, seconds, int(most), own.get((request_id, limit), 0.0), int(first), int(last))
+            for (request_id, limit), (seconds, most, first, last) in waited.items() if seconds > 0
+        ]  # fmt: skip
+        return sorted(found, key=lambda blocker: (-blocker.waited_s, str(blocker.request_id)))
+
+    def _own_waiting(self) -> dict[tuple[Id, str], float]:
+        """Seconds that each request was itself held by each limit."""
+        own: dict[tuple[Id, str], float] = {}
+        iterations = self._run.iterations
+        for spans in self._run.spans.values():
+            for span in spans:
+                if is_own_wait(span, spans):
+                    key = (span.request_id, str(span.cause))
+                    seconds = iterations.start_of(span.last + 1) - iterations.start_of(span.first)
+                    own[key] = own.get(key, 0.0) + seconds
+        return own
+
+    def _stretches(self, from_spans: bool) -> tuple[list[int], list[list[Head]]]:
+        """The first iteration of each stretch, and the heads in it by rank."""
+        rank = self._run.rank
+        # The first request left out of each iteration: in runs of equal ones.
+        firsts: list[int] = []
+        pairs: list[tuple[Id, str] | None] = []
+        if not from_spans:
+            iterations = self._run.iterations
+            changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
+            firsts = iterations.number[changes].tolist()
+            pairs = [None if code == NO_REQUEST else iterations.left_out_pairs[code]
+                     for code in iterations.left_out[changes].tolist()]  # fmt: skip
+        # Those that another scheduler left out have a span of their own; so have the paused, which do not fit.
+        held = sorted(
+            (span for spans in self._run.spans.values() for span in spans
+             if span.phase == PAUSED or is_own_wait(span, spans)),
+            key=lambda span: span.first,
+        )  # fmt: skip
+        bounds = sorted({*firsts, *(span.first for span in held), *(span.last + 1 for span in held)})
+        heads: list[list[Head]] = []
+        open_spans: list[Span] = []
+        place, next_span = -1, 0
+        for bound in bounds:
+            while place + 1 < len(firsts) and firsts[place + 1] <= bound:
+                place += 1
+            while next_span < len(held) and held[next_span].first <= bound:
+                open_spans.append(held[next_span])
+                next_span += 1
+            open_spans = [span for span in open_spans if span.last >= bound]
+            found = {span.request_id: str(span.cause) for span in open_spans if span.phase != PAUSED}
+            if place >= 0 and (pair := pairs[place]) is not None:
+                found[pair[0]] = pair[1]
+            paused = [span.request_id for span in open_spans if span.phase == PAUSED]
+            if paused and not any(limit != MICRO_BATCH_LIMIT for limit in found.values()):
+                # The first of them holds the line of the capacity scheduler.
+                found[min(paused, key=lambda one: rank.get(one, NO_REQUEST))] = "kv_blocks"
+            heads.append(sorted(Head(rank.get(one, NO_REQUEST), one, limit) for one, limit in found.items()))
+        return bounds, heads
+
+
+def is_own_wait(span: Span, spans: list[Span]) -> bool:
+    """Whether `span`, one of `spans` of a request, is waiting at the head of the line."""
+    return span.waits_for not in (None, HEAD_OF_LINE) and not (span is spans[0] and span.cause == QUEUE)
+
+
+def nearest(heads: list[Head], rank: int) -> Head | None:
+    """The last of `heads`, which are in order, before `rank`."""
+    before = None
+    for head in heads:
+        if head.rank >= rank:
+            break
+        before = head
+    return before
+
+
+class _WaitingByRank:
+    """How many requests wait behind the head of the line, in stretches of iterations, by their place in the order."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        spans = [
+            span for of_request in run.spans.values() for span in of_request
+            if span.waits_for is not None and not is_own_wait(span, of_request)
+        ]  # fmt: skip
+        self._first = np.array([span.first for span in spans], np.int64)
+        self._last = np.array([span.last for span in spans], np.int64)
+        self._rank = np.array([run.rank.get(span.request_id, NO_REQUEST) for span in spans], np.int64)
+        order = np.argsort(self._first, kind="stable")
+        self._first, self._last, self._rank = self._first[order], self._last[order], self._rank[order]
+        self.last_iteration = int(max(self._last.max(initial=0), run.iterations.number[-1]))
+        # Cumulated waiting: of all requests, up to the start of each iteration.
+        steps = np.zeros(self.last_iteration + 2, np.int64)
+        np.add.at(steps, self._first, 1)
+        np.add.at(steps, self._last + 1, -1)
+        self._count = steps.cumsum()
+        numbers = np.arange(self.last_iteration + 2)
+        starts: Floats = np.interp(numbers, run.iterations.number, run.iterations.start_s)
+        starts[-1] = run.iterations.end_s[-1]
+        self._starts = starts
+        self._waited = np.concatenate(([0.0], np.cumsum(self._count[:-1] * np.diff(starts))))
+
+    def all(self, first: int, last: int) -> tuple[float, int]:
+        """As `between`, of all requests that wait behind the head of the line."""
+        if last < first:
+            return 0.0, 0
+        return float(self._waited[last + 1] - self._waited[first]), int(self._count[first : last + 1].max())
+
+    def between(self, after: int, before: int | None, first: int, last: int) -> tuple[float, int]:
+        """Request-seconds of waiting in iterations `first` to `last`, and the maximum number of requests that wait at a
+        time, of requests behind rank `after` and up to rank `before`; None is no such end."""
+        if last < first or not len(self._first):
+            return 0.0, 0
+        chosen = (self._first <= last) & (self._last >= first) & (self._rank > after)
+        if before is not None:
+            chosen &= self._rank <= before
+        begin = np.maximum(self._first[chosen], first)
+        end = np.minimum(self._last[chosen], last)
+        seconds = float((self._starts[end + 1] - self._starts[begin]).sum())
+        return seconds, int(chosen.sum())

@@ -1,0 +1,258 @@
+"""`ifbbench why`: what bound a run, what one request waited for, what one iteration decided, and what to change."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ifbbench.cli.options import Command
+from ifbbench.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ifbbench.analysis.bounds import LowerBound
+    from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
+    from ifbbench.analysis.findings import Findings
+
+IDS_SHOWN = 12
+PAUSES_SHOWN = 10
+
+
+@click.command(cls=Command)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--request", "request_id", metavar="ID", help="What this request did and waited for.")
+@click.option("--iteration", type=click.IntRange(min=0), metavar="N", help="What this iteration decided.")
+@click.option("--slowest", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
+              help="How many of the slowest requests and of the requests that held others are listed.")  # fmt: skip
+@click.option("--pauses-csv", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the pause ledger here, a row for each pause.")  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def why(
+    run: Path, request_id: str | None, iteration: int | None, slowest: int, pauses_csv: Path | None, overwrite: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Explain RUN, a run directory: what bound it, who waited for whom, and what to change.
+
+    With --request or --iteration, explain one request or one iteration of it.
+    """
+    if request_id is not None and iteration is not None:
+        raise click.UsageError("--request and --iteration exclude each other; leave out one of them.")
+    if pauses_csv is not None and pauses_csv.exists() and not overwrite:
+        raise InputError(f"--pauses-csv {pauses_csv}: already exists; add --overwrite, or give another file.")
+
+    from ifbbench.analysis.explain import iteration_facts
+    from ifbbench.analysis.findings import Findings
+    from ifbbench.analysis.recorded import RecordedRun
+    from ifbbench.cli.console import report_console
+
+    recorded = RecordedRun.load(run)
+    findings = Findings(recorded)
+    if pauses_csv is not None:
+        try:
+            findings.ledger.write_csv(pauses_csv)
+        except OSError as error:
+            raise InputError(f"--pauses-csv {pauses_csv}: cannot be written ({error.strerror}).") from error
+    console = report_console(highlight=False)
+    if request_id is not None:
+        life = findings.life(recorded.known_id(request_id))
+        _print_json(life.as_dict()) if as_json else _print_life(life, console)
+    elif iteration is not None:
+        facts = iteration_facts(recorded, iteration)
+        _print_json(facts.as_dict()) if as_json else _print_iteration(facts, console)
+    elif as_json:
+        _print_json(findings.as_dict(slowest))
+    else:
+        _print_findings(findings, slowest, console)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    click.echo(json.dumps(content, indent=2))
+
+
+def _print_findings(findings: "Findings", slowest: int, console: "Console") -> None:
+    from ifbbench.report import bar, count, percent, plain_table, significant
+    from ifbbench.report.tables import LIMIT_NAMES, settings_line
+
+    run = findings.run.data
+    console.print(f"\n[bold]{run.name}[/bold]  {settings_line(run)}")
+    if run.partial:
+        console.print("[yellow]Partial: the run did not reach its end; this covers what was recorded.[/yellow]")
+    console.print(f"\n{findings.advice.text}\n", soft_wrap=True, markup=False)
+    waited = findings.waiting_s
+    total = sum(waited.values())
+    table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])
+    table.add_column("")
+    names = dict.fromkeys([*findings.by_time, *waited])
+    for name in names:
+        share = waited.get(name, 0.0) / total if total else 0.0
+        waiting = "" if name == "none" else percent(share)
+        by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
+        table.add_row(LIMIT_NAMES.get(name, name), percent(by_time), percent(by_iterations), waiting,
+                      f"[cyan]{bar(share)}[/cyan]")  # fmt: skip
+    console.print(table)
+    console.print(
+        f"Requests waited {count(total)} request-seconds in all, "
+        f"{count(findings.head_of_line_blocked_s)} of them behind another request.\n"
+    )
+    if blockers := findings.heads.blockers[:slowest]:
+        table = plain_table("Held the line", "for", numbers=["others waited s", "at most", "iterations"])
+        for blocker in blockers:
+            table.add_row(
+                str(blocker.request_id), LIMIT_NAMES.get(blocker.limit, blocker.limit), significant(blocker.waited_s),
+                f"{blocker.max_behind:,} requests", f"{blocker.first:,} – {blocker.last:,}",
+            )  # fmt: skip
+        console.print(table)
+        console.print()
+    if slow := findings.slowest(slowest):
+        table = plain_table("Slowest", numbers=["E2E s", "TTFT s", "share"])
+        table.add_column("mainly")
+        for one in slow:
+            table.add_row(str(one.request_id), significant(one.e2e_s), significant(one.ttft_s), percent(one.share),
+                          one.cause)  # fmt: skip
+        console.print(table)
+        console.print()
+    _print_ledger(findings, console)
+    _print_lower_bound(findings.lower_bound, console)
+    console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
+
+
+def _print_ledger(findings: "Findings", console: "Console") -> None:
+    from ifbbench.report import count, plain_table, significant
+
+    ledger = findings.ledger
+    if not ledger.entries:
+        return
+    lost_s = sum(entry.lost_s for entry in ledger.entries)
+    gained_s = sum(entry.gained_s for entry in ledger.entries)
+    console.print(
+        f"{count(len(ledger.entries))} pauses: {count(ledger.tokens_recomputed)} tokens computed again, "
+        f"{significant(lost_s)} s lost by the victims, {significant(gained_s)} s gained by the beneficiaries.",
+        soft_wrap=True,
+    )
+    if thrashing := ledger.thrashing():
+        named = ", ".join(f"{request_id} ({times} times)" for request_id, times in thrashing[:5])
+        more = f" and {len(thrashing) - 5:,} more" if len(thrashing) > 5 else ""
+        console.print(f"Paused again and again: {named}{more}.", soft_wrap=True)
+    numbers = ["blocks freed", "tokens again", "lost s", "gained s"]
+    table = plain_table("Costliest pauses", "iteration", "victim", "made room for", numbers=numbers)
+    for entry in sorted(ledger.entries, key=lambda one: -one.tokens_recomputed)[:PAUSES_SHOWN]:
+        table.add_row(
+            f"{entry.time_s:,.3f} s", f"{entry.iteration:,}", str(entry.victim), str(entry.beneficiary),
+            count(entry.blocks_freed), count(entry.tokens_recomputed), significant(entry.lost_s),
+            significant(entry.gained_s),
+        )  # fmt: skip
+    console.print(table)
+    console.print()
+
+
+def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
+    from ifbbench.report import bar, percent, plain_table, significant
+
+    if isinstance(bound, str):
+        console.print(f"No lower bound of the duration: {bound}\n", soft_wrap=True, markup=False)
+        return
+    from ifbbench.analysis.bounds import PART_NAMES
+
+    table = plain_table("Where the time went, against the least possible", numbers=["s", "share"])
+    table.add_column("")
+    for name, spent in bound.parts_s.items():
+        share = spent / bound.duration_s if bound.duration_s else 0.0
+        if spent > 0:
+            table.add_row(PART_NAMES[name], significant(spent), percent(share), f"[cyan]{bar(share)}[/cyan]")
+    table.add_row("[bold]in all[/bold]", significant(bound.duration_s), "", "")
+    console.print(table)
+    console.print(f"{bound.sentence}\n", soft_wrap=True, markup=False)
+
+
+def _print_life(life: "RequestLife", console: "Console") -> None:
+    from ifbbench.report import percent, plain_table, significant
+
+    console.print(f"\n{' '.join(life.sentences())}\n", soft_wrap=True, markup=False)
+    table = plain_table(numbers=["from s", "for ms", "iterations"])
+    table.add_column("the request")
+    for stretches in _grouped(life.stretches):
+        first, last = stretches[0], stretches[-1]
+        spent_ms = sum(one.duration_s for one in stretches) * 1000
+        iterations = f"{first.first:,}" if first.first == last.last else f"{first.first:,} – {last.last:,}"
+        table.add_row(f"{first.start_s:,.3f}", f"{spent_ms:,.1f}", iterations, _in_words(stretches))
+    console.print(table)
+    if not life.attribution_s:
+        return
+    e2e_s = sum(life.attribution_s.values())
+    console.print()
+    table = plain_table("End-to-end time", numbers=["s", "share"])
+    for name, spent in sorted(life.attribution_s.items(), key=lambda item: -item[1]):
+        table.add_row(name.replace("_", " "), significant(spent), percent(spent / e2e_s if e2e_s else None))
+    table.add_row("[bold]in all[/bold]", significant(e2e_s), "")
+    console.print(table)
+
+
+def _grouped(stretches: "list[Stretch]") -> "list[list[Stretch]]":
+    """Consecutive stretches of waiting behind others for the same limit as one."""
+    groups: list[list[Stretch]] = []
+    for stretch in stretches:
+        latest = groups[-1][-1] if groups else None
+        joins = latest is not None and stretch.behind is not None and latest.behind is not None
+        if joins and latest is not None and latest.limit == stretch.limit:
+            groups[-1].append(stretch)
+        else:
+            groups.append([stretch])
+    return groups
+
+
+def _in_words(stretches: "list[Stretch]") -> str:
+    from ifbbench.analysis.explain import LIMIT_WORDS
+
+    first = stretches[0]
+    behind = list(dict.fromkeys(one.behind for one in stretches))
+    if len(behind) < 2:
+        return first.reason
+    return (
+        f"waits behind {len(behind):,} requests in turn, {behind[0]} to {behind[-1]}, each of which waits for "
+        f"{LIMIT_WORDS.get(first.limit or '', first.limit)}"
+    )
+
+
+def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
+    from ifbbench.report import bar, percent, plain_table
+    from ifbbench.report.tables import LIMIT_NAMES
+
+    console.print(
+        f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
+        f"ran {len(facts.contexts) + len(facts.recomputes):,} context chunks and {len(facts.generating):,} generation "
+        f"requests; {facts.waiting:,} requests had arrived and were left out.\n", soft_wrap=True,
+    )  # fmt: skip
+    table = plain_table("Limit", numbers=["used", "of"])
+    table.add_column("")
+    for name, used in facts.used.items():
+        available = facts.available.get(name)
+        share = used / available if available else 0.0
+        table.add_row(LIMIT_NAMES[name], f"{used:,}", f"{available:,}" if available else "no limit",
+                      f"[cyan]{bar(share)}[/cyan] {percent(share)}" if available else "")  # fmt: skip
+    console.print(table)
+    console.print()
+    if facts.left_out is None:
+        console.print("No limit left a request out.")
+    else:
+        request_id, limit = facts.left_out
+        missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
+        console.print(f"First left out: request {request_id}, for {LIMIT_NAMES.get(limit, limit)}{missing}.")
+    for victim, beneficiary in facts.paused:
+        whom = "itself" if victim == beneficiary else f"request {beneficiary}"
+        console.print(f"Request {victim} was paused to make room for {whom}.")
+    for title, chunks in (("Context chunks", facts.contexts), ("Recomputed", facts.recomputes)):
+        if chunks:
+            console.print(f"{title}: {_some([f'{one} ({tokens:,} tokens)' for one, tokens in chunks])}", soft_wrap=True)
+    if facts.generating:
+        console.print(f"Generating: {_some([str(one) for one in facts.generating])}", soft_wrap=True)
+
+
+UNITS = {"batch_size": "slot", "num_tokens": "tokens", "kv_blocks": "blocks"}
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - IDS_SHOWN:,} more" if len(names) > IDS_SHOWN else ""
+    return ", ".join(names[:IDS_SHOWN]) + more
