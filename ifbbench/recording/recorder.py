@@ -4,7 +4,10 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RECORDING_FORMATS
@@ -20,6 +23,14 @@ FLUSH_INTERVAL_S = 1.0
 _NO_REQUESTS: set[int] = set()
 
 
+class Delivery(Protocol):
+    """When the tokens of an iteration reach their clients, where that is later than the end of the iteration."""
+
+    def of_iteration(self, record: IterationRecord) -> float: ...
+
+    def of_stretch(self, stretch: Stretch) -> NDArray[np.float64]: ...
+
+
 class Recorder:
     """An Observer that writes `iterations.jsonl`, `spans.jsonl` and `requests.jsonl` during the run, `summary.json` at
     its end, and `run.json` at both.
@@ -27,13 +38,15 @@ class Recorder:
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
     trace, in seconds on the run's clock. recording_format: suffix of the files of lines. statistics,
     iteration_stats_every, profile: see IterationEncoder. clock: files are flushed each second by it; real time if None,
-    even if the run has a virtual clock, so that a killed run loses at most this much.
+    even if the run has a virtual clock, so that a killed run loses at most this much. delivery: of the tokens; at the
+    end of their iteration if None.
     """
 
     def __init__(
         self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
         arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
+        delivery: Delivery | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
@@ -49,13 +62,14 @@ class Recorder:
         self._starts = array("d")
         self._ends = array("d")
         self._clock = clock or WallClock()
+        self._delivery = delivery
         self._flushed_s = 0.0
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
         limit = bound_by(record)
         self._starts.append(record.start_s)
-        self._ends.append(record.end_s)
+        self._ends.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
         self.metrics.add_iteration(record, limit)
         self._digest.add(record)
         self._iterations.write(self._encoder.record(record, limit))
@@ -66,7 +80,8 @@ class Recorder:
         """Take in several iterations. Only the first one may change what a request does."""
         limit = bound_by(stretch.first)
         self._starts.frombytes(stretch.start_s.tobytes())
-        self._ends.frombytes(stretch.end_s.tobytes())
+        end_s = stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch)
+        self._ends.frombytes(end_s.tobytes())
         self.metrics.add_stretch(stretch, limit)
         self._digest.add_stretch(stretch)
         self._iterations.write(self._encoder.stretch(stretch, limit))

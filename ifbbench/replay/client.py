@@ -85,10 +85,10 @@ class ReplayClient:
         if self.handed_out == self._num_known:
             return None
         if self._emulation is None or self.handed_out < self._batch_end:
-            return _on_tick(self._arrivals[self._oldest])
+            return on_tick(self._arrivals[self._oldest])
         if self._outstanding:
             return None
-        return _on_tick(self._batch_ready_s(self._emulation))
+        return on_tick(self._batch_ready_s(self._emulation))
 
     def next_arrival_s(self, now_s: float) -> float | None:
         """When the first request arrives after `now_s`, on the run's clock; None if that takes a response, and when all
@@ -137,7 +137,7 @@ class ReplayClient:
             self.answered += 1
             if self._num_known < len(self._arrivals):
                 # Arrivals of the trace that do not count are 0.
-                self._arrivals[self._num_known] = max(self._arrivals[self._num_known], self._clock.now())
+                self._arrivals[self._num_known] = max(self._arrivals[self._num_known], self._answered_s())
                 self._num_known += 1
         if self._keeps_outputs:
             self._keep_output(response)
@@ -145,6 +145,10 @@ class ReplayClient:
     def arrival_s(self, request: Request) -> float:
         """When `request` arrived, in seconds on the run's clock."""
         return self._arrivals[request.index]
+
+    def _answered_s(self) -> float:
+        """When the response that is being sent reaches the client."""
+        return self._clock.now()
 
     @property
     def _outstanding(self) -> int:
@@ -225,20 +229,23 @@ class _PriorityQueue:
         return self._oldest
 
 
-def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest) -> ReplayClient:
-    """The client with the settings of `config`."""
+def make_client(
+    config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest,
+    make: Callable[..., ReplayClient] = ReplayClient,
+) -> ReplayClient:  # fmt: skip
+    """The client with the settings of `config`, made by `make`."""
     emulation = None
     if config.static_emulated_batch_size is not None:
         timeout_s = config.static_emulated_timeout / MILLISECONDS
         emulation = StaticEmulation(config.static_emulated_batch_size, timeout_s)
-    return ReplayClient(
+    return make(
         trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.request_rate is not None,
         emulation=emulation, wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
         keeps_outputs=config.responses_json is not None,
     )  # fmt: skip
 
 
-def _on_tick(seconds: float) -> float:
+def on_tick(seconds: float) -> float:
     """The first whole nanosecond at or after `seconds`: a virtual clock has no other times to wait for."""
     ticks = round(seconds * NANOSECONDS)
     if ticks / NANOSECONDS < seconds:

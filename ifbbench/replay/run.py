@@ -17,7 +17,9 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
+from ifbbench.replay.served import ServedClient
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
+from ifbbench.simulation.engines import ServingProcess
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.prompts import check_vocabulary
@@ -73,13 +75,18 @@ def _replay(
     trace: Trace, engine: Engine, directory: Path, progress: Progress | None
 ) -> tuple[dict[str, Any], ReplayClient]:
     clock, config = engine.clock, engine.config
-    client = make_client(config, trace, clock, request_maker(engine))
+    make, delivery = ReplayClient, None
+    if engine.overhead is not None:
+        make = partial(ServedClient, process=ServingProcess(engine.overhead))
+    client = make_client(config, trace, clock, request_maker(engine), make)
+    if isinstance(client, ServedClient):
+        delivery = client
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
     make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
     recorder = make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
-        profile=engine.profile.steps if engine.profile else None,
+        profile=engine.profile.steps if engine.profile else None, delivery=delivery,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,

@@ -19,6 +19,8 @@ from ifbbench.simulation.step_work import StepWork
 NANOSECONDS = 1e9
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
 KERNELS_PER_LAYER = 9
+# Norms of queries and keys, where a model has them.
+QUERY_KEY_NORM_KERNELS = 2
 ALL_REDUCES_PER_LAYER = 2
 # Embedding, last norm, output layer and sampling.
 KERNELS_OUTSIDE_LAYERS = 8
@@ -83,10 +85,11 @@ class CostModel:
         self._output_flops_per_s = hardware.matmul_flops_per_s(shard.compute_dtype)
         self._bytes_per_s = share.memory * hardware.memory_bandwidth
         self._network_bytes_per_s = share.network * hardware.link_bandwidth
-        per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if shard.tp_size > 1 else 0)
+        per_layer = KERNELS_PER_LAYER + QUERY_KEY_NORM_KERNELS * model.query_key_norm
         self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
-        self._launch_ns = share.launch_s * self._kernels * NANOSECONDS
+        all_reduces = model.num_layers * ALL_REDUCES_PER_LAYER * (shard.tp_size > 1)
+        self._launch_ns = share.launch_s * (self._kernels + all_reduces) * NANOSECONDS
 
         self._kv_bytes_per_token = model.num_layers * shard.kv_bytes_per_token_and_layer
         self._flops_per_pair = 4.0 * model.num_layers * shard.query_size
@@ -194,15 +197,23 @@ class CostModel:
         return OperationCost(name, 0, moved, moved / self._bytes_per_s, "memory")
 
     def _all_reduces(self, tokens: int) -> OperationCost:
-        """Each takes a latency for every doubling of the devices, and then moves the bytes of a ring, 2 (n − 1) / n of
-        the message."""
-        tp_size = self.shard.tp_size
+        """By the quicker of two algorithms. Both take a latency and the time of the bytes that a device moves.
+
+        A ring takes a latency for every doubling of the devices, and moves 2 (n − 1) / n of the message. In one shot
+        each device reads the message of all others, n − 1 of them, which is quicker for few tokens."""
+        tp_size, share = self.shard.tp_size, self.hardware.constants
         if tp_size == 1 or not tokens:
             return OperationCost("all-reduces", 0, 0, 0.0, "network")
         count = ALL_REDUCES_PER_LAYER * self.shard.model.num_layers
-        moved = 2 * (tp_size - 1) / tp_size * tokens * self.shard.model.hidden_size * self.shard.compute_bytes
-        latency = self.hardware.constants.all_reduce_s * math.log2(tp_size)
-        flow = moved / self._network_bytes_per_s
+        message = tokens * self.shard.model.hidden_size * self.shard.compute_bytes
+        algorithms = (
+            (share.all_reduce_s * math.log2(tp_size), 2 * (tp_size - 1) / tp_size * message, share.network),
+            (share.one_shot_s + share.one_shot_gpu_s * tp_size, (tp_size - 1) * message, share.one_shot),
+        )
+        latency, moved, reached = min(
+            algorithms, key=lambda one: one[0] + one[1] / (one[2] * self.hardware.link_bandwidth)
+        )
+        flow = moved / (reached * self.hardware.link_bandwidth)
         limit = "network" if flow > latency else "latency"
         return OperationCost("all-reduces", 0, count * moved, count * (latency + flow), limit)
 

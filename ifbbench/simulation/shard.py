@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import HardwareProfile
 
 # Groups of 128 weights of 4 bits share a scale of 16 bits.
@@ -175,6 +176,7 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     runtime = 0 if hardware.is_cpu else RUNTIME_BYTES + COLLECTIVE_BYTES * (shard.tp_size * shard.pp_size > 1)
     weights = shard.parameter_bytes
     activations = shard.activation_bytes(config.max_num_tokens, config.max_batch_size or 1)
+    overhead = None if config.engine_overhead is None else load_overhead(config.engine_overhead)
     left = hardware.memory_bytes - runtime - weights - activations
     if left <= 0:
         raise InputError(
@@ -184,6 +186,8 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
             "or another --device."
         )
     kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
+    if overhead is not None and overhead.kv_share_of == "total":
+        kv_cache = left - int((1 - config.kv_cache_free_gpu_mem_fraction) * hardware.memory_bytes)
     return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache)
 
 
