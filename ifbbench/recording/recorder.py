@@ -21,6 +21,7 @@ from ifbbench.recording.spans import SpanTracker
 
 FLUSH_INTERVAL_S = 1.0
 _NO_REQUESTS: set[int] = set()
+Judge = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Delivery(Protocol):
@@ -39,14 +40,14 @@ class Recorder:
     trace, in seconds on the run's clock. recording_format: suffix of the files of lines. statistics,
     iteration_stats_every, profile: see IterationEncoder. clock: files are flushed each second by it; real time if None,
     even if the run has a virtual clock, so that a killed run loses at most this much. delivery: of the tokens; at the
-    end of their iteration if None.
+    end of their iteration if None. judge: the expected error of a summary, of simulated runs.
     """
 
     def __init__(
         self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
         arrival_s: Callable[[Request], float], recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
-        delivery: Delivery | None = None,
+        delivery: Delivery | None = None, judge: Judge | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests)
@@ -63,6 +64,7 @@ class Recorder:
         self._ends = array("d")
         self._clock = clock or WallClock()
         self._delivery = delivery
+        self._judge = judge
         self._flushed_s = 0.0
 
     def iteration(self, record: IterationRecord) -> None:
@@ -119,6 +121,8 @@ class Recorder:
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         digest = self._digest.hexdigest()
         summary = self.metrics.summary(digest, partial, self._ends)
+        if self._judge is not None:
+            summary["expected_error"] = self._judge(summary)
         write_json(self.directory / "summary.json", summary)
         description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
         write_json(self.directory / "run.json", description)

@@ -20,6 +20,7 @@ from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.served import ServedClient
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.simulation.engines import ServingProcess
+from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error, load_of
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.prompts import check_vocabulary
@@ -87,6 +88,7 @@ def _replay(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, delivery=delivery,
+        judge=partial(_expected_error, engine) if config.hardware else None,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
@@ -106,6 +108,15 @@ def _replay(
     finally:
         summary = recorder.close(partial=not client.done)
     return summary, client
+
+
+def _expected_error(engine: Engine, summary: dict[str, Any]) -> dict[str, Any]:
+    """How far the figures of a simulated run may be from a real server's."""
+    config = engine.config
+    name = NO_ENGINE if engine.overhead is None else engine.overhead.name
+    hardware = Path(config.hardware or "").name.lower().replace("_", "-")
+    run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)
+    return expected_error(run, load_of(summary))
 
 
 class _PrintingRecorder(Recorder):

@@ -66,6 +66,8 @@ def print_report(run: RunData, console: Console) -> None:
         console.print(table)
         console.print()
     console.print(bound_sentence(known, run.config), highlight=False, markup=False, soft_wrap=True)
+    if expected := known.get("expected_error"):
+        console.print(expected_error_sentence(expected), highlight=False, markup=False, soft_wrap=True)
     _print_profile(run, console)
     _print_failures(run, console)
 
@@ -99,6 +101,18 @@ def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
     more = f", {' and '.join(others)}" if others else ""
     rest = f"{percent(shares.get('none'))} ran all that had arrived"
     return f"Work was left out because of {first} of iterations{more}; {rest}.{failures}"
+
+
+def expected_error_sentence(expected: dict[str, Any]) -> str:
+    """How far the figures of a simulated run may be from a real server's."""
+    if not expected["compared"]:
+        return f"Expected error: unknown, {expected['reason']}."
+    bands = [
+        f"{label} {100 * low:+.0f} to {100 * high:+.0f} %"
+        for key, label in EXPECTED_ERRORS.items() if key in expected for low, high in [expected[key]]
+    ]  # fmt: skip
+    of = f"{count(expected['rows'])} published measurements, {expected['load']} requests at a time"
+    return f"Measured over predicted in {percent(expected['coverage'])} of {of}: {', '.join(bands)}."
 
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:

@@ -19,8 +19,10 @@ from ifbbench.simulation.step_work import StepWork
 NANOSECONDS = 1e9
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
 KERNELS_PER_LAYER = 9
-# Norms of queries and keys, where a model has them.
-QUERY_KEY_NORM_KERNELS = 2
+# Norms of queries and keys, where a model has them, which then are not fused with the rotary embedding.
+QUERY_KEY_NORM_KERNELS = 3
+# Of a mixture of experts: router, choice of the experts, sorting tokens by expert, and adding up their outputs.
+EXPERT_KERNELS = 4
 ALL_REDUCES_PER_LAYER = 2
 # Embedding, last norm, output layer and sampling.
 KERNELS_OUTSIDE_LAYERS = 8
@@ -64,6 +66,7 @@ class CostModel:
     - A matrix product computes and moves bytes: its weights once per iteration, whatever the batch. The two overlap in
       part, so it takes the root of the sum of their squares: close to the longer one, and 1.4 times either if they are
       equal.
+    - The MLPs of a mixture of experts read the weights of the experts that are expected to be hit by any token.
     - The time of context attention is proportional to query-key pairs, so it is quadratic in the prompt length.
     - The time of generation attention is proportional to the keys and values that it reads.
     - Embedding, norms, rotary embedding, activation and sampling move bytes.
@@ -86,6 +89,7 @@ class CostModel:
         self._bytes_per_s = share.memory * hardware.memory_bandwidth
         self._network_bytes_per_s = share.network * hardware.link_bandwidth
         per_layer = KERNELS_PER_LAYER + QUERY_KEY_NORM_KERNELS * model.query_key_norm
+        per_layer += EXPERT_KERNELS * (model.num_experts > 0)
         self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
         all_reduces = model.num_layers * ALL_REDUCES_PER_LAYER * (shard.tp_size > 1)
@@ -125,9 +129,11 @@ class CostModel:
         rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)
         return rounded
 
-    def host_ns(self, num_requests: int) -> int:
+    def host_ns(self, num_requests: int, context_tokens: int = 0) -> int:
         """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
-        return round((self.hardware.host_iteration_s + num_requests * self.hardware.host_request_s) * NANOSECONDS)
+        hardware = self.hardware
+        seconds = hardware.host_iteration_s + num_requests * hardware.host_request_s
+        return round((seconds + context_tokens * hardware.host_prompt_token_s) * NANOSECONDS)
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
         """The parts of `device_ns`, in the order of the forward pass."""
@@ -153,15 +159,18 @@ class CostModel:
         norms = 2 * hidden * (3 * shard.compute_bytes + shard.input_bytes)
         rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
         activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
+        activation *= shard.mlps_per_token
         beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
         transferred = (shard.pp_size - 1) * tokens * hidden * shard.compute_bytes
         kernel_starts_s = self._kernels * self.hardware.constants.kernel_s
+        experts, rows, mlps = shard.model.num_experts, tokens * shard.mlps_per_token, shard.experts_read(tokens)
         return (
             self._moving("embedding", 2 * tokens * hidden * shard.compute_bytes),
             self._layer_product("QKV product", tokens, hidden, shard.query_size + 2 * shard.kv_size),
             self._layer_product("attention output product", tokens, shard.query_size, hidden),
-            self._layer_product("gate and up product", tokens, hidden, shard.gate_up_size),
-            self._layer_product("down product", tokens, shard.intermediate_size, hidden),
+            *([self._layer_product("router", tokens, hidden, shard.model.num_experts)] if experts else ()),
+            self._layer_product("gate and up product", rows, hidden, shard.gate_up_size, mlps),
+            self._layer_product("down product", rows, shard.intermediate_size, hidden, mlps),
             self._moving("element-wise", shard.model.num_layers * beyond_cache),
             self._all_reduces(tokens),
             OperationCost("pipeline transfer", 0, transferred, transferred / self._network_bytes_per_s, "network"),
@@ -177,10 +186,12 @@ class CostModel:
             self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT),
         )
 
-    def _layer_product(self, name: str, tokens: int, inputs: int, outputs: int) -> OperationCost:
-        """[tokens, inputs] × [inputs, outputs] in every layer."""
+    def _layer_product(
+        self, name: str, tokens: int, inputs: int, outputs: int, matrices: float = 1.0
+    ) -> OperationCost:
+        """[tokens, inputs] × [inputs, outputs] in every layer. matrices: number of them that share the tokens."""
         shard, layers = self.shard, self.shard.model.num_layers
-        weights = inputs * outputs * shard.weight_bytes
+        weights = matrices * inputs * outputs * shard.weight_bytes
         activations = tokens * (inputs * shard.input_bytes + outputs * shard.compute_bytes)
         flops = 2.0 * tokens * inputs * outputs
         return self._product(name, layers * flops, layers * (weights + activations), self._flops_per_s)
@@ -261,9 +272,9 @@ class SimulatedExecutor:
         """Start one batch."""
         requests = len(batch.context) + len(batch.slots)
         work = StepWork.of_windows(batch, self._windows)
+        self._clock.advance(self._cost_model.host_ns(requests, work.context_tokens))
         if self._stages > 1:
             work = work.part(min(self._stages, requests))
-        self._clock.advance(self._cost_model.host_ns(requests))
         start_ns = max(self._clock.now_ns, self._device_free_ns)
         self._device_free_ns = start_ns + self._cost_model.device_ns(work)
         self._finish_ns.append(self._device_free_ns)

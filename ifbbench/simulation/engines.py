@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 SUFFIX = ".toml"
 TIMES = (
-    "iteration_s", "request_s", "serving_request_s", "serving_token_in_s", "serving_token_out_s",
+    "iteration_s", "request_s", "prompt_token_s", "serving_request_s", "serving_token_in_s", "serving_token_out_s",
 )  # fmt: skip
 KV_SHARES_OF = ("free", "total")
 
@@ -33,8 +33,8 @@ KV_SHARES_OF = ("free", "total")
 class EngineOverhead:
     """What one engine adds to the GPU's time, and the rules by which it differs from TensorRT-LLM's batch manager.
 
-    iteration_s, request_s: the engine's host time of an iteration, and of each request in it. Hidden behind the device
-        with --enable_trt_overlap.
+    iteration_s, request_s, prompt_token_s: the engine's host time of an iteration, of each request in it, and of each
+        token of its context chunks. Hidden behind the device with --enable_trt_overlap.
     serving_request_s, serving_token_in_s, serving_token_out_s: time of the serving process (HTTP, tokenizer,
         detokenizer, streaming) for a request, and for each of its prompt and output tokens. See `ServingProcess`.
     factors: by which constants of an architecture are multiplied, because this engine's kernels differ.
@@ -50,6 +50,7 @@ class EngineOverhead:
     version: str
     iteration_s: float
     request_s: float
+    prompt_token_s: float
     serving_request_s: float
     serving_token_in_s: float
     serving_token_out_s: float
@@ -67,7 +68,7 @@ class EngineOverhead:
             changed["generation_attention"] = attention[kv_cache_dtype]
         return dataclasses.replace(
             hardware, host_iteration_s=self.iteration_s, host_request_s=self.request_s,
-            constants=dataclasses.replace(base, **changed),
+            host_prompt_token_s=self.prompt_token_s, constants=dataclasses.replace(base, **changed),
         )  # fmt: skip
 
 

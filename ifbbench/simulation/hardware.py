@@ -78,6 +78,7 @@ class HardwareProfile:
     memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
     direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
     iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
+    host_prompt_token_s: the same for each token of context chunks; see EngineOverhead.
     """
 
     name: str
@@ -92,6 +93,7 @@ class HardwareProfile:
     host_request_s: float
     constants: Constants
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    host_prompt_token_s: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -173,7 +175,7 @@ def _numbers(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") 
 def write_profile(profile: HardwareProfile, path: Path, remark: str) -> None:
     """Write `profile` to a file that `load_hardware` reads; its name becomes that of the file. remark: first line."""
     values = dataclasses.asdict(profile)
-    del values["name"]
+    del values["name"], values["host_prompt_token_s"]
     tables = {name: values.pop(name) for name in TITLES}
     lines = [f"# {remark}", *_pairs(values)]
     for name, pairs in tables.items():

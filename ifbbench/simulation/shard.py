@@ -105,10 +105,35 @@ class Shard:
         return -(-self.model.vocab_size // self.tp_size)
 
     @property
+    def attention_weights(self) -> int:
+        """Weights in the matrices of the attention of one layer."""
+        return 2 * self.model.hidden_size * (self.query_size + self.kv_size)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights in the matrices of one MLP: of a layer, or of one expert."""
+        return self.model.hidden_size * (self.gate_up_size + self.intermediate_size)
+
+    @property
+    def router_weights(self) -> int:
+        """Weights of the product that chooses the experts of a layer; every device has them all."""
+        return self.model.hidden_size * self.model.num_experts
+
+    @property
     def layer_weights(self) -> int:
         """Weights in the matrices of one layer."""
-        attention, mlp = 2 * self.query_size + 2 * self.kv_size, self.gate_up_size + self.intermediate_size
-        return self.model.hidden_size * (attention + mlp)
+        return self.attention_weights + self.router_weights + max(1, self.model.num_experts) * self.mlp_weights
+
+    def experts_read(self, tokens: int) -> float:
+        """The expected number of MLPs in a layer that `tokens` are routed to, if each expert is as likely: 1 without
+        experts."""
+        experts, chosen = self.model.num_experts, self.model.experts_per_token
+        return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 1.0
+
+    @property
+    def mlps_per_token(self) -> int:
+        """MLPs that each token passes in a layer."""
+        return self.model.experts_per_token if self.model.num_experts else 1
 
     # Memory, in bytes.
 

@@ -4,8 +4,11 @@ A row names engine, version, GPU, degree, model, data type, lengths and load, an
 GPUs), mean TTFT and mean ITL (ms; each request's mean gap). What a row does not say is taken from the engine's file in
 ifbbench/simulation/engines, as its settings come closest to the engine's defaults.
 
-- A closed loop (`concurrency`) runs WARM_UP_ROUNDS requests a client that are left out of the figures, as load
-  generators do, and then MEASURED_ROUNDS, up to MAX_TOKENS tokens of output.
+- A closed loop (`concurrency`) of load generators has ROUNDS requests a client, of which the first ones arrive together.
+  The first round and LATER_ROUNDS more are replayed, up to MAX_TOKENS tokens of output, and the means weighted as if
+  there were all. Output lengths spread by SPREAD around those of the row, so that clients of equal requests do not
+  return together for ever: measured TTFTs of engines that mix prompts with generation are those of clients that arrive
+  one by one. Those of SGLang 0.5.1 are not (IN_STEP), so that its requests stay equal.
 - An open loop (`rate`) runs up to MAX_REQUESTS requests at constant intervals, or as many Poisson arrivals.
 - `all_at_once` offers `num_requests` at the start.
 - `distinct_prompts` are repeated in turn, with KV cache reuse.
@@ -16,6 +19,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,9 +31,10 @@ from ifbbench.simulation.engines import load_overhead, overhead_names
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
-WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 3
+ROUNDS, LATER_ROUNDS = 10, 3
 MAX_TOKENS = 1_500_000
-MIN_MEASURED = 10
+SPREAD = 0.1
+IN_STEP = ("sglang-0.5.1",)
 MAX_REQUESTS = 1000
 METRICS = ("itl", "ttft", "throughput")
 MILLISECONDS = 1000.0
@@ -64,9 +69,11 @@ def half(row: Row) -> str:
 
 
 def engine_name(row: Row) -> str | None:
-    """The engine overhead of a row: that of its engine and generation, None without one."""
-    name = row["engine"] if is_current(row) else f"{row['engine']}-{row.get('generation', '2024')}"
-    return name if name in overhead_names() else None
+    """The engine overhead of a row: that of its version, else that of its engine; None without one, or for an engine
+    of 2024, of which there is none."""
+    whole = f"{row['engine']}-{row['version']}"
+    names = [name for name in overhead_names() if whole.startswith(name)]
+    return max(names, key=len) if names and is_current(row) else None
 
 
 def measured_figures(row: Row) -> dict[str, float]:
@@ -79,8 +86,7 @@ def measured_figures(row: Row) -> dict[str, float]:
     if "output_tokens_per_s" in row:
         found["throughput"] = row["output_tokens_per_s"]
     elif row.get("concurrency") and {"itl", "ttft"} <= found.keys():
-        seconds = found["ttft"] + (row["output"] - 1) * found["itl"]
-        found["throughput"] = row["concurrency"] * row["output"] / seconds
+        found["throughput"] = little(row, found)
     return found
 
 
@@ -97,64 +103,72 @@ def config_of(row: Row, model: str) -> RunConfig:
     return RunConfig(
         device=f"sim:{row['gpu']}", model=model, dtype=row["dtype"], tp_size=tp_size,
         pp_size=max(1, row["num_gpus"] // tp_size), engine_overhead=engine,
-        max_seq_len=row["input"] + row["output"] + 1, concurrency=row.get("concurrency"),
+        max_seq_len=row["input"] + round(row["output"] * (1 + SPREAD)) + 1, concurrency=row.get("concurrency"),
         request_rate=row.get("rate"), enable_exp_delays=row.get("arrival") == "poisson",
         enable_kv_cache_reuse=bool(row.get("distinct_prompts")),
     ).with_values(**usual | given)  # fmt: skip
 
 
-def requests_of(row: Row) -> tuple[list[TraceRequest], int]:
-    """The requests of a row, and how many of the first ones are left out of the figures."""
-    warm_up, count = 0, row["num_requests"]
-    if clients := row.get("concurrency"):
-        measured = max(clients * MEASURED_ROUNDS, MIN_MEASURED)
-        affordable = MAX_TOKENS // row["output"] // clients * clients
-        warm_up = clients * WARM_UP_ROUNDS
-        count = warm_up + min(measured, max(affordable - warm_up, clients))
+def requests_of(row: Row, spreads: bool) -> list[TraceRequest]:
+    """The requests of a row. spreads: whether the output lengths of a closed loop differ."""
+    count, clients, distinct = row["num_requests"], row.get("concurrency"), row.get("distinct_prompts")
+    if clients:
+        affordable = MAX_TOKENS // row["output"] // clients
+        count = clients * (1 + min(max(affordable - 1, 1), LATER_ROUNDS if clients > 2 else ROUNDS))
     elif row.get("rate"):
         count = min(count, MAX_REQUESTS)
-    distinct = row.get("distinct_prompts")
     blocks = -(-row["input"] // PREFIX_BLOCK)
-    requests = [
+    spread = SPREAD if clients and spreads else 0.0
+    lengths = Random(0)
+    longest = round(row["output"] * (1 + spread))
+    return [
         TraceRequest(
-            index, 0.0, row["input"], row["output"], row["output"],
+            index, 0.0, row["input"], longest, max(1, round(row["output"] * lengths.uniform(1 - spread, 1 + spread))),
             prefix_ids=tuple(range(index % distinct * blocks, (index % distinct + 1) * blocks)) if distinct else None,
         )
         for index in range(count)
     ]  # fmt: skip
-    return requests, warm_up
 
 
 def predict(row: Row, models: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, float]:
     """The figures predicted for a row. models: config.json of models that are not built in. changes: other settings."""
-    requests, warm_up = requests_of(row)
     with TemporaryDirectory() as directory:
         folder = Path(directory)
         model = row["model"]
         if model not in built_in_models():
             model = str(folder / "config.json")
             Path(model).write_text(json.dumps(models[row["model"]]))
+        config = config_of(row, model)
+        requests = requests_of(row, spreads=config.engine_overhead not in IN_STEP)
         write_trace(iter(requests), folder / "trace.jsonl")
-        config = config_of(row, model).with_values(
+        config = config.with_values(
             output=str(folder / "run"), quiet=True, iteration_stats_every=1_000_000, **changes or {}
         )
         run = run_trace(str(folder / "trace.jsonl"), config)
         if run.failed:
             raise ValueError(f"{run.failed} of {len(requests)} requests failed")
         lines = (folder / "run" / "requests.jsonl").read_text().splitlines()
-    return figures_of([json.loads(line) for line in lines], warm_up)
+    return figures_of(row, [json.loads(line) for line in lines])
 
 
-def figures_of(requests: Iterable[Row], warm_up: int) -> dict[str, float]:
-    """Means over the requests after the first `warm_up`, and their throughput."""
+def figures_of(row: Row, requests: Iterable[Row]) -> dict[str, float]:
+    """TTFT and ITL in seconds, the latter each request's mean gap, and output tokens/s: means over the row's requests."""
     ordered = sorted(requests, key=lambda request: request["request_id"])
-    ends = sorted(request["arrival_s"] + request["e2e_s"] for request in ordered)
-    kept = ordered[warm_up:]
-    found = {"ttft": fmean(request["ttft_s"] for request in kept)}
-    gaps = [request["tpot_s"] for request in kept if request["tpot_s"] is not None]
-    if gaps:
-        found["itl"] = fmean(gaps)
-    start_s = ends[warm_up - 1] if warm_up else ordered[0]["arrival_s"]
-    # The last requests of a closed loop run alone; throughput is that up to the time when the first client is done.
-    found["throughput"] = sum(request["output_len"] for request in kept) / (ends[-1] - start_s)
+    first = row.get("concurrency") or 0
+    parts = [(ordered[:first], 1 / ROUNDS), (ordered[first:], 1 - 1 / ROUNDS)] if first else [(ordered, 1.0)]
+    found = {}
+    for name, field in (("ttft", "ttft_s"), ("itl", "tpot_s")):
+        if row["output"] > 1 or name == "ttft":
+            found[name] = sum(weight * fmean(request[field] for request in part) for part, weight in parts)
+    if first:
+        found["throughput"] = little(row, found)
+    elif not row.get("rate"):
+        span_s = max(request["arrival_s"] + request["e2e_s"] for request in ordered)
+        found["throughput"] = sum(request["output_len"] for request in ordered) / span_s
     return found
+
+
+def little(row: Row, figures: Mapping[str, float]) -> float:
+    """Output tokens/s of a closed loop by Little's law, from its latencies."""
+    seconds = figures["ttft"] + (row["output"] - 1) * figures.get("itl", 0.0)
+    return float(row["concurrency"] * row["output"] / seconds)
