@@ -33,7 +33,7 @@ from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
 ROUNDS, LATER_ROUNDS = 10, 3
 MAX_TOKENS = 1_500_000
-SPREAD = 0.1
+SPREAD = 0.06
 IN_STEP = ("sglang-0.5.1",)
 MAX_REQUESTS = 1000
 METRICS = ("itl", "ttft", "throughput")
@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Comparison:
     """One figure of a row, measured and predicted: seconds, or tokens/s for `throughput`."""
 
     row: Row
