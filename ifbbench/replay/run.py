@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.served import ServedClient
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
+from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
 from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error, load_of
 from ifbbench.workload.formats import write_trace
@@ -76,12 +77,11 @@ def _replay(
     trace: Trace, engine: Engine, directory: Path, progress: Progress | None
 ) -> tuple[dict[str, Any], ReplayClient]:
     clock, config = engine.clock, engine.config
-    make, delivery = ReplayClient, None
+    make: Callable[..., ReplayClient] = ReplayClient
     if engine.overhead is not None:
         make = partial(ServedClient, process=ServingProcess(engine.overhead))
     client = make_client(config, trace, clock, request_maker(engine), make)
-    if isinstance(client, ServedClient):
-        delivery = client
+    delivery = client if isinstance(client, ServedClient) else None
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
     make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
     recorder = make_recorder(

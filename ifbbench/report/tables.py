@@ -17,6 +17,8 @@ LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tp
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
+# Figures with a band of the expected error.
+EXPECTED_ERRORS = {"ttft_s": "TTFT", "itl_s": "ITL", "output_throughput_tokens_per_s": "output throughput"}
 # Words in the line of settings, and the runs that have them.
 BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "static batches (V1)": lambda config: config.get("type") == "v1",
@@ -79,7 +81,8 @@ def settings_line(run: RunData) -> str:
     sizes = [f"{name} {config[name]}" for name in ("max_batch_size", "max_num_tokens") if config.get(name)]
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, config.get("dtype")]
+    engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
+    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, engine, config.get("dtype")]
     return " · ".join(str(part) for part in parts if part)
 
 

@@ -45,14 +45,15 @@ def expected_error(run: Compared, load: int | None) -> dict[str, Any]:
 
     load: an entry of LOADS. `compared` is false, with the reason, if nothing like it was ever compared."""
     known = json.loads(BANDS.read_text(encoding="utf-8"))
-    setup = next((one for one in known["setups"] if (one["engine"], one["hardware"]) == (run.engine, run.hardware)), None)
+    found = (one for one in known["setups"] if (one["engine"], one["hardware"]) == (run.engine, run.hardware))
+    setup = next(found, None)
     who = "no engine overhead" if run.engine == NO_ENGINE else run.engine
     if setup is None:
         return _never(f"no measurement of {run.hardware} with {who}")
     for name, value in (("dtypes", run.dtype), ("tp_sizes", run.tp_size), ("pp_sizes", run.pp_size)):
         if value not in setup[name]:
-            found = ", ".join(map(str, setup[name]))
-            return _never(f"no measurement of {run.hardware} with {who} and {name[:-1]} {value}, only {found}")
+            others = ", ".join(map(str, setup[name]))
+            return _never(f"no measurement of {run.hardware} with {who} and {name[:-1]} {value}, only {others}")
     if run.has_experts and not setup["has_experts"]:
         return _never(f"no measurement of a mixture of experts on {run.hardware} with {who}")
     part = next((one for one in setup["loads"] if one["up_to"] == load), setup["all_loads"])

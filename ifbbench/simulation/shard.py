@@ -213,6 +213,12 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
     if overhead is not None and overhead.kv_share_of == "total":
         kv_cache = left - int((1 - config.kv_cache_free_gpu_mem_fraction) * hardware.memory_bytes)
+        if kv_cache <= 0:
+            raise InputError(
+                f"--kv_cache_free_gpu_mem_fraction: {config.kv_cache_free_gpu_mem_fraction} of all "
+                f"{hardware.memory_bytes:,} bytes leaves none for the KV cache beside weights of {weights:,}, which "
+                f"count for {overhead.title}. Raise it, or --tp_size."
+            )
     return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache)
 
 

@@ -1,9 +1,9 @@
 """Predictions held against published measurements of servers: errors by source, engine, GPU, metric and regime.
 
 `python -m tests.benchmarks.serving FILE` replays each row of FILE (JSON with `rows`, and `models` that are not built
-in; see serving_rows) and prints tables of errors, and one JSON object at the end. An error is predicted over measured,
-less 1; `median` and `p90` are of its absolute values, `bias` is the median of the signed ones, and `within_20` the share
-of rows within 20 %.
+in; see serving_rows) and prints tables of errors, and one JSON object at the end. An error is predicted over
+measured, less 1; `median` and `p90` are of its absolute values, `bias` is the median of the signed ones, and
+`within_20` the share of rows within 20 %.
 
 Constants are fitted on one half of the rows (`fit`) and judged on the other (`judge`): see `half`.
 
@@ -81,12 +81,12 @@ def grouped(comparisons: Iterable[Comparison], key: Callable[[Row], Any]) -> dic
 
 
 def fastest_degree(comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """In how many groups of rows that differ in their GPUs only the one with the highest throughput is predicted, or one
-    that was measured within 5 % of it."""
-    names = ("source", "engine", "version", "gpu", "model", "dtype", "input", "output", "concurrency", "num_requests")
+    """In how many groups of rows that differ in the number of GPUs only the one with the highest throughput is
+    predicted, or one that was measured within 5 % of it."""
+    names = ("source", "engine", "version", "gpu", "model", "dtype", "input", "output")
     groups = grouped(
         (one for one in comparisons if one.metric == "throughput"),
-        lambda row: json.dumps([row.get(name) for name in names if name != "num_requests" or not row.get("concurrency")]),
+        lambda row: json.dumps([*map(row.get, names), row.get("concurrency") or row["num_requests"]]),
     )
     several = [group for group in groups.values() if len({one.row["num_gpus"] for one in group}) > 1]
     chosen = [max(group, key=lambda one: one.predicted).measured / max(one.measured for one in group)

@@ -118,8 +118,8 @@ def _needed(ratios: Sequence[float]) -> float:
 
 
 def write_bands(setups: Sequence[Setup], published: Mapping[str, Any] | None) -> None:
-    """Write expected_errors.json. published: what tests.benchmarks.published printed; without it, the entries without an
-    engine overhead stay."""
+    """Write expected_errors.json. published: what tests.benchmarks.published printed; without it, the entries without
+    an engine overhead stay."""
     old = json.loads(BANDS.read_text(encoding="utf-8"))["setups"]
     alone = [one for one in old if one["engine"] == NO_ENGINE] if published is None else _published(published)
     made = datetime.now(UTC).date().isoformat()

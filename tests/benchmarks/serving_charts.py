@@ -44,7 +44,8 @@ def draw(comparisons: Sequence[Comparison], directory: Path) -> None:
 def _scatter(axes: Axes, chosen: Sequence[Comparison], metric: str) -> None:
     """Predicted over measured, with the line of equal values and the band within BAND."""
     factor, label = SCALES[metric]
-    measured, predicted = (factor * np.array([getattr(one, name) for one in chosen]) for name in ("measured", "predicted"))
+    measured = factor * np.array([one.measured for one in chosen])
+    predicted = factor * np.array([one.predicted for one in chosen])
     ends = np.array([min(measured.min(), predicted.min()) / 1.3, max(measured.max(), predicted.max()) * 1.3])
     axes.fill_between(ends, ends * (1 - BAND), ends * (1 + BAND), color=MUTED, alpha=0.13, linewidth=0)
     axes.plot(ends, ends, color=INK, linewidth=0.9)
@@ -67,7 +68,8 @@ def _strips(axes: Axes, groups: dict[str, list[Comparison]], label: str) -> None
     for place, chosen in enumerate(groups.values()):
         for (engine, _), colour in zip(ENGINES.items(), SERIES, strict=False):
             found = np.array([min(one.error, MAX_ERROR) for one in chosen if one.row["engine"] == engine])
-            axes.scatter(place + jitter.uniform(-0.3, 0.3, len(found)), found, s=8, color=colour, alpha=0.5, linewidths=0)
+            places = place + jitter.uniform(-0.3, 0.3, len(found))
+            axes.scatter(places, found, s=8, color=colour, alpha=0.5, linewidths=0)
         if chosen:
             centre = float(np.median([one.error for one in chosen]))
             axes.plot([place - 0.35, place + 0.35], [centre, centre], color=INK, linewidth=1.6)

@@ -4,11 +4,11 @@ A row names engine, version, GPU, degree, model, data type, lengths and load, an
 GPUs), mean TTFT and mean ITL (ms; each request's mean gap). What a row does not say is taken from the engine's file in
 ifbbench/simulation/engines, as its settings come closest to the engine's defaults.
 
-- A closed loop (`concurrency`) of load generators has ROUNDS requests a client, of which the first ones arrive together.
-  The first round and LATER_ROUNDS more are replayed, up to MAX_TOKENS tokens of output, and the means weighted as if
-  there were all. Output lengths spread by SPREAD around those of the row, so that clients of equal requests do not
-  return together for ever: measured TTFTs of engines that mix prompts with generation are those of clients that arrive
-  one by one. Those of SGLang 0.5.1 are not (IN_STEP), so that its requests stay equal.
+- A closed loop (`concurrency`) has ROUNDS requests a client, as load generators send, and the first ones arrive
+  together. The first round and LATER_ROUNDS more are replayed, up to MAX_TOKENS tokens of output, and the means
+  weighted as if there were all. Output lengths spread by SPREAD around those of the row, so that clients of equal
+  requests do not return together for ever: measured TTFTs of engines that mix prompts with generation are those of
+  clients that arrive one by one. Those of SGLang 0.5.1 are not (IN_STEP), so that its requests stay equal.
 - An open loop (`rate`) runs up to MAX_REQUESTS requests at constant intervals, or as many Poisson arrivals.
 - `all_at_once` offers `num_requests` at the start.
 - `distinct_prompts` are repeated in turn, with KV cache reuse.
@@ -152,7 +152,7 @@ def predict(row: Row, models: Mapping[str, Any], changes: Mapping[str, Any] | No
 
 
 def figures_of(row: Row, requests: Iterable[Row]) -> dict[str, float]:
-    """TTFT and ITL in seconds, the latter each request's mean gap, and output tokens/s: means over the row's requests."""
+    """TTFT and ITL in seconds, the latter of each request's mean gap, and output tokens/s: means over all requests."""
     ordered = sorted(requests, key=lambda request: request["request_id"])
     first = row.get("concurrency") or 0
     parts = [(ordered[:first], 1 / ROUNDS), (ordered[first:], 1 - 1 / ROUNDS)] if first else [(ordered, 1.0)]

@@ -15,7 +15,8 @@ WANTED_HARDWARE = {
 # As their makers publish them, in billions.
 PUBLISHED_PARAMETERS = {
     "llama-3.1-8b": 8.03, "llama-3-8b": 8.03, "llama-3.3-70b": 70.55, "llama-3.1-405b": 405.85, "llama-2-7b": 6.74,
-    "qwen3-0.6b": 0.596, "qwen2.5-7b": 7.616, "qwen3-32b": 32.76, "mistral-7b": 7.248, "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.53, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "qwen3-0.6b": 0.596, "qwen2.5-7b": 7.616, "qwen3-32b": 32.76, "mistral-7b": 7.248,
+    "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.53, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
 }  # fmt: skip
 SHARES = ("matmul", "matmul_fp8", "context_attention", "memory", "generation_attention", "network")
 
