@@ -21,7 +21,7 @@ from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
-from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error, load_of
+from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.prompts import check_vocabulary
@@ -116,7 +116,9 @@ def _expected_error(engine: Engine, summary: dict[str, Any]) -> dict[str, Any]:
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
     run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)
-    return expected_error(run, load_of(summary))
+    # By Little's law.
+    requests = summary["request_throughput_per_s"] * (summary["e2e_s"]["mean"] or 0.0)
+    return expected_error(run, round(requests))
 
 
 class _PrintingRecorder(Recorder):

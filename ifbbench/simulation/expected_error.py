@@ -27,23 +27,17 @@ class Compared(NamedTuple):
     has_experts: bool
 
 
-def load_of(summary: dict[str, Any]) -> int | None:
-    """The entry of LOADS for a run: its mean number of requests at a time, by Little's law."""
-    mean_s = summary["e2e_s"]["mean"] or 0.0
-    return limit_of(summary["request_throughput_per_s"] * mean_s)
-
-
 def limit_of(requests: float) -> int | None:
     """The entry of LOADS for a number of requests at a time."""
     return next((limit for limit in LOADS if limit is not None and requests <= limit + 0.5), None)
 
 
 @cache
-def expected_error(run: Compared, load: int | None) -> dict[str, Any]:
+def expected_error(run: Compared, requests: int) -> dict[str, Any]:
     """The `expected_error` of summary.json: for each figure, [low, high] so that the measured value was between
     (1 + low) and (1 + high) times the predicted one in `coverage` of the measurements that are most like `run`.
 
-    load: an entry of LOADS. `compared` is false, with the reason, if nothing like it was ever compared."""
+    requests: mean number at a time. `compared` is false, with the reason, if nothing like it was ever compared."""
     known = json.loads(BANDS.read_text(encoding="utf-8"))
     found = (one for one in known["setups"] if (one["engine"], one["hardware"]) == (run.engine, run.hardware))
     setup = next(found, None)
@@ -56,6 +50,7 @@ def expected_error(run: Compared, load: int | None) -> dict[str, Any]:
             return _never(f"no measurement of {run.hardware} with {who} and {name[:-1]} {value}, only {others}")
     if run.has_experts and not setup["has_experts"]:
         return _never(f"no measurement of a mixture of experts on {run.hardware} with {who}")
+    load = limit_of(requests)
     part = next((one for one in setup["loads"] if one["up_to"] == load), setup["all_loads"])
     return {
         "compared": True, "rows": part["rows"], "coverage": known["coverage"],
