@@ -29,7 +29,7 @@ import numpy as np
 import ifbbench
 from ifbbench.recording.run_directory import hardware, versions
 from tests.benchmarks.serving_bands import bands, coverage, write_bands
-from tests.benchmarks.serving_rows import METRICS, Comparison, Row, half, is_current, measured_figures, predict
+from tests.benchmarks.serving_rows import METRICS, Comparison, Row, half, is_current, measured_figures, predict, rows_of
 
 PACKAGE = Path(ifbbench.__file__).parent
 SOURCES = [path for suffix in ("py", "toml", "json") for path in sorted(PACKAGE.rglob(f"*.{suffix}"))]
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
     data = json.loads(asked.file.read_text(encoding="utf-8"))
-    rows = [row for row in data["rows"] if is_current(row) or not asked.current]
+    rows = [row for row in rows_of(data) if is_current(row) or not asked.current]
     predicted = predictions(rows, data.get("models", {}), asked.jobs, asked.cache)
     comparisons = [
         Comparison(row, metric, measured, figures[metric])

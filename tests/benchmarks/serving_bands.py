@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.model.named_models import built_in_models, load_model_config
 from ifbbench.simulation.expected_error import BANDS, LOADS, NO_ENGINE, limit_of
 from tests.benchmarks.serving_rows import Comparison, Row, engine_name, half
 
@@ -24,12 +25,13 @@ Setup = dict[str, Any]
 
 
 def bands(comparisons: Iterable[Comparison]) -> list[Setup]:
-    """The entries of expected_errors.json for rows with an engine overhead."""
+    """The entries of expected_errors.json for rows with an engine overhead: setups with at least MIN_ROWS rows."""
     setups: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
         if (engine := engine_name(one.row)) is not None:
             setups[engine, one.row["gpu"]].append(one)
-    return [_setup(engine, gpu, group) for (engine, gpu), group in sorted(setups.items())]
+    return [_setup(engine, gpu, group) for (engine, gpu), group in sorted(setups.items())
+            if _count(group) >= MIN_ROWS]  # fmt: skip
 
 
 def _setup(engine: str, gpu: str, group: Sequence[Comparison]) -> Setup:
@@ -40,10 +42,14 @@ def _setup(engine: str, gpu: str, group: Sequence[Comparison]) -> Setup:
         "sources": sorted({f"{row['source']}: {row['engine']} {row['version']}, {row['model']}" for row in rows}),
         "dtypes": sorted({row["dtype"] for row in rows}),
         "tp_sizes": sorted({row.get("tp") or row["num_gpus"] for row in rows}), "pp_sizes": [1],
-        "has_experts": any(row.get("has_experts") for row in rows),
+        "has_experts": any(_has_experts(row["model"]) for row in rows),
         "loads": [{"up_to": limit, **_bands(part)} for limit, part in by_load.items() if _count(part) >= MIN_ROWS],
         "all_loads": _bands(group),
     }  # fmt: skip
+
+
+def _has_experts(model: str) -> bool:
+    return model in built_in_models() and load_model_config(model).num_experts > 0
 
 
 def load(one: Comparison) -> int | None:

@@ -14,11 +14,13 @@ ifbbench/simulation/engines, as its settings come closest to the engine's defaul
 - An open loop (`rate`) runs up to MAX_REQUESTS requests at constant intervals, or as many Poisson arrivals.
 - `all_at_once` offers `num_requests` at the start.
 - `distinct_prompts` are repeated in turn, with KV cache reuse.
+- `lengths` names pairs of prompt and output length in the file, which requests take in turn instead of `input` and
+  `output`.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -41,6 +43,8 @@ IN_STEP = ("sglang-0.5.1",)
 MAX_REQUESTS = 1000
 METRICS = ("itl", "ttft", "throughput")
 MILLISECONDS = 1000.0
+# Nearest data type here of some names of data types of weights.
+DTYPES = {"mxfp4": "int4", "w4a16": "int4", "awq": "int4"}
 Row = Mapping[str, Any]
 
 
@@ -62,6 +66,18 @@ class Comparison:
 def is_current(row: Row) -> bool:
     """Whether the row is of an engine of today: TensorRT-LLM 0.16 or later, vLLM V1, SGLang."""
     return bool(row.get("generation") == "current")
+
+
+def rows_of(data: Mapping[str, Any]) -> list[Row]:
+    """The rows of a file, each with the `pairs` of lengths that it names, and their means as `input` and `output`."""
+    found = []
+    for row in data["rows"]:
+        pairs = data.get("lengths", {}).get(row.get("lengths"))
+        if pairs:
+            prompt_lens, output_lens = zip(*pairs, strict=True)
+            row = {"input": round(fmean(prompt_lens)), "output": round(fmean(output_lens)), **row, "pairs": pairs}
+        found.append(row)
+    return found
 
 
 def half(row: Row) -> str:
@@ -97,19 +113,26 @@ def config_of(row: Row, model: str) -> RunConfig:
     """The settings of a run like the row's. model: a built-in name, or a file."""
     engine = engine_name(row)
     usual = dict(load_overhead(engine).settings) if engine else {}
-    if row["dtype"] not in ("fp8", "fp4"):
+    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    if dtype not in ("fp8", "int4"):
         usual.pop("kv_cache_dtype", None)
     given = {name: row[name] for name in ("max_num_tokens", "max_batch_size", "kv_cache_dtype") if row.get(name)}
     if row.get("chunked_context") is not None and "enable_chunked_context" not in usual:
         given["enable_chunked_context"] = row["chunked_context"]
     tp_size = row.get("tp") or row["num_gpus"]
+    longest = max(prompt_len + output_len for prompt_len, output_len in _pairs(row))
     return RunConfig(
-        device=f"sim:{row['gpu']}", model=model, dtype=row["dtype"], tp_size=tp_size,
+        device=f"sim:{row['gpu']}", model=model, dtype=dtype, tp_size=tp_size,
         pp_size=max(1, row["num_gpus"] // tp_size), engine_overhead=engine,
-        max_seq_len=row["input"] + round(row["output"] * (1 + SPREAD)) + 1, concurrency=row.get("concurrency"),
+        max_seq_len=round(longest * (1 + SPREAD)) + 1, concurrency=row.get("concurrency"),
         request_rate=row.get("rate"), enable_exp_delays=row.get("arrival") == "poisson",
         enable_kv_cache_reuse=bool(row.get("distinct_prompts")),
     ).with_values(**usual | given)  # fmt: skip
+
+
+def _pairs(row: Row) -> Sequence[tuple[int, int]]:
+    """Prompt and output lengths that the requests of a row take in turn."""
+    return row.get("pairs") or [(row["input"], row["output"])]
 
 
 def requests_of(row: Row, spreads: bool) -> list[TraceRequest]:
@@ -121,16 +144,17 @@ def requests_of(row: Row, spreads: bool) -> list[TraceRequest]:
     elif row.get("rate"):
         count = min(count, MAX_REQUESTS)
     blocks = -(-row["input"] // PREFIX_BLOCK)
+    pairs = _pairs(row)
     spread = SPREAD if clients and spreads else 0.0
-    lengths = Random(0)
-    longest = round(row["output"] * (1 + spread))
-    return [
-        TraceRequest(
-            index, 0.0, row["input"], longest, max(1, round(row["output"] * lengths.uniform(1 - spread, 1 + spread))),
+    lengths, requests = Random(0), []
+    for index in range(count):
+        prompt_len, output_len = pairs[index % len(pairs)]
+        requests.append(TraceRequest(
+            index, 0.0, prompt_len, round(output_len * (1 + spread)),
+            max(1, round(output_len * lengths.uniform(1 - spread, 1 + spread))),
             prefix_ids=tuple(range(index % distinct * blocks, (index % distinct + 1) * blocks)) if distinct else None,
-        )
-        for index in range(count)
-    ]  # fmt: skip
+        ))  # fmt: skip
+    return requests
 
 
 def predict(row: Row, models: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, float]:
@@ -162,7 +186,7 @@ def figures_of(row: Row, requests: Iterable[Row]) -> dict[str, float]:
     found = {}
     for name, field in (("ttft", "ttft_s"), ("itl", "tpot_s")):
         if row["output"] > 1 or name == "ttft":
-            found[name] = sum(weight * fmean(request[field] for request in part) for part, weight in parts)
+            found[name] = sum(weight * _mean(request[field] for request in part) for part, weight in parts)
     if first:
         found["ttft"] += CLIENT_S
         found["throughput"] = little(row, found)
@@ -170,6 +194,11 @@ def figures_of(row: Row, requests: Iterable[Row]) -> dict[str, float]:
         span_s = max(request["arrival_s"] + request["e2e_s"] for request in ordered)
         found["throughput"] = sum(request["output_len"] for request in ordered) / span_s
     return found
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """The mean of those that are not None; requests of one output token have no gap."""
+    return fmean([value for value in values if value is not None] or [0.0])
 
 
 def little(row: Row, figures: Mapping[str, float]) -> float:
