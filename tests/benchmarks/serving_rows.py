@@ -38,7 +38,7 @@ from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 ROUNDS, LATER_ROUNDS = 14, 3
 MAX_TOKENS = 1_500_000
 SPREAD = 0.1
-CLIENT_S = 0.03
+CLIENT_S = 0.04
 IN_STEP = ("sglang-0.5.1",)
 MAX_REQUESTS = 1000
 METRICS = ("itl", "ttft", "throughput")

@@ -6,7 +6,6 @@ import pytest
 
 from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
-from ifbbench.report.load import load_run
 from ifbbench.report.tables import expected_error_sentence
 from ifbbench.simulation.engines import overhead_names
 from ifbbench.simulation.expected_error import BANDS, LOADS, Compared, expected_error, limit_of, load_in_words
@@ -73,7 +72,7 @@ def test_the_summary_and_the_report_of_a_simulated_run_have_it(tmp_path, capsys)
     summary = run_trace(str(trace), config).summary
 
     assert summary["expected_error"] == expected_error(LIKE._replace(tp_size=1), 8)
-    assert load_run(tmp_path / "run").summary["expected_error"]["compared"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert "Measured over predicted in 80 % of" in expected_error_sentence(summary["expected_error"])
 
 

@@ -6,6 +6,7 @@ The figures of the rows here are made up.
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.benchmarks.serving_rows import (
     rows_of,
 )
 
-ROW = {
+ROW: dict[str, Any] = {
     "source": "made-up", "engine": "vllm", "version": "0.12.0", "gpu": "h100-sxm", "num_gpus": 1, "tp": 1,
     "model": "llama-3.1-8b", "dtype": "bf16", "input": 128, "output": 16, "concurrency": 4, "num_requests": 40,
     "max_num_tokens": 2048, "chunked_context": True, "generation": "current", "id": 1, "ttft_ms": {"mean": 50.0},
