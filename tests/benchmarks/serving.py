@@ -9,7 +9,7 @@ Constants are fitted on one half of the rows (`fit`) and judged on the other (`j
 
 - `--current` takes rows of today's engines only.
 - `--plot DIR` draws predicted against measured by regime.
-- `--bands` writes ifbbench/simulation/expected_errors.json from the rows of today's engines, and from what
+- `--bands` writes ifbbench/simulation/expected_errors.json from the rows, and from what
   `python -m tests.benchmarks.published > PUBLISHED` printed for runs without an engine overhead (`--published`).
 - `--cache FILE` keeps predictions for the next call; they are used while rows, settings and package are the same.
 """
@@ -188,7 +188,7 @@ def main() -> None:
     result = {**about, **report(comparisons)}
     if asked.bands:
         published = json.loads(asked.published.read_text()) if asked.published else None
-        write_bands(bands([one for one in comparisons if is_current(one.row)]), published)
+        write_bands(bands(comparisons), published)
     if asked.plot:
         from tests.benchmarks.serving_charts import draw
 

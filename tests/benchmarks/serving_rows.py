@@ -88,11 +88,11 @@ def half(row: Row) -> str:
 
 
 def engine_name(row: Row) -> str | None:
-    """The engine overhead of a row: that of its version, else that of its engine; None without one, or for an engine
-    of 2024, of which there is none."""
-    whole = f"{row['engine']}-{row['version']}"
-    names = [name for name in overhead_names() if whole.startswith(name)]
-    return max(names, key=len) if names and is_current(row) else None
+    """The engine overhead of a row: that of its version, else that of its engine; None without one. Engines of 2024
+    have only those of their versions."""
+    whole = f"{row['engine']}-{row['version']}".lower()
+    names = [name for name in overhead_names() if whole.startswith(name) and (is_current(row) or name != row["engine"])]
+    return max(names, key=len, default=None)
 
 
 def measured_figures(row: Row) -> dict[str, float]:

@@ -48,7 +48,8 @@ def test_a_closed_loop_is_replayed_with_the_settings_of_its_engine():
 @pytest.mark.parametrize(
     ("engine", "version", "generation", "name"),
     [("sglang", "0.5.1.post1", "current", "sglang-0.5.1"), ("sglang", "0.5.6.post2", "current", "sglang"),
-     ("tensorrt-llm", "1.0.0rc3", "current", "tensorrt-llm"), ("vllm", "2024", "2024", None),
+     ("tensorrt-llm", "1.0.0rc3", "current", "tensorrt-llm"), ("vllm", "2024", "2024", "vllm-2024"),
+     ("tensorrt-llm", "NIM 1.0 for LLMs", "2024", "tensorrt-llm-nim"), ("sglang", "0.1", "2024", None),
      ("other", "1", "current", None)],
 )  # fmt: skip
 def test_a_row_has_the_overhead_of_its_version(engine, version, generation, name):
