@@ -64,16 +64,6 @@ FAMILIES: Mapping[str, Family] = {
     # With use_sliding_window, their windows apply from some layer on. No published model sets it.
     "qwen2": Family(attention_bias=True, expected={"use_sliding_window": False}),
     "qwen3": Family(query_key_norm=True, defaults={"head_dim": 128}, expected={"use_sliding_window": False}),
-    "mixtral": Family(names={"num_experts": "num_local_experts"}, is_simulated_only=True),
-    "qwen3_moe": Family(
-        query_key_norm=True, defaults={"head_dim": 128}, names={"intermediate_size": "moe_intermediate_size"},
-        is_simulated_only=True,
-    ),
-    # Weights of experts have 4 bits (MXFP4), which is near --dtype int4. Every other layer has a window of 128 tokens:
-    # --max_attention_window 128,131072.
-    "gpt_oss": Family(
-        names={"num_experts": "num_local_experts"}, defaults={"mlp_bias": True}, is_simulated_only=True,
-    ),
     "gpt2": Family(
         architecture=GPT2,
         attention_bias=True,
@@ -85,6 +75,16 @@ FAMILIES: Mapping[str, Family] = {
         },
         defaults={"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         expected={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    ),
+    "mixtral": Family(names={"num_experts": "num_local_experts"}, is_simulated_only=True),
+    "qwen3_moe": Family(
+        query_key_norm=True, defaults={"head_dim": 128}, names={"intermediate_size": "moe_intermediate_size"},
+        is_simulated_only=True,
+    ),
+    # Weights of experts have 4 bits (MXFP4), which is near --dtype int4. Every other layer has a window of 128 tokens:
+    # --max_attention_window 128,131072.
+    "gpt_oss": Family(
+        names={"num_experts": "num_local_experts"}, defaults={"mlp_bias": True}, is_simulated_only=True,
     ),
 }
 
