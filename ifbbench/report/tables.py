@@ -111,11 +111,11 @@ def expected_error_sentence(expected: dict[str, Any]) -> str:
     if not expected["compared"]:
         return f"Expected error: unknown, {expected['reason']}."
     bands = [
-        f"{label} {100 * low:+.0f} to {100 * high:+.0f} %"
+        f"{100 * low:+.0f} to {100 * high:+.0f} % of the predicted {label}"
         for key, label in EXPECTED_ERRORS.items() if key in expected for low, high in [expected[key]]
     ]  # fmt: skip
-    of = f"{count(expected['rows'])} published measurements, {expected['load']} requests at a time"
-    return f"Measured over predicted in {percent(expected['coverage'])} of {of}: {', '.join(bands)}."
+    of = f"{count(expected['rows'])} published measurements with {expected['load']} requests at a time"
+    return f"Expected error, from {of}: {percent(expected['coverage'])} of them are within {', '.join(bands)}."
 
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ from ifbbench.simulation.expected_error import BANDS, LOADS, NO_ENGINE, limit_of
 from tests.benchmarks.serving_rows import Comparison, Row, engine_name, half
 
 COVERAGE = 0.8
+# Bands are made for a larger share of the rows that they come from, because other rows lie further out.
+MADE_FOR = 0.85
 # With fewer rows of a load, the band of all loads is taken.
 MIN_ROWS = 10
 FIGURES = {"ttft": "ttft_s", "itl": "itl_s", "throughput": "output_throughput_tokens_per_s"}
@@ -76,10 +78,10 @@ def _bands(group: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def band(ratios: Sequence[float]) -> tuple[float, float]:
-    """The range that a further value of the same kind is in with a probability of COVERAGE: between two of the ordered
+    """The range that a further value of the same kind is in with a probability of MADE_FOR: between two of the ordered
     values, further out the fewer there are (a conformal interval)."""
     ordered = np.sort(ratios)
-    outside = min(int((len(ordered) + 1) * (1 - COVERAGE) / 2), len(ordered) // 2)
+    outside = min(int((len(ordered) + 1) * (1 - MADE_FOR) / 2), len(ordered) // 2)
     first = max(outside - 1, 0)
     return round(float(ordered[first]), 3), round(float(ordered[len(ordered) - 1 - first]), 3)
 

@@ -73,7 +73,9 @@ def test_the_summary_and_the_report_of_a_simulated_run_have_it(tmp_path, capsys)
 
     assert summary["expected_error"] == expected_error(LIKE._replace(tp_size=1), 8)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert "Measured over predicted in 80 % of" in expected_error_sentence(summary["expected_error"])
+    sentence = expected_error_sentence(summary["expected_error"])
+    assert "requests at a time: 80 % of them are within" in sentence
+    assert "% of the predicted TTFT" in sentence
 
 
 def test_the_summary_of_a_real_run_has_none(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from ifbbench.simulation.expected_error import LOADS
 from tests.benchmarks.serving import errors, fastest_degree
-from tests.benchmarks.serving_bands import COVERAGE, band, bands, coverage
+from tests.benchmarks.serving_bands import MADE_FOR, band, bands, coverage
 from tests.benchmarks.serving_rows import (
     LATER_ROUNDS,
     Comparison,
@@ -106,7 +106,7 @@ def test_a_band_has_its_share_of_the_values():
     low, high = band(values)
 
     inside = sum(low <= value <= high for value in values) / len(values)
-    assert COVERAGE <= inside < COVERAGE + 0.05
+    assert MADE_FOR <= inside < MADE_FOR + 0.05
     assert band([0.1, 0.5, 0.3]) == (0.1, 0.5)
 
 
