@@ -28,6 +28,7 @@ DTYPE_BYTES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5
 DEVICES = ("auto", "cpu", "cuda", "null")
 SIMULATED = "sim:"
 HARDWARE_PROFILES = Path(__file__).parent / "simulation" / "profiles"
+ENGINE_OVERHEADS = Path(__file__).parent / "simulation" / "engines"
 WINDOW_MODES = ("cyclic", "linear")
 TRACE_FORMATS = (
     "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "aiperf", "mooncake", "gptmanager",
@@ -247,6 +248,9 @@ class RunConfig:
     pp_size: int = _execution(
         1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism); simulated devices only.",
         minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+    engine_overhead: str | None = _execution(
+        None, "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
+        "Default: the batch manager alone, without a server. Simulated devices only.", elsewhere="engine")
     temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0)
     top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0)
     top_p: float = _execution(

@@ -22,6 +22,7 @@ from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
+from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
 from ifbbench.simulation.step_work import StepWork, least_work
@@ -46,7 +47,7 @@ class Profile:
 @dataclass(frozen=True)
 class Engine:
     """An executor, the clock of its time, and the resolved settings that it was made for. makes_tokens: false without a
-    model. profile: of a run with --profile."""
+    model. profile: of a run with --profile. overhead: of a run with --engine_overhead."""
 
     executor: Executor
     clock: Clock
@@ -56,6 +57,7 @@ class Engine:
     device: str
     makes_tokens: bool
     profile: Profile | None = None
+    overhead: EngineOverhead | None = None
 
     def describe_model(self) -> dict[str, Any]:
         """The model's entry in `run.json`."""
@@ -118,6 +120,7 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     # Nothing is computed, so sequences may be longer than the model's positions.
     longest = max(model.max_position_embeddings, config.max_seq_len or 0)
     resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
+    overhead = None if resolved.engine_overhead is None else load_overhead(resolved.engine_overhead)
     memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
     layout = cache_layout(resolved, model, memory_bytes)
     limits = batching_config(resolved, layout, vocab_size=None)
@@ -125,9 +128,13 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     clock: Clock = WallClock()
     if hardware is not None:
         clock = VirtualClock()
-        cost_model = CostModel(Shard.of_config(model, resolved), hardware)
+        shard = Shard.of_config(model, resolved)
+        if overhead is not None:
+            hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
+        cost_model = CostModel(shard, hardware)
         executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
-    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False)
+    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
+                  overhead=overhead)  # fmt: skip
 
 
 def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:

@@ -88,6 +88,13 @@ def _check_settings(config: RunConfig) -> None:
             where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
             raise InputError(f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
                              "--device sim:PROFILE.")
+    if config.engine_overhead is not None:
+        if config.hardware is None:
+            raise InputError("--engine_overhead: adds predicted times, which only simulated devices have; leave it "
+                             "out, or choose --device sim:PROFILE.")
+        if config.static_emulated_batch_size is not None:
+            raise InputError("--engine_overhead: --static_emulated_batch_size hands requests to the engine without a "
+                             "server; leave out one of them.")
     if config.profile and config.makes_no_tokens:
         raise InputError(f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave "
                          "it out.")

@@ -14,7 +14,7 @@ from ifbbench.settings import from_mapping
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED_TO_EXPLAIN = (
     "device", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "kv_cache_free_gpu_mem_fraction", "max_num_tokens",
-    "max_batch_size", "max_attention_window", "window_mode",
+    "max_batch_size", "max_attention_window", "window_mode", "engine_overhead", "enable_trt_overlap",
 )  # fmt: skip
 HELP_TO_EXPLAIN = {
     "device": "The simulated device: a hardware profile (h100-sxm, or sim:h100-sxm) or a profile's .toml file.",

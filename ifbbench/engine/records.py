@@ -160,6 +160,18 @@ class Stretch(NamedTuple):
             )  # fmt: skip
 
 
+class Delivery(Protocol):
+    """When the tokens of iterations reach their clients, where that is later than the end of the iteration."""
+
+    def of_iteration(self, record: IterationRecord) -> float:
+        """In seconds on the run's clock."""
+        ...
+
+    def of_stretch(self, stretch: Stretch) -> NDArray[np.float64]:
+        """[iterations] of it."""
+        ...
+
+
 class Observer(Protocol):
     """Is notified of each iteration after it has run, and of each request that ends without being complete."""
 

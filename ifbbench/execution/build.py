@@ -83,6 +83,9 @@ def load_model(config: RunConfig) -> LlamaModel:
     device, dtype = choose_device(config), TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)
     model_config, path = load_model_config(config.model), weights_path(config.model)
     check_data_types(config, model_config, device)
+    if model_config.num_experts:
+        raise InputError(f"--model: {config.model} is a mixture of experts, which runs on simulated devices only. "
+                         "Choose --device sim:PROFILE, or another model.")
     make_product: MakeProduct = Fp8Linear if config.weight_dtype == "fp8" else make_linear
     doing = f"loading the weights of {config.model} in {config.weight_dtype}"
     with torch.inference_mode(), needing_memory(doing, "choose a smaller model or --dtype", device):

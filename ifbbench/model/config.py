@@ -57,6 +57,8 @@ class ModelConfig:
     attention_bias: biases of query, key and value. query_key_norm: each head of queries and keys is normalised before
     the rotary embedding (Qwen 3). architecture: LLAMA, or GPT2 with learned positions, LayerNorm, biases everywhere and
     an MLP without a gate. rms_norm_eps and activation apply to the norms and the MLP of either architecture.
+    num_experts, experts_per_token: of a mixture of experts, whose MLPs have `intermediate_size` each; 0 if there is one
+    MLP. Such models run on simulated devices only.
     """
 
     vocab_size: int
@@ -79,6 +81,8 @@ class ModelConfig:
     query_key_norm: bool = False
     architecture: str = LLAMA
     activation: str = "silu"
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
@@ -98,7 +102,7 @@ class ModelConfig:
 
     @property
     def gate_up_size(self) -> int:
-        """Outputs per token of the MLP's first product: gate and up, or up alone (GPT-2)."""
+        """Outputs per token of the first product of an MLP: gate and up, or up alone (GPT-2)."""
         return (1 if self.architecture == GPT2 else 2) * self.intermediate_size
 
     @property
@@ -107,7 +111,7 @@ class ModelConfig:
         is_gpt2 = self.architecture == GPT2
         qkv_size = self.query_size + 2 * self.kv_size
         biases = self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
-        biases += self.mlp_bias * (self.gate_up_size + self.hidden_size)
+        biases += self.mlp_bias * (self.gate_up_size + self.hidden_size) * max(1, self.num_experts)
         norm = (2 if is_gpt2 else 1) * self.hidden_size
         layer = self.layer_matrix_parameters + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
@@ -118,7 +122,8 @@ class ModelConfig:
     def layer_matrix_parameters(self) -> int:
         """Trained values in the matrices of one layer, the only weights that `--dtype fp8` stores in eight bits."""
         attention = 2 * (self.query_size + self.kv_size)
-        return self.hidden_size * (attention + self.gate_up_size + self.intermediate_size)
+        mlps = max(1, self.num_experts) * (self.gate_up_size + self.intermediate_size)
+        return self.hidden_size * (attention + mlps + self.num_experts)  # the last for the router
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of one token's keys and values in all layers together."""

@@ -43,7 +43,8 @@ class Family:
     attention_bias: whether query, key and value have biases; None if the field `attention_bias` decides, for the
     attention output too. has_window: whether `sliding_window` applies. activations: supported values of `hidden_act`.
     names: Llama's field names to the family's. defaults: values of fields that the family's files omit. expected:
-    fields that must be absent or have this value.
+    fields that must be absent or have this value. is_simulated_only: models whose layers nothing here computes, so that
+    no other field is checked.
     """
 
     architecture: str = LLAMA
@@ -54,6 +55,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     expected: Mapping[str, object] = field(default_factory=dict)
+    is_simulated_only: bool = False
 
 
 # By `model_type`.
@@ -74,6 +76,16 @@ FAMILIES: Mapping[str, Family] = {
         },
         defaults={"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         expected={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    ),
+    "mixtral": Family(names={"num_experts": "num_local_experts"}, is_simulated_only=True),
+    "qwen3_moe": Family(
+        query_key_norm=True, defaults={"head_dim": 128}, names={"intermediate_size": "moe_intermediate_size"},
+        is_simulated_only=True,
+    ),
+    # Weights of experts have 4 bits (MXFP4), which is near --dtype int4. Every other layer has a window of 128 tokens:
+    # --max_attention_window 128,131072.
+    "gpt_oss": Family(
+        names={"num_experts": "num_local_experts"}, defaults={"mlp_bias": True}, is_simulated_only=True,
     ),
 }
 
@@ -158,7 +170,8 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
             names = FAMILIES[values["model_type"]].names
             values = {names.get(name, name): value for name, value in values.items()}
         family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
-        _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
+        if not family.is_simulated_only:
+            _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
         return _ConfigJson(values, family).model_config()
 
 
@@ -249,7 +262,7 @@ class _ConfigJson:
             max_position_embeddings=longest,
             rms_norm_eps=self._number("rms_norm_eps", 1e-6),
             rope_theta=(rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA),
-            rope_scaling=self._rope_scaling(rope),
+            rope_scaling=None if self._family.is_simulated_only else self._rope_scaling(rope),
             tie_word_embeddings=self._boolean("tie_word_embeddings"),
             attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
             attention_output_bias=bias or is_gpt2, mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
@@ -257,6 +270,8 @@ class _ConfigJson:
             sliding_window=window if window < longest else None,
             query_key_norm=self._family.query_key_norm, architecture=self._family.architecture,
             activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
+            num_experts=self._integer("num_experts") if self._family.is_simulated_only else 0,
+            experts_per_token=self._integer("num_experts_per_tok") if self._family.is_simulated_only else 0,
         )
 
     def _rope_scaling(self, rope: "_ConfigJson") -> RopeScaling | None:

@@ -1,8 +1,8 @@
 """`ifbbench explain-step`: the time of one iteration by operation, for a batch given by its lengths."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,6 +16,7 @@ from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.report import bar, percent, plain_table
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
+from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory
 from ifbbench.simulation.step_work import StepWork
@@ -68,8 +69,9 @@ class Explanation:
     """The predicted time and memory of one iteration.
 
     operations: those that take time, in the order of the forward pass. device_ns, host_ns: nanoseconds of the devices
-    and of the host's scheduling. memory: of one device. kv_tokens: capacity of its KV cache in tokens. step_kv_tokens:
-    tokens of this batch in it.
+    and of the host's scheduling. host: seconds of the host's parts. ttft: of a prompt of this batch, see `ttft_parts`;
+    empty without a context chunk. memory: of one device. kv_tokens: capacity of its KV cache in tokens. step_kv_tokens:
+    tokens of this batch in it. engine: title and version of the engine overhead, if there is one.
     """
 
     model: str
@@ -79,6 +81,10 @@ class Explanation:
     operations: tuple[OperationCost, ...]
     device_ns: int
     host_ns: int
+    host: dict[str, float]
+    ttft: dict[str, float]
+    overlap: bool
+    engine: str
     memory: MemoryPlan
     kv_tokens: int
     step_kv_tokens: int
@@ -88,10 +94,12 @@ class Explanation:
         shard, hardware = self.cost_model.shard, self.cost_model.hardware
         return {
             "model": self.model, "hardware": hardware.name, "dtype": shard.dtype,
-            "kv_cache_dtype": shard.kv_cache_dtype, "tp_size": shard.tp_size, "pp_size": shard.pp_size,
+            "kv_cache_dtype": shard.kv_cache_dtype, "engine": self.engine,
+            "tp_size": shard.tp_size, "pp_size": shard.pp_size,
             "work": self.work._asdict(),
             "operations": [asdict(operation) for operation in self.operations],
             "device_s": self.device_ns / NANOSECONDS, "host_s": self.host_ns / NANOSECONDS,
+            "host": self.host, "ttft": self.ttft | ({"total": sum(self.ttft.values())} if self.ttft else {}),
             "memory": asdict(self.memory) | {"kv_cache_tokens": self.kv_tokens, "step_tokens": self.step_kv_tokens},
         }  # fmt: skip
 
@@ -113,16 +121,59 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     max_batch_size = config.max_batch_size or DEFAULT_MAX_BATCH_SIZE
     config = config.with_values(max_seq_len=max_seq_len, max_batch_size=max_batch_size)
     config = resolve_limits(config, max_seq_len, hardware.is_cpu)
-    cost_model = CostModel(Shard.of_config(model, config), hardware, cuda_graphs)
+    shard, overhead = Shard.of_config(model, config), None
+    if config.engine_overhead is not None:
+        overhead = load_overhead(config.engine_overhead)
+        hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
+    cost_model = CostModel(shard, hardware, cuda_graphs)
     memory = plan_memory(cost_model.shard, hardware, config)
+    engine = f"{overhead.title} {overhead.version}" if overhead else ""
     layout = cache_layout(config, model, memory_bytes=None)
-    work = step.work(windows_of_layers(layout, model))
+    windows = windows_of_layers(layout, model)
+    work, generation = step.work(windows), replace(step, chunks=()).work(windows)
+    host = {"iteration": hardware.host_iteration_s, "requests": step.num_requests * hardware.host_request_s,
+            "prompt tokens": work.context_tokens * hardware.host_prompt_token_s}  # fmt: skip
     return Explanation(
         model=config.model, cost_model=cost_model, step=step, work=work,
         operations=tuple(operation for operation in cost_model.operations(work) if operation.seconds > 0),
-        device_ns=cost_model.device_ns(work), host_ns=cost_model.host_ns(step.num_requests), memory=memory,
+        device_ns=cost_model.device_ns(work), host_ns=cost_model.host_ns(step.num_requests, work.context_tokens),
+        host={name: seconds for name, seconds in host.items() if seconds},
+        ttft=ttft_parts(cost_model, step, work, generation, overhead, config.enable_trt_overlap),
+        overlap=config.enable_trt_overlap, engine=engine, memory=memory,
         kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token), step_kv_tokens=step.kv_tokens(layout),
     )  # fmt: skip
+
+
+def ttft_parts(
+    cost_model: CostModel, step: Step, work: StepWork, generation: StepWork, overhead: EngineOverhead | None,
+    overlap: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Where the TTFT of the last of the chunks of `step` goes, in seconds, if each is a whole prompt and all arrive
+    together, at any moment of an iteration in which only the generation requests run. Empty without chunks.
+
+    generation: the work of that iteration. With overlap the next one has been submitted too when a prompt arrives."""
+    if not step.chunks:
+        return {}
+    before_s = cost_model.device_ns(generation) / NANOSECONDS if generation.num_tokens else 0.0
+    before_host_s = cost_model.host_ns(generation.generation_tokens) / NANOSECONDS if generation.num_tokens else 0.0
+    device_s = cost_model.device_ns(work) / NANOSECONDS
+    host_s = cost_model.host_ns(step.num_requests, work.context_tokens) / NANOSECONDS
+    iteration_s = max(before_s, before_host_s) if overlap else before_s + before_host_s
+    parts = {
+        "server: request in": 0.0,
+        "rest of the iteration that runs": iteration_s / 2,
+        "iteration submitted before": iteration_s if overlap else 0.0,
+        "host": max(0.0, host_s - before_s) if overlap else host_s,
+        "context": device_s - before_s,
+        "generation beside it": before_s,
+    }
+    if overhead is not None:
+        lengths = [start + length for start, length in step.chunks]
+        parts["server: request in"] = (
+            len(lengths) * overhead.serving_request_s + sum(lengths) * overhead.serving_token_in_s
+        )
+        parts["server: tokens out"] = work.outputs * overhead.serving_token_out_s
+    return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def parse_step(context: Iterable[str], generation: Iterable[str]) -> Step:
@@ -162,15 +213,20 @@ def print_explanation(explained: Explanation, console: Console) -> None:
     console.print()
     device_s, host_s = explained.device_ns / NANOSECONDS, explained.host_ns / NANOSECONDS
     outputs = explained.work.outputs
+    hidden = "hidden behind the device" if explained.overlap else "hidden behind the device with --enable_trt_overlap"
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in explained.host.items())
     console.print(
-        f"The host takes [bold]{duration(host_s)}[/bold] to schedule {explained.step.num_requests:,} requests, hidden "
-        "behind the device with --enable_trt_overlap.", highlight=False,
+        f"The host takes [bold]{duration(host_s)}[/bold] to schedule {explained.step.num_requests:,} requests, "
+        f"{hidden}: {parts}.", highlight=False, soft_wrap=True,
     )  # fmt: skip
     console.print(
         f"{outputs:,} tokens come out: [bold]{outputs / (device_s + host_s):,.0f}[/bold] a second if iterations like "
         f"this one follow each other, {outputs / max(device_s, host_s):,.0f} with overlap.", highlight=False,
     )  # fmt: skip
     console.print()
+    if explained.ttft:
+        console.print(_ttft_table(explained.ttft))
+        console.print()
     console.print(_memory_table(explained))
     console.print()
 
@@ -197,6 +253,7 @@ def _title(explained: Explanation) -> str:
     devices = shard.tp_size * shard.pp_size
     place = f"{devices} × {hardware.title}" if devices > 1 else hardware.title
     facts = [f"weights {shard.dtype}", f"KV cache {shard.kv_cache_dtype}", *degrees]
+    facts += [explained.engine] if explained.engine else []
     return f"[bold]{escape(explained.model)}[/bold] on [bold]{escape(place)}[/bold]  [dim]{' · '.join(facts)}[/dim]"
 
 
@@ -232,6 +289,14 @@ def _operations_table(explained: Explanation) -> Table:
             scaled(operation.bytes, "B") if operation.bytes else "",
             f"[{style}]{operation.limit}[/{style}]", _reached(operation),
         )  # fmt: skip
+    return table
+
+
+def _ttft_table(parts: Mapping[str, float]) -> Table:
+    total = sum(parts.values())
+    table = plain_table("TTFT of a prompt that arrives while the others generate", numbers=[duration(total), "100 %"])
+    for name, seconds in parts.items():
+        table.add_row(name, duration(seconds), percent(seconds / total))
     return table
 
 

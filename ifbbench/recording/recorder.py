@@ -11,7 +11,7 @@ import numpy as np
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS
-from ifbbench.engine.records import CacheState, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import CacheState, Delivery, IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
@@ -24,6 +24,7 @@ from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS
 FLUSH_INTERVAL_S = 1.0
 _NO_REQUESTS: set[int] = set()
 ClassOf = Callable[[int], str | None]
+Complete = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class RunMetrics:
@@ -157,23 +158,17 @@ class RunMetrics:
             line.priority = number(priority)
         return encode(line)
 
-    def summary(
-        self, schedule_digest: str, partial: bool, starts: Sequence[float], ends: Sequence[float]
-    ) -> dict[str, Any]:
+    def summary(self, digest: str, partial: bool, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
         """The content of `summary.json`. starts, ends: of each iteration, in seconds."""
         whole = Population.merged(list(self._populations.values()))
         span = self.last_end_s - self.first_arrival_s if self._completed else 0.0
         figures = whole.figures(span, ends, self._objectives)
-        requests = figures.pop("requests") | {"total": self.total}
+        figures["requests"] |= {"total": self.total}
         blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
         tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
         found = {
-            "requests": requests,
-            "duration_s": span,
-            **figures,
-            "iterations": self.iterations,
-            "pauses": self.pauses,
-            "recomputed_tokens": self.recomputed_tokens,
+            "requests": figures.pop("requests"), "duration_s": span, **figures,
+            "iterations": self.iterations, "pauses": self.pauses, "recomputed_tokens": self.recomputed_tokens,
             "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
             "empty_generation_slots": self.empty_generation_slots,
             "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
@@ -183,12 +178,12 @@ class RunMetrics:
             **shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
             "waiting_by_limit": self._waited_s,
             **NO_TRAFFIC,
-        }
+        }  # fmt: skip
         if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
             arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
             found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
         found |= by_group(self._populations, span, ends, self._objectives)
-        return found | {"schedule_digest": schedule_digest, "partial": partial}
+        return found | {"schedule_digest": digest, "partial": partial}
 
 
 def _requested_tokens(request: Request) -> int:
@@ -201,9 +196,10 @@ class Recorder:
     its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
-    trace, in seconds on the run's clock. held_until_s: see SpanTracker. class_of: see RunMetrics. recording_format:
-    suffix of the files of lines. statistics, iteration_stats_every, iteration_stats_format, profile: see
-    IterationEncoder. clock: files are flushed each second by it; real time if None, so that a killed run loses little.
+    trace, in seconds on the run's clock. held_until_s: see SpanTracker. class_of: see RunMetrics. delivery: of the
+    tokens; at the end of their iteration if None. recording_format: suffix of the files of lines. statistics,
+    iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are flushed each second
+    by it; real time if None, so that a killed run loses little.
     """
 
     def __init__(
@@ -211,7 +207,7 @@ class Recorder:
         arrival_s: SecondsOf, recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
         iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
-        class_of: ClassOf = lambda index: None,
+        class_of: ClassOf = lambda index: None, delivery: Delivery | None = None,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.metrics = RunMetrics(total_requests, class_of, description.get("config") or {})
@@ -229,13 +225,14 @@ class Recorder:
         self._starts = array("d")
         self._ends = array("d")
         self._clock = clock or WallClock()
+        self._delivery = delivery
         self._flushed_s = 0.0
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
         limit = bound_by(record)
         self._starts.append(record.start_s)
-        self._ends.append(record.end_s)
+        self._ends.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
         self.metrics.add_iteration(record, limit)
         self._digest.add(record)
         self._iterations.write(self._encoder.record(record, limit))
@@ -246,7 +243,8 @@ class Recorder:
         """Take in several iterations. Only the first one may change what a request does."""
         limit = bound_by(stretch.first)
         self._starts.frombytes(stretch.start_s.tobytes())
-        self._ends.frombytes(stretch.end_s.tobytes())
+        end_s = stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch)
+        self._ends.frombytes(end_s.tobytes())
         self.metrics.add_stretch(stretch, limit)
         self._digest.add_stretch(stretch)
         self._iterations.write(self._encoder.stretch(stretch, limit))
@@ -274,8 +272,8 @@ class Recorder:
         replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
         self._flushed_s = self._clock.now()
 
-    def close(self, partial: bool, **more: Any) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the run did not reach its end. more: further figures."""
+    def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
+        """End the recording; returns the summary. partial: the run did not reach its end. complete(summary): more."""
         wall_s = self._clock.now()
         self._tracker.close(self.metrics.iterations - 1)
         self._iterations.write(self._encoder.last())
@@ -283,7 +281,9 @@ class Recorder:
             writer.close()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         digest = self._digest.hexdigest()
-        summary = self.metrics.summary(digest, partial, self._starts, self._ends) | more
+        summary = self.metrics.summary(digest, partial, self._starts, self._ends)
+        if complete is not None:
+            summary |= complete(summary)
         write_json(self.directory / "summary.json", summary)
         description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
         write_json(self.directory / "run.json", description)

@@ -114,10 +114,10 @@ class ReplayClient:
         if oldest_s == inf:
             return None
         if self._emulation is None or self.handed_out < self._batch_end:
-            return _on_tick(oldest_s)
+            return on_tick(oldest_s)
         if self._outstanding:
             return None
-        return _on_tick(self._batch_ready_s(self._emulation))
+        return on_tick(self._batch_ready_s(self._emulation))
 
     def next_arrival_s(self, now_s: float) -> float | None:
         """When the first request is submitted after `now_s`, on the run's clock; None if that takes a response, and
@@ -165,7 +165,7 @@ class ReplayClient:
     def send_response(self, response: Response) -> None:
         """Take a response: new tokens of a streaming request, or the final response of any."""
         if response.is_final:
-            now = self._clock.now()
+            now = self._answered_s()
             self._submit_until(now)
             self.answered += 1
             self._room_s = now
@@ -198,6 +198,9 @@ class ReplayClient:
             "achieved_rate_per_s": gaps / submitted_s if submitted_s > 0 else None,
             "lateness_s": distribution(lateness_s),
         }
+    def _answered_s(self) -> float:
+        """When the response that is being sent reaches the client."""
+        return self._clock.now()
 
     @property
     def _outstanding(self) -> int:
@@ -259,8 +262,7 @@ class ReplayClient:
                 self._next_first += 1
                 if not self._keeps_arrivals:
                     submitted_s = self._arrivals[index] = self._room_s
-            if self._queue is not None:
-                self._queue.push(self.submitted, index)
+            self._enter(self.submitted, index)
             if self._order is not None:
                 self._order.append(index)
             self.submitted += 1
@@ -268,6 +270,11 @@ class ReplayClient:
             if self._room_s > self._arrivals[index]:
                 self._held_until_s[index] = self._room_s
             self._find_due()
+
+    def _enter(self, number: int, index: int) -> None:
+        """The request at `index` is the `number`-th that was submitted: it may be handed out."""
+        if self._queue is not None:
+            self._queue.push(number, index)
 
     def _due(self) -> int:
         """How many requests are to be handed out by now, in all."""
@@ -293,13 +300,16 @@ class ReplayClient:
         return min(full_s, self._oldest_s + emulation.timeout_s)
 
 
-def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest) -> ReplayClient:
-    """The client with the settings of `config`."""
+def make_client(
+    config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest,
+    make: Callable[..., ReplayClient] = ReplayClient,
+) -> ReplayClient:  # fmt: skip
+    """The client with the settings of `config`, made by `make`."""
     emulation = None
     if config.static_emulated_batch_size is not None:
         timeout_s = config.static_emulated_timeout / MILLISECONDS
         emulation = StaticEmulation(config.static_emulated_batch_size, timeout_s)
-    return ReplayClient(
+    return make(
         trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.keeps_arrivals,
         duration_s=config.duration, emulation=emulation,
         wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
@@ -307,7 +317,7 @@ def make_client(config: RunConfig, trace: Trace, clock: Clock, make_request: Mak
     )  # fmt: skip
 
 
-def _on_tick(seconds: float) -> float:
+def on_tick(seconds: float) -> float:
     """The first whole nanosecond at or after `seconds`: a virtual clock has no other times to wait for."""
     ticks = round(seconds * NANOSECONDS)
     if ticks / NANOSECONDS < seconds:

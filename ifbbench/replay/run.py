@@ -19,6 +19,9 @@ from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
+from ifbbench.replay.served import ServedClient
+from ifbbench.simulation.engines import ServingProcess
+from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.prompts import check_vocabulary
@@ -94,14 +97,18 @@ def _replay(
     trace: Trace, engine: Engine, directory: Path, progress: Progress
 ) -> tuple[dict[str, Any], ReplayClient]:
     clock, config = engine.clock, engine.config
-    client = make_client(config, trace, clock, request_maker(engine))
+    make: Callable[..., ReplayClient] = ReplayClient
+    if engine.overhead is not None:
+        make = partial(ServedClient, process=ServingProcess(engine.overhead))
+    client = make_client(config, trace, clock, request_maker(engine), make)
+    delivery = client if isinstance(client, ServedClient) else None
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
     make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
     recorder = make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
-        held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at,
+        held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=delivery,
     )  # fmt: skip
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
@@ -123,8 +130,22 @@ def _replay(
         progress.stage("writing results")
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
-        summary = recorder.close(partial=not client.done, arrivals=client.arrivals())
+        summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client))
     return summary, client
+
+
+def _more_figures(engine: Engine, client: ReplayClient, summary: dict[str, Any]) -> dict[str, Any]:
+    """Figures of the client, and how far those of a simulated run may be from a real server's."""
+    figures: dict[str, Any] = {"arrivals": client.arrivals()}
+    config = engine.config
+    if config.hardware is None:
+        return figures
+    name = NO_ENGINE if engine.overhead is None else engine.overhead.name
+    hardware = Path(config.hardware or "").name.lower().replace("_", "-")
+    run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)
+    # By Little's law.
+    requests = summary["request_throughput_per_s"] * (summary["e2e_s"]["mean"] or 0.0)
+    return figures | {"expected_error": expected_error(run, round(requests))}
 
 
 class _PrintingRecorder(Recorder):

@@ -124,6 +124,20 @@ class GroupFigures(RequestFigures):
     output_tokens_per_request_s: float
 
 
+class ExpectedError(Struct):
+    """How far figures of a simulated run may be from a real server's: [low, high], relative, of each. reason: why
+    nothing is known, if `compared` is false. coverage: share of the `rows` measurements that are within."""
+
+    compared: bool
+    reason: str | UnsetType
+    rows: int | UnsetType
+    coverage: float | UnsetType
+    load: str | UnsetType
+    ttft_s: list[float] | UnsetType
+    itl_s: list[float] | UnsetType
+    output_throughput_tokens_per_s: list[float] | UnsetType
+
+
 class Summary(RequestFigures):
     """Every figure of a run."""
 
@@ -152,6 +166,7 @@ class Summary(RequestFigures):
     slow_requests: int | UnsetType
     slow_ttft_s: float | UnsetType
     steady_state: Window | UnsetType
+    expected_error: ExpectedError | UnsetType
 
 
 class TraceIdentity(Struct):

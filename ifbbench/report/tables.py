@@ -23,6 +23,8 @@ LIMIT_SHARES = {"bound_by_time": ("of the time", 16), "waiting_by_limit": ("of w
 GROUP_COLUMNS = {"TTFT p50": ("ttft_s", "p50"), "TTFT p99": ("ttft_s", "p99"), "TPOT p50": ("tpot_s", "p50"),
                  "TPOT p99": ("tpot_s", "p99"), "E2E p99": ("e2e_s", "p99")}  # fmt: skip
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
+# Figures with a band of the expected error.
+EXPECTED_ERRORS = {"ttft_s": "TTFT", "itl_s": "ITL", "output_throughput_tokens_per_s": "output throughput"}
 # Words in the line of settings, and the runs that have them.
 BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "static batches (V1)": lambda config: config.get("type") == "v1",
@@ -56,7 +58,10 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         if table is not None:
             console.print(table)
             console.print()
-    for sentence in (bound_sentence(known, run.config), *traffic_sentences(known)):
+    sentences = [bound_sentence(known, run.config), *traffic_sentences(known)]
+    if expected := known.get("expected_error"):
+        sentences.append(expected_error_sentence(expected))
+    for sentence in sentences:
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     print_profile(run, console)
     _print_failures(run, console)
@@ -85,7 +90,8 @@ def settings_line(run: RunData) -> str:
     sizes = [f"{name} {config[name]}" for name in ("max_batch_size", "max_num_tokens") if config.get(name)]
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, config.get("dtype")]
+    engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
+    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, engine, config.get("dtype")]
     return " · ".join(str(part) for part in parts if part)
 
 
@@ -132,6 +138,18 @@ def traffic_sentences(known: dict[str, Any]) -> list[str]:
         found.append(f"Fairness among classes (Jain's index of tokens/s of a request): "
                      f"{significant(known['fairness_index'])}.")  # fmt: skip
     return found
+
+
+def expected_error_sentence(expected: dict[str, Any]) -> str:
+    """How far the figures of a simulated run may be from a real server's."""
+    if not expected["compared"]:
+        return f"Expected error: unknown, {expected['reason']}."
+    bands = [
+        f"{100 * low:+.0f} to {100 * high:+.0f} % of the predicted {label}"
+        for key, label in EXPECTED_ERRORS.items() if key in expected for low, high in [expected[key]]
+    ]  # fmt: skip
+    of = f"{count(expected['rows'])} published measurements with {expected['load']} requests at a time"
+    return f"Expected error, from {of}: {percent(expected['coverage'])} of them are within {', '.join(bands)}."
 
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:

@@ -20,6 +20,10 @@ from ifbbench.simulation.step_work import StepWork, StepWorks
 NANOSECONDS = 1e9
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
 KERNELS_PER_LAYER = 9
+# Norms of queries and keys, where a model has them, which then are not fused with the rotary embedding.
+QUERY_KEY_NORM_KERNELS = 3
+# Of a mixture of experts: router, choice of the experts, sorting tokens by expert, and adding up their outputs.
+EXPERT_KERNELS = 4
 ALL_REDUCES_PER_LAYER = 2
 # Embedding, last norm, output layer and sampling.
 KERNELS_OUTSIDE_LAYERS = 8
@@ -63,8 +67,8 @@ class CostModel:
     """The time of one iteration of a model, divided as in `shard`, on `hardware`: the sum over its operations.
 
     - A matrix product computes and moves bytes: its weights once per iteration, whatever the batch. The two overlap in
-      part, so it takes the root of the sum of their squares: close to the longer one, and 1.4 times either if they are
-      equal.
+      part: it takes the root of the sum of their squares, close to the longer one.
+    - The MLPs of a mixture of experts read the weights of the experts that are expected to be hit by any token.
     - The time of context attention is proportional to query-key pairs, so it is quadratic in the prompt length.
     - The time of generation attention is proportional to the keys and values that it reads.
     - Embedding, norms, rotary embedding, activation and sampling move bytes.
@@ -86,10 +90,12 @@ class CostModel:
         self._output_flops_per_s = hardware.matmul_flops_per_s(shard.compute_dtype)
         self._bytes_per_s = share.memory * hardware.memory_bandwidth
         self._network_bytes_per_s = share.network * hardware.link_bandwidth
-        per_layer = KERNELS_PER_LAYER + (ALL_REDUCES_PER_LAYER if shard.tp_size > 1 else 0)
+        per_layer = KERNELS_PER_LAYER + QUERY_KEY_NORM_KERNELS * model.query_key_norm
+        per_layer += EXPERT_KERNELS * (model.num_experts > 0)
         self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
-        self._launch_ns = share.launch_s * self._kernels * NANOSECONDS
+        all_reduces = model.num_layers * ALL_REDUCES_PER_LAYER * (shard.tp_size > 1)
+        self._launch_ns = share.launch_s * (self._kernels + all_reduces) * NANOSECONDS
 
         self._kv_bytes_per_token = model.num_layers * shard.kv_bytes_per_token_and_layer
         self._flops_per_pair = 4.0 * model.num_layers * shard.query_size
@@ -142,7 +148,6 @@ class CostModel:
 
     def least_ns(self, work: StepWork, min_iterations: int) -> float:
         """A lower bound of the time of all iterations that do `work` together, if at least so many have outputs.
-
         The time of tokens and that of outputs are convex functions of their numbers, so that iterations of equal size
         cost least. How many cost least is searched for: a further one reads the weights again, but activations of
         fewer tokens fit the cache. Times of attention are proportional to its work. With pipeline parallelism each
@@ -164,9 +169,11 @@ class CostModel:
             least += self._context_attention_ns(work) / stages + self._context_ns
         return max(least, 0.0)
 
-    def host_ns(self, num_requests: int) -> int:
+    def host_ns(self, num_requests: int, context_tokens: int = 0) -> int:
         """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
-        return round((self.hardware.host_iteration_s + num_requests * self.hardware.host_request_s) * NANOSECONDS)
+        hardware = self.hardware
+        seconds = hardware.host_iteration_s + num_requests * hardware.host_request_s
+        return round((seconds + context_tokens * hardware.host_prompt_token_s) * NANOSECONDS)
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
         """The parts of `device_ns`, in the order of the forward pass."""
@@ -192,15 +199,18 @@ class CostModel:
         norms = 2 * hidden * (3 * shard.compute_bytes + shard.input_bytes)
         rotary = 2 * (shard.query_size + shard.kv_size) * shard.compute_bytes + shard.kv_bytes_per_token_and_layer
         activation = shard.gate_up_size * shard.compute_bytes + shard.intermediate_size * shard.input_bytes
+        activation *= shard.mlps_per_token
         beyond_cache = max(0.0, tokens * (norms + rotary + activation) - self.hardware.cache_bytes)
         transferred = (shard.pp_size - 1) * tokens * hidden * shard.compute_bytes
         kernel_starts_s = self._kernels * self.hardware.constants.kernel_s
+        experts, rows, mlps = shard.model.num_experts, tokens * shard.mlps_per_token, shard.experts_read(tokens)
         return (
             self._moving("embedding", 2 * tokens * hidden * shard.compute_bytes),
             self._layer_product("QKV product", tokens, hidden, shard.query_size + 2 * shard.kv_size),
             self._layer_product("attention output product", tokens, shard.query_size, hidden),
-            self._layer_product("gate and up product", tokens, hidden, shard.gate_up_size),
-            self._layer_product("down product", tokens, shard.intermediate_size, hidden),
+            *([self._layer_product("router", tokens, hidden, shard.model.num_experts)] if experts else ()),
+            self._layer_product("gate and up product", rows, hidden, shard.gate_up_size, mlps),
+            self._layer_product("down product", rows, shard.intermediate_size, hidden, mlps),
             self._moving("element-wise", shard.model.num_layers * beyond_cache),
             self._all_reduces(tokens),
             OperationCost("pipeline transfer", 0, transferred, transferred / self._network_bytes_per_s, "network"),
@@ -216,10 +226,12 @@ class CostModel:
             self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT),
         )
 
-    def _layer_product(self, name: str, tokens: int, inputs: int, outputs: int) -> OperationCost:
-        """[tokens, inputs] × [inputs, outputs] in every layer."""
+    def _layer_product(
+        self, name: str, tokens: int, inputs: int, outputs: int, matrices: float = 1.0
+    ) -> OperationCost:
+        """[tokens, inputs] × [inputs, outputs] in every layer. matrices: number of them that share the tokens."""
         shard, layers = self.shard, self.shard.model.num_layers
-        weights = inputs * outputs * shard.weight_bytes
+        weights = matrices * inputs * outputs * shard.weight_bytes
         activations = tokens * (inputs * shard.input_bytes + outputs * shard.compute_bytes)
         flops = 2.0 * tokens * inputs * outputs
         return self._product(name, layers * flops, layers * (weights + activations), self._flops_per_s)
@@ -236,15 +248,23 @@ class CostModel:
         return OperationCost(name, 0, moved, moved / self._bytes_per_s, "memory")
 
     def _all_reduces(self, tokens: int) -> OperationCost:
-        """Each takes a latency for every doubling of the devices, and then moves the bytes of a ring, 2 (n − 1) / n of
-        the message."""
-        tp_size = self.shard.tp_size
+        """By the quicker of two algorithms. Both take a latency and the time of the bytes that a device moves.
+
+        A ring takes a latency for every doubling of the devices, and moves 2 (n − 1) / n of the message. In one shot
+        each device reads the message of all others, n − 1 of them, which is quicker for few tokens."""
+        tp_size, share = self.shard.tp_size, self.hardware.constants
         if tp_size == 1 or not tokens:
             return OperationCost("all-reduces", 0, 0, 0.0, "network")
         count = ALL_REDUCES_PER_LAYER * self.shard.model.num_layers
-        moved = 2 * (tp_size - 1) / tp_size * tokens * self.shard.model.hidden_size * self.shard.compute_bytes
-        latency = self.hardware.constants.all_reduce_s * math.log2(tp_size)
-        flow = moved / self._network_bytes_per_s
+        message = tokens * self.shard.model.hidden_size * self.shard.compute_bytes
+        algorithms = (
+            (share.all_reduce_s * math.log2(tp_size), 2 * (tp_size - 1) / tp_size * message, share.network),
+            (share.one_shot_s + share.one_shot_gpu_s * tp_size, (tp_size - 1) * message, share.one_shot),
+        )
+        latency, moved, reached = min(
+            algorithms, key=lambda one: one[0] + one[1] / (one[2] * self.hardware.link_bandwidth)
+        )
+        flow = moved / (reached * self.hardware.link_bandwidth)
         limit = "network" if flow > latency else "latency"
         return OperationCost("all-reduces", 0, count * moved, count * (latency + flow), limit)
 
@@ -300,9 +320,9 @@ class SimulatedExecutor:
         """Start one batch."""
         requests = len(batch.context) + len(batch.slots)
         work = StepWork.of_windows(batch, self.windows)
+        self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
         if self._stages > 1:
             work = work.part(min(self._stages, requests))
-        self._clock.advance(self.cost_model.host_ns(requests))
         start_ns = max(self._clock.now_ns, self._device_free_ns)
         self._device_free_ns = start_ns + self.cost_model.device_ns(work)
         self._finish_ns.append(self._device_free_ns)

@@ -14,7 +14,10 @@ from ifbbench.fields import choice, did_you_mean, located, number, table, text
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 SUFFIX = ".toml"
-MAY_BE_ZERO = ("host_iteration_s", "host_request_s", "all_reduce_s", "kernel_s", "launch_s", "context_s")
+MAY_BE_ZERO = (
+    "host_iteration_s", "host_request_s", "all_reduce_s", "one_shot_s", "one_shot_gpu_s", "kernel_s", "launch_s",
+    "context_s",
+)  # fmt: skip
 # Comments in the files that write_profile writes, by key and by table.
 UNITS = {
     "memory_bytes": "bytes",
@@ -40,7 +43,9 @@ class Constants:
     memory: of memory bandwidth, for weights and activations.
     generation_attention: of memory bandwidth, for the keys and values that generation reads.
     network: of interconnect bandwidth, in large all-reduces.
-    all_reduce_s: time of the smallest all-reduce, for each doubling of the number of GPUs.
+    all_reduce_s: time of the smallest all-reduce of a ring, for each doubling of the number of GPUs.
+    one_shot: of interconnect bandwidth, in all-reduces in which each GPU reads the whole message of all others.
+    one_shot_s, one_shot_gpu_s: time of the smallest such all-reduce, and what each GPU adds to it.
     kernel_s: time on the device from the end of one kernel to the full speed of the next.
     launch_s: time of the host to launch one kernel without a CUDA graph.
     context_s: time that an iteration with context takes besides its operations.
@@ -53,6 +58,9 @@ class Constants:
     generation_attention: float
     network: float
     all_reduce_s: float
+    one_shot: float
+    one_shot_s: float
+    one_shot_gpu_s: float
     kernel_s: float
     launch_s: float
     context_s: float
@@ -70,6 +78,7 @@ class HardwareProfile:
     memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
     direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
     iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
+    host_prompt_token_s: the same for each token of context chunks; see EngineOverhead.
     """
 
     name: str
@@ -84,6 +93,7 @@ class HardwareProfile:
     host_request_s: float
     constants: Constants
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    host_prompt_token_s: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -165,7 +175,7 @@ def _numbers(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") 
 def write_profile(profile: HardwareProfile, path: Path, remark: str) -> None:
     """Write `profile` to a file that `load_hardware` reads; its name becomes that of the file. remark: first line."""
     values = dataclasses.asdict(profile)
-    del values["name"]
+    del values["name"], values["host_prompt_token_s"]
     tables = {name: values.pop(name) for name in TITLES}
     lines = [f"# {remark}", *_pairs(values)]
     for name, pairs in tables.items():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import HardwareProfile
 
 # Groups of 128 weights of 4 bits share a scale of 16 bits.
@@ -104,10 +105,35 @@ class Shard:
         return -(-self.model.vocab_size // self.tp_size)
 
     @property
+    def attention_weights(self) -> int:
+        """Weights in the matrices of the attention of one layer."""
+        return 2 * self.model.hidden_size * (self.query_size + self.kv_size)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights in the matrices of one MLP: of a layer, or of one expert."""
+        return self.model.hidden_size * (self.gate_up_size + self.intermediate_size)
+
+    @property
+    def router_weights(self) -> int:
+        """Weights of the product that chooses the experts of a layer; every device has them all."""
+        return self.model.hidden_size * self.model.num_experts
+
+    @property
     def layer_weights(self) -> int:
         """Weights in the matrices of one layer."""
-        attention, mlp = 2 * self.query_size + 2 * self.kv_size, self.gate_up_size + self.intermediate_size
-        return self.model.hidden_size * (attention + mlp)
+        return self.attention_weights + self.router_weights + max(1, self.model.num_experts) * self.mlp_weights
+
+    def experts_read(self, tokens: int) -> float:
+        """The expected number of MLPs in a layer that `tokens` are routed to, if each expert is as likely: 1 without
+        experts."""
+        experts, chosen = self.model.num_experts, self.model.experts_per_token
+        return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 1.0
+
+    @property
+    def mlps_per_token(self) -> int:
+        """MLPs that each token passes in a layer."""
+        return self.model.experts_per_token if self.model.num_experts else 1
 
     # Memory, in bytes.
 
@@ -175,6 +201,7 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     runtime = 0 if hardware.is_cpu else RUNTIME_BYTES + COLLECTIVE_BYTES * (shard.tp_size * shard.pp_size > 1)
     weights = shard.parameter_bytes
     activations = shard.activation_bytes(config.max_num_tokens, config.max_batch_size or 1)
+    overhead = None if config.engine_overhead is None else load_overhead(config.engine_overhead)
     left = hardware.memory_bytes - runtime - weights - activations
     if left <= 0:
         raise InputError(
@@ -184,6 +211,14 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
             "or another --device."
         )
     kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
+    if overhead is not None and overhead.kv_share_of == "total":
+        kv_cache = left - int((1 - config.kv_cache_free_gpu_mem_fraction) * hardware.memory_bytes)
+        if kv_cache <= 0:
+            raise InputError(
+                f"--kv_cache_free_gpu_mem_fraction: {config.kv_cache_free_gpu_mem_fraction} of all "
+                f"{hardware.memory_bytes:,} bytes leaves none for the KV cache beside weights of {weights:,}, which "
+                f"count for {overhead.title}. Raise it, or --tp_size."
+            )
     return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache)
 
 

@@ -132,10 +132,12 @@ def least_work(shard: Shard, work: StepWork) -> LeastWork:
     """
     if not work.num_tokens:
         return LeastWork(0.0, 0.0)
-    layers, weights = shard.model.num_layers, shard.model.num_layers * shard.layer_weights
+    layers, outside_mlps = shard.model.num_layers, shard.attention_weights + shard.router_weights
+    used = layers * (outside_mlps + shard.mlps_per_token * shard.mlp_weights)
+    weights = layers * (outside_mlps + shard.experts_read(work.num_tokens) * shard.mlp_weights)
     output_layer = shard.model.hidden_size * shard.vocab_size
     pairs = work.attention_pairs + work.generation_kv_tokens
-    flops = 2.0 * (work.num_tokens * weights + work.outputs * output_layer) + 4.0 * layers * shard.query_size * pairs
+    flops = 2.0 * (work.num_tokens * used + work.outputs * output_layer) + 4.0 * layers * shard.query_size * pairs
     keys = work.context_kv_tokens + work.generation_kv_tokens + work.num_tokens
     moved = weights * shard.weight_bytes + keys * layers * shard.kv_bytes_per_token_and_layer
     return LeastWork(flops, moved + (output_layer * shard.compute_bytes if work.outputs else 0.0))

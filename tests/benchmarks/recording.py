@@ -18,7 +18,7 @@ from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.config import RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch, Unobserved
-from ifbbench.recording.recorder import Recorder
+from ifbbench.recording.recorder import Complete, Recorder
 from ifbbench.recording.run_directory import hardware, versions
 from ifbbench.replay.client import make_client
 from ifbbench.replay.requests import request_maker
@@ -47,9 +47,9 @@ class TimedRecorder(Recorder):
         super().stretch(stretch)
         self.spent_s += time.process_time() - begin_s
 
-    def close(self, partial: bool, **more: Any) -> dict[str, Any]:
+    def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
         begin_s = time.process_time()
-        summary = super().close(partial, **more)
+        summary = super().close(partial, complete)
         self.spent_s += time.process_time() - begin_s
         return summary
 

@@ -95,6 +95,29 @@ def test_a_bad_window_is_refused():
     assert "--max_attention_window: 'few' is not valid" in result.output
 
 
+def test_the_host_of_an_engine_and_the_parts_of_a_ttft():
+    alone = _explained(*STEP, "--device", "h100-sxm")
+    found = _explained(*STEP, "--device", "h100-sxm", "--engine_overhead", "sglang", "--enable_trt_overlap")
+
+    assert sum(found["host"].values()) == pytest.approx(found["host_s"], abs=1e-9)
+    assert set(found["host"]) == {"iteration", "requests", "prompt tokens"}
+    assert (alone["engine"], found["engine"]) == ("", "SGLang 0.5.6 to 0.5.8")
+    assert found["device_s"] > alone["device_s"]
+    parts = dict(found["ttft"])
+    assert parts.pop("total") == pytest.approx(sum(parts.values()))
+    assert parts["context"] + parts["generation beside it"] == pytest.approx(found["device_s"])
+    assert parts["server: request in"] == pytest.approx(1e-3 + 512 * 1e-6)
+    assert parts["iteration submitted before"] > 0
+    # Without overlap and without a server there is less to wait for.
+    assert set(alone["ttft"]) == {"rest of the iteration that runs", "host", "context", "generation beside it", "total"}
+
+
+def test_a_step_without_a_prompt_has_no_ttft():
+    assert _explained("llama-3.1-8b", "--device", "h100-sxm", "--generation", "4x100")["ttft"] == {}
+    assert "TTFT" not in _run("llama-3.1-8b", "--device", "h100-sxm", "--generation", "4x100").output
+    assert "iteration submitted before" in _run(*STEP, "--device", "h100-sxm", "--enable_trt_overlap").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -111,6 +111,7 @@ DRAWS: dict[str, Draw] = {
     "cpu_threads": lambda draw: 1,
     "tp_size": sometimes(0.04, 2),
     "pp_size": sometimes(0.04, 2),
+    "engine_overhead": sometimes(0.1, "vllm"),
     "temperature": sometimes(0.15, 0.7, 2.0),
     "top_k": sometimes(0.1, 1, 5),
     "top_p": sometimes(0.1, 0.3, 0.9),

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.simulation.engines import load_overhead
+from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.step_work import StepWork
 from tests.simulation.batches import cost_model
 
@@ -17,6 +19,7 @@ SETUPS = (
     ("llama-3.1-405b", "b200", {"dtype": "fp8", "tp_size": 8, "pp_size": 2}),
     ("qwen3-0.6b", "l40s", {"dtype": "fp16", "cuda_graphs": False}),
     ("llama-2-7b", "a10g", {"dtype": "bf16"}),
+    ("mixtral-8x7b", "h200-sxm", {"dtype": "fp8", "tp_size": 2}),
     ("tiny", "cpu", {"dtype": "float32"}),
 )
 MODELS = {
@@ -178,3 +181,54 @@ def test_the_host_takes_time_for_each_request():
 def test_what_does_not_go_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         cost_model("llama-3.1-8b", "a100-80gb-sxm", **options)
+
+
+def test_a_small_all_reduce_takes_one_shot_and_a_large_one_a_ring():
+    """TP 8 takes hardly longer than TP 2 for a few tokens; for many it is bound by the network."""
+    times = {
+        (size, tokens): _times(cost_model("llama-3.3-70b", "h100-sxm", "fp8", tp_size=size),
+                               StepWork(generation_tokens=tokens))["all-reduces"] / 160
+        for size in (2, 8) for tokens in (4, 8192)
+    }  # fmt: skip
+    assert 5e-6 < times[2, 4] < times[8, 4] < 12e-6
+    message = 8192 * 8192 * 2
+    ring = 2.4e-5 * 3 + 2 * 7 / 8 * message / (0.915 * 4.5e11)
+    assert times[8, 8192] == pytest.approx(ring, rel=1e-6)
+
+
+def test_more_devices_make_a_small_batch_quicker():
+    work = StepWork.of_lengths([], [1000] * 4)
+    times = [cost_model("llama-3.3-70b", "h200-sxm", "fp8", tp_size=size).device_ns(work) for size in (1, 2, 4, 8)]
+
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_mixture_of_experts_reads_those_that_are_hit():
+    model = cost_model("mixtral-8x7b", "h200-sxm", "bf16")
+    expert = 32 * 3 * 4096 * 14_336 * 2
+    bytes_of = {}
+    for tokens in (1, 4, 4096):
+        operations = {one.name: one for one in model.operations(StepWork(generation_tokens=tokens))}
+        products = [operations["gate and up product"], operations["down product"]]
+        bytes_of[tokens] = sum(one.bytes for one in products)
+        assert sum(one.flops for one in products) == pytest.approx(2 * tokens * 2 * expert / 2)
+        assert operations["router"].flops == 2 * tokens * 32 * 4096 * 8
+
+    assert bytes_of[1] == pytest.approx(2 * expert, rel=0.01)
+    assert bytes_of[4] == pytest.approx(8 * (1 - 0.75**4) * expert, rel=0.01)
+    assert 8 * expert < bytes_of[4096]
+
+
+def test_a_model_with_experts_is_quicker_than_a_dense_one_of_its_size():
+    """Qwen3-30B-A3B at batch 1 reads an eighth of Qwen3-32B's weights at most."""
+    one = StepWork.of_lengths([], [100])
+    sparse, dense = (cost_model(name, "h200-sxm", "bf16") for name in ("qwen3-30b-a3b", "qwen3-32b"))
+
+    assert sparse.device_ns(one) < dense.device_ns(one) / 4
+    assert sparse.shard.parameter_bytes == pytest.approx(2 * 30.53e9, rel=0.01)
+
+
+def test_the_host_takes_time_for_prompt_tokens_where_an_engine_does():
+    model = CostModel(MODELS["tiny on cpu {'dtype': 'float32'}"].shard,
+                      load_overhead("sglang").applied_to(load_hardware("h100-sxm"), "bf16"))  # fmt: skip
+    assert model.host_ns(1, 1000) - model.host_ns(1) == pytest.approx(6e6, rel=1e-3)

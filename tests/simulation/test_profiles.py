@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ifbbench.config import HARDWARE_PROFILES
+from ifbbench.api.engine import build_engine
+from ifbbench.config import HARDWARE_PROFILES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import built_in_models, load_model_config
 from ifbbench.simulation.hardware import hardware_names, load_hardware
@@ -16,6 +17,7 @@ WANTED_HARDWARE = {
 PUBLISHED_PARAMETERS = {
     "llama-3.1-8b": 8.03, "llama-3-8b": 8.03, "llama-3.3-70b": 70.55, "llama-3.1-405b": 405.85, "llama-2-7b": 6.74,
     "qwen3-0.6b": 0.596, "qwen2.5-7b": 7.616, "qwen3-32b": 32.76, "mistral-7b": 7.248,
+    "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.53, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
 }  # fmt: skip
 SHARES = ("matmul", "matmul_fp8", "context_attention", "memory", "generation_attention", "network")
 
@@ -109,6 +111,19 @@ def test_all_built_in_shapes_are_covered():
 def test_bytes_of_a_token_in_the_kv_cache():
     assert load_model_config("llama-3.1-8b").kv_bytes_per_token(1) == 65_536
     assert load_model_config("qwen3-0.6b").kv_bytes_per_token(2) == 2 * 28 * 8 * 128 * 2
+
+
+def test_a_mixture_of_experts_runs_on_simulated_devices_only(tmp_path):
+    values = {"model_type": "mixtral", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+              "max_position_embeddings": 64, "quantization_config": {}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    model = load_model_config(tmp_path)
+
+    assert (model.num_experts, model.experts_per_token, model.intermediate_size) == (4, 2, 16)
+    assert build_engine(RunConfig(device="sim:h100-sxm", model=str(tmp_path))).model == model
+    with pytest.raises(InputError, match="is a mixture of experts, which runs on simulated devices only"):
+        build_engine(RunConfig(device="cpu", model=str(tmp_path)))
 
 
 def test_llama_3_is_llama_3_1_with_fewer_positions():
