@@ -70,8 +70,8 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
         found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(objectives))
     found |= by_group(populations, span_s, ends_s, objectives, window)
     summary = run.summary or {}
-    if "arrivals" in summary:  # lateness is in no other file; it stays that of the whole run
-        found["arrivals"] = summary["arrivals"]
+    # These are in no other file, and stay those of the whole run.
+    found |= {name: summary[name] for name in ("arrivals", "expected_error") if name in summary}
     return found | {"schedule_digest": summary.get("schedule_digest"), "partial": run.partial}
 
 
