@@ -1,6 +1,7 @@
 """The points of a sweep on a Ray cluster. Needs the extra `ray`."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,9 @@ def run_on_ray(processes: int | None) -> Execute:
         is_mine = not ray.is_initialized()
         if is_mine:
             try:
-                ray.init(num_cpus=processes, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+                # Of a cluster that exists, the number of CPUs is known.
+                cpus = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": processes}
+                ray.init(**cpus, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise InputError(f"--executor ray: the cluster cannot be used: {in_one_line(error)}") from error
         try:

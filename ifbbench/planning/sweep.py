@@ -50,7 +50,7 @@ def record(trace: Trace, config: RunConfig, progress: Progress) -> dict[str, Any
     return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary
 
 
-KEEP: Mapping[str, RunPoint] = {"run": record, "summary": partial(summarise_run, owns_process=True)}
+KEEP: dict[str, RunPoint] = {"run": record, "summary": partial(summarise_run, owns_process=True)}
 """What is kept of each run, and the function that runs a point so."""
 
 
@@ -116,7 +116,7 @@ def run_sweep(
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
-    ended = Ended(directory, identity, base.overwrite)
+    ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
     waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
     resumed, answered, total = len(runs) - len(waiting), 0, sum(len(run.trace) for run in waiting)
     number_ended, clock, written_s = resumed, WallClock(), -TABLE_INTERVAL_S
@@ -225,17 +225,19 @@ class Ended:
     Opening it makes the directory ready: what a sweep of another identity, or with `overwrite` any sweep, left there is
     deleted. InputError if that is not allowed. summaries: by the key of the run."""
 
-    def __init__(self, directory: Path, identity: str, overwrite: bool) -> None:
+    def __init__(self, directory: Path, identity: str, labels: Sequence[str], overwrite: bool) -> None:
         self.summaries: dict[str, dict[str, Any]] = {}
         self._warnings: dict[str, list[str]] = {}
         self._path = directory / POINTS_FILE
         if overwrite or identity_in(directory) != identity:
             prepare_directory(directory, overwrite)
-            if (directory / SWEEP_FILE).exists():
-                remove_runs(directory / name for name in read_sweep(directory).run_names)
+            # The table names the points that ended, and the first line all of them.
+            names = read_sweep(directory).run_names if (directory / SWEEP_FILE).exists() else []
+            names += [Path(str(label)).name for line in _lines(self._path)[:1] for label in line.get("points", ())]
+            remove_runs(directory / name for name in names if "=" in name)
             for name in (POINTS_FILE, SWEEP_FILE, SWEEP_JSON):
                 (directory / name).unlink(missing_ok=True)
-            self._append({"sweep": identity, "version": __version__})
+            self._append({"sweep": identity, "version": __version__, "points": labels})
             return
         lines = _lines(self._path)
         for line in lines[1:]:

@@ -64,18 +64,19 @@ def print_sweep(
                                 if other.startswith(f"{figure}."))  # fmt: skip
         table.add_column(heading if text else f"{heading} {unit}", justify="right")
         texts = [text(value) if text else significant(value, scale) for value in values]
-        known = [value for value, complete in zip(values, is_complete, strict=True) if value is not None and complete]
-        best = best_of(known) if best_of and len(known) > 1 else None
-        if texts.count(texts[values.index(best)]) > 1:
-            best = None
+        known = {index: value for index, value in enumerate(values) if value is not None and is_complete[index]}
+        best = best_of(list(known.values())) if best_of and len(known) > 1 else None
+        marked = [index for index, value in known.items() if value == best]
+        if len(marked) != 1 or [texts[index] for index in known].count(texts[marked[0]]) > 1:
+            marked = []
         cells.append([
-            f"[bold green]{cell}*[/bold green]" if best is not None and value == best else f"{cell} "
-            for value, cell in zip(values, texts, strict=True)
+            f"[bold green]{cell}*[/bold green]" if index in marked else f"{cell} " for index, cell in enumerate(texts)
         ])  # fmt: skip
     for line in zip(*cells, strict=True):
         table.add_row(*line)
     console.print(table)
-    console.print("[dim]* best of the column, of points without failed requests[/dim]", highlight=False)
+    complete = "" if all(is_complete) else ", of points without failed requests"
+    console.print(f"[dim]* best of the column{complete}[/dim]", highlight=False)
     if any(number_in(row, GROWTH) for row in rows):
         console.print("[dim]queue grows: more requests arrive than are served, so that latencies depend on the length "
                       "of the trace[/dim]", highlight=False)  # fmt: skip

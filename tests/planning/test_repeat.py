@@ -12,8 +12,8 @@ from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.confidence import student_t, summary_of
-from ifbbench.planning.repeat import run_repeats
 from ifbbench.planning.point_table import read_sweep
+from ifbbench.planning.repeat import run_repeats
 from ifbbench.replay.run import RunResult
 
 
