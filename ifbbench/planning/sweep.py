@@ -33,7 +33,8 @@ POINTS_FILE = "points.jsonl"
 # Of more runs than these, only the summaries are kept unless run directories are asked for: those of an hour of traffic
 # have 100 MB each.
 MAX_KEPT_RUNS = 16
-TABLE_INTERVAL_S = 1.0
+# While points end, the table is written at most so often, and for at most this share of the time.
+TABLE_INTERVAL_S, MAX_TABLE_SHARE = 1.0, 0.02
 
 OnPoint = Callable[[int, int, str, str], None]
 """Called after each run: number of runs that have ended, number of all, the label of the run, and its error or ''."""
@@ -119,7 +120,7 @@ def run_sweep(
     ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
     waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
     resumed, answered, total = len(runs) - len(waiting), 0, sum(len(run.trace) for run in waiting)
-    number_ended, clock, written_s = resumed, WallClock(), -TABLE_INTERVAL_S
+    number_ended, clock, next_table_s = resumed, WallClock(), 0.0
     errors: dict[str, str] = {}
 
     def write() -> list[Row]:
@@ -142,9 +143,9 @@ def run_sweep(
                 errors[run.label] = result.error
             else:
                 ended.add(run, result)
-            if clock.now() - written_s >= TABLE_INTERVAL_S:
+            if (begun_s := clock.now()) >= next_table_s:
                 write()
-                written_s = clock.now()
+                next_table_s = clock.now() + max(TABLE_INTERVAL_S, (clock.now() - begun_s) / MAX_TABLE_SHARE)
             report(0)
             on_point(number_ended, len(runs), run.label, result.error)
     except KeyboardInterrupt as interrupt:

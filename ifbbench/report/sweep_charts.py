@@ -29,9 +29,10 @@ from ifbbench.report.tables import LIMIT_NAMES
 
 # The number of METRICS that are drawn in any case.
 ALWAYS = 2
-# Lines of other settings' values are told apart up to this number; of more, the median is drawn over all of them.
+# Up to so many lines have a colour each; of more, the median is drawn over all of them.
 MAX_LINES = 6
 MAX_TICKS = 12
+LOG_LATENCIES_FROM_RATIO = 100
 LINE_COLOURS = (*SERIES, "#E69F00", "#56B4E9")
 FAINT = "#BBBBBB"
 
@@ -81,7 +82,12 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
             _draw_metric(axes, metric, rows, place, over, line)
         else:
             _draw_groups(axes, metric, groups, place, over, line)
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+        known = [value for values in metric.values(rows) for value in values if value > 0]
+        if metric.unit is None and known and max(known) / min(known) >= LOG_LATENCIES_FROM_RATIO:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
         thousands(axes.yaxis)
     if with_limits:
         _draw_shares(panels[-1], [place[row[over]] for row in rows], rows)
@@ -106,8 +112,7 @@ def _draw_metric(
     unit, scale = metric.unit_of(rows)
     rows = sorted(rows, key=lambda row: place[row[over]])
     positions = [place[row[over]] for row in rows]
-    colours = LINE_COLOURS[metric.first_colour :]
-    for name, values, colour in zip(metric.keys.values(), metric.values(rows), colours, strict=False):
+    for name, values, colour in zip(metric.keys.values(), metric.values(rows), metric.colours, strict=True):
         axes.plot(positions, [value * scale for value in values], line, color=colour, markersize=5, linewidth=1.6,
                   label=name)  # fmt: skip
     if len(metric.keys) > 1:

@@ -8,11 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from ifbbench.report import significant, time_unit
 from ifbbench.report.load import Floats
-from ifbbench.report.style import INK, MUTED, thousands, title
+from ifbbench.report.style import INK, thousands, title
 from ifbbench.report.sweep_metrics import (
     METRICS,
     THROUGHPUT,
@@ -30,7 +31,8 @@ from ifbbench.report.tables import LIMIT_NAMES
 HEATED = METRICS[:3]
 LATENCIES = {"ttft_s.p99": "TTFT p99", "tpot_s.p99": "TPOT p99"}
 LOG_FROM_RATIO = 8
-MAX_BARS = 48
+# Points that the chart of limits has a bar for, and those up to which its bars are wide.
+MAX_BARS, MAX_WIDE_BARS = 300, 48
 
 
 def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
@@ -101,9 +103,10 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
             axes.set_xscale("log")
             axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.12)
-        _label_front(axes, [known[i] for i in front], varied)
+        axes.autoscale_view()
         axes.set_xlabel(f"{name} ({unit})")
         axes.set_ylim(0, max((y for _, y, _ in known), default=1.0) * 1.15)
+        _label_front(axes, [known[i] for i in front], varied)
         thousands(axes.xaxis)
     panels[0].set_ylabel("output tokens/s")
     thousands(panels[0].yaxis)
@@ -128,8 +131,12 @@ def _label_front(axes: Axes, front: Sequence[tuple[float, float, SweepRow]], var
         x, y, row = front[index]
         if all(abs(y - other) > 0.06 * top for other in labelled):
             labelled.append(y)
-            axes.annotate(", ".join(text_of(row[name]) for name in varied), (x, y), xytext=(-5, 3), color=MUTED,
-                          textcoords="offset points", fontsize=7, ha="right")  # fmt: skip
+            # No point is at the upper left of the front, but near the left edge there is no room.
+            is_at_edge = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] < 0.25
+            text = ", ".join(text_of(row[name]) for name in varied)
+            axes.annotate(text, (x, y), xytext=(0 if is_at_edge else -5, 6), textcoords="offset points", fontsize=7,
+                          color=INK, ha="left" if is_at_edge else "right",
+                          path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -144,13 +151,15 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     """Which limit bound each point, as shares of its time: a bar a point."""
     shown = rows[:MAX_BARS]
-    figure = Figure(figsize=(7.5, 1.2 + 0.22 * len(shown)))
+    height, font_size = (0.22, 8) if len(shown) <= MAX_WIDE_BARS else (0.12, 5.5)
+    figure = Figure(figsize=(7.5, 1.2 + height * len(shown)))
     axes = figure.subplots()
     left = np.zeros(len(shown))
     for limit, values in shares_by_limit(shown).items():
         axes.barh(range(len(shown)), values, left=left, color=colour_of(limit), label=LIMIT_NAMES.get(limit, limit))
         left += values
-    axes.set_yticks(range(len(shown)), [", ".join(text_of(row[name]) for name in varied) for row in shown])
+    names = [", ".join(text_of(row[name]) for name in varied) for row in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=font_size)
     axes.set(xlim=(0, 1), ylim=(len(shown) - 0.4, -0.6), xlabel="share of time")
     axes.xaxis.set_major_formatter(PercentFormatter(xmax=1))
     axes.grid(False)

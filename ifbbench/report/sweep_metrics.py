@@ -8,27 +8,28 @@ import numpy as np
 
 from ifbbench.report import time_unit
 from ifbbench.report.load import Floats
-from ifbbench.report.style import LIMIT_COLOURS
+from ifbbench.report.style import LIMIT_COLOURS, SERIES
 from ifbbench.report.sweep_table import SweepRow, number_in, shares
 
 THROUGHPUT, BOUND_BY = "output_throughput_tokens_per_s", "bound_by_time"
 # The number from which values of settings are abbreviated.
 LONG_FROM = 1e5
 LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-# The colour of a limit of a user policy.
+# The colours of p50 and p99, and of a limit of a user policy.
+PERCENTILES = ("#86BFE3", "#14507A")
 OWN_LIMIT = "#7A5195"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A figure of the points. keys: column of the table to its name in a legend, empty for the only one. unit: of its
-    axis, None for seconds. first_colour: position in LINE_COLOURS."""
+    axis, None for seconds. colours: of each key."""
 
     label: str
     keys: dict[str, str]
     unit: str | None = ""
     scale: float = 1.0
-    first_colour: int = 0
+    colours: tuple[str, ...] = (SERIES[0],)
     is_better_low: bool = False
 
     def values(self, rows: Sequence[SweepRow]) -> list[list[float]]:
@@ -49,10 +50,10 @@ class Metric:
 
 METRICS = (
     Metric("output tokens/s", {THROUGHPUT: ""}),
-    Metric("TTFT", {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}, None, first_colour=1, is_better_low=True),
-    Metric("TPOT", {"tpot_s.p50": "p50", "tpot_s.p99": "p99"}, None, first_colour=1, is_better_low=True),
-    Metric("goodput", {"goodput_share": ""}, "%", 100, first_colour=4),
-    Metric("prefix hit rate", {"prefix_hit_rate": ""}, "%", 100, first_colour=3),
+    Metric("TTFT", {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}, None, colours=PERCENTILES, is_better_low=True),
+    Metric("TPOT", {"tpot_s.p50": "p50", "tpot_s.p99": "p99"}, None, colours=PERCENTILES, is_better_low=True),
+    Metric("goodput", {"goodput_share": ""}, "%", 100),
+    Metric("prefix hit rate", {"prefix_hit_rate": ""}, "%", 100),
 )
 
 

@@ -80,17 +80,23 @@ def print_sweep(
     if any(number_in(row, GROWTH) for row in rows):
         console.print("[dim]queue grows: more requests arrive than are served, so that latencies depend on the length "
                       "of the trace[/dim]", highlight=False)  # fmt: skip
-    reasons = [(point_of(row, over), str(row["error"])) for row in rows if row.get("error")]
-    reasons += [(point, warning) for point, of_point in (warnings or {}).items() for warning in of_point]
-    for point, reason in reasons[:MAX_REASONS]:
-        console.print(f"[bold]{escape(point)}[/bold]: {escape(reason)}", highlight=False, soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("error"):
+            reasons.setdefault(str(row["error"]), []).append(point_of(row, over))
+    for point, of_point in (warnings or {}).items():
+        for warning in of_point:
+            reasons.setdefault(warning, []).append(point)
+    for reason, points in list(reasons.items())[:MAX_REASONS]:
+        others = f" and {len(points) - 1} more" if len(points) > 1 else ""
+        console.print(f"[bold]{escape(points[0])}[/bold]{others}: {escape(reason)}", highlight=False, soft_wrap=True)
     if len(reasons) > MAX_REASONS:
-        console.print(f"… and {len(reasons) - MAX_REASONS} more", highlight=False)
+        console.print(f"… and {len(reasons) - MAX_REASONS} other errors and warnings", highlight=False)
 
 
 def point_of(row: SweepRow, over: Sequence[str]) -> str:
-    """The values of the swept settings: `max_batch_size=8, seed=1`."""
-    return ", ".join(f"{name}={row.get(name)}" for name in over)
+    """The values of the swept settings: `max_batch_size=8,seed=1`."""
+    return ",".join(f"{name}={row.get(name)}" for name in over)
 
 
 def number_in(row: SweepRow, key: str) -> float | None:

@@ -295,7 +295,12 @@ def test_repeats_have_means_and_intervals(tmp_path):
 
 def test_traces_are_swept_and_each_is_read_once(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(sweep_module, "read_source", lambda *args: read.append(args[0]) or read_source(*args))
+
+    def counted(source, config, progress):
+        read.append(source)
+        return read_source(source, config, progress)
+
+    monkeypatch.setattr(sweep_module, "read_source", counted)
     points = grid(parse_axes(["trace=chat,code,default", "max_num_tokens=2048,4096"]))
     result = run_sweep(None, SIMULATED.with_values(output=str(tmp_path / "s")), points)
     assert read == ["chat", "code", "default"]
@@ -315,7 +320,7 @@ def test_a_killed_sweep_gives_the_same_table_when_it_is_started_again(tmp_path):
     """Killed with SIGKILL, once some of its points have ended."""
     command = [sys.executable, "-m", "ifbbench", "sweep", "chat", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b",
                "--max_num_samples", "300", "--enable_chunked_context", "--over", "max_num_tokens=512..2300:+100",
-               "--keep", "summary", "--quiet",               "--processes", "2", "--output"]  # fmt: skip
+               "--keep", "summary", "--quiet", "--processes", "2", "--output"]  # fmt: skip
     subprocess.run([*command, str(tmp_path / "whole")], check=True)
     killed = subprocess.Popen([*command, str(tmp_path / "killed")])
     lines = tmp_path / "killed" / "points.jsonl"

@@ -166,7 +166,7 @@ def test_sweep_marks_no_equal_values_and_no_point_with_failed_requests(capsys: p
     assert ["2", "x", "–", "–", "100", "–", "–", "200*", "–", "–", "1.50/s", "0"] in lines
     assert ["3", "y", "–", "–", "100", "–", "–", "300", "–", "–", "–", "0"] in lines
     assert "more requests arrive than are served" in out
-    assert "a=4, b=y: no [room]" in out
+    assert "a=4,b=y: no [room]" in out
     assert "a=1,b=x: 6,765 of 8,819 requests will be refused: too long." in out
 
 
