@@ -96,7 +96,8 @@ def test_the_limits_of_each_point_are_in_the_chart_of_one_setting() -> None:
         figure = draw_sweep([row for row in rows_of_grid() if row["policy"] == "a"], "batch")
     limits = figure.axes[-1]
     assert limits.get_ylabel() == "bound by, of time"
-    assert sorted(bar.get_height() for bar in limits.patches)[:3] == pytest.approx([0.125, 0.25, 0.5])
+    bars: list[Any] = [*limits.patches]
+    assert sorted(bar.get_height() for bar in bars)[:3] == pytest.approx([0.125, 0.25, 0.5])
 
 
 def test_heat_maps_have_a_cell_for_each_point_and_gaps_for_others() -> None:
