@@ -110,16 +110,16 @@ def _sweep(
 ) -> "SweepResult":  # fmt: skip
     from ifbbench.cli.console import progress_line
     from ifbbench.planning.grid import grid, parse_axes
-    from ifbbench.planning.sweep import run_locally, run_sweep
+    from ifbbench.planning.sweep import Executor, LocalProcesses, run_sweep
 
     points = grid(parse_axes(over, is_paired), is_paired)
-    execute = run_locally(processes)
+    where: Executor = LocalProcesses(processes)
     if executor == "ray":
-        from ifbbench.planning.ray_cluster import run_on_ray
+        from ifbbench.planning.ray_cluster import RayCluster
 
-        execute = run_on_ray(processes)
+        where = RayCluster(processes)
     with progress_line("sweep", quiet) as progress:
-        return run_sweep(trace, config, points, _failure_reporter(quiet), repeats=repeats, keep=keep, execute=execute,
+        return run_sweep(trace, config, points, _failure_reporter(quiet), repeats=repeats, keep=keep, executor=where,
                          progress=progress)  # fmt: skip
 
 

@@ -10,20 +10,23 @@ from typing import Any
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.points import PointResult, Report, RunPoint, in_one_line, outcome
-from ifbbench.planning.sweep import Execute, Run
+from ifbbench.planning.sweep import Run
 from ifbbench.workload.trace import Trace
 
 MAX_RETRIES = 5
 
 
-def run_on_ray(processes: int | None) -> Execute:
-    """Simulated runs as tasks of one CPU each on the cluster that RAY_ADDRESS names, else on one that is started on
-    this machine with `processes` CPUs (all if None). Each trace is sent once; the task of a lost worker is run again.
+class RayCluster:
+    """Simulated runs as tasks of one CPU each on the cluster that RAY_ADDRESS names, else on one that is started here,
+    with `processes` CPUs (all if None). Each trace is sent once; the task of a lost worker is run again.
 
     Run directories are written by the workers: --output must be on a file system that all machines have. InputError if
     Ray is not installed or cannot be reached, or a run is not simulated."""
 
-    def execute(run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
+    def __init__(self, processes: int | None = None) -> None:
+        self._processes = processes
+
+    def check(self, runs: Sequence[Run]) -> None:
         for run in runs:
             if run.config.hardware is None:
                 raise InputError(f"--executor ray: device {run.config.device} is not simulated, and machines of a "
@@ -32,21 +35,22 @@ def run_on_ray(processes: int | None) -> Execute:
             import ray
         except ImportError as error:
             raise InputError("--executor ray needs Ray; install it with: pip install 'ifbbench[ray]'.") from error
-        is_mine = not ray.is_initialized()
-        if is_mine:
+        self._ray = ray
+        self._is_started_here = not ray.is_initialized()
+        if self._is_started_here:
+            # Of a cluster that exists, the number of CPUs is known.
+            cpus = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._processes}
             try:
-                # Of a cluster that exists, the number of CPUs is known.
-                cpus = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": processes}
                 ray.init(**cpus, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise InputError(f"--executor ray: the cluster cannot be used: {in_one_line(error)}") from error
-        try:
-            yield from _execute(ray, run_point, runs)
-        finally:
-            if is_mine:
-                ray.shutdown()
 
-    return execute
+    def execute(self, run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
+        try:
+            yield from _execute(self._ray, run_point, runs)
+        finally:
+            if self._is_started_here:
+                self._ray.shutdown()
 
 
 def _execute(ray: Any, run_point: RunPoint, runs: Sequence[Run]) -> Iterator[tuple[int, PointResult]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ifbbench import __version__
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
@@ -66,21 +66,34 @@ class Run:
     key: str
 
 
-Execute = Callable[[RunPoint, Sequence[Run], Report], Iterator[tuple[int, PointResult]]]
-"""Executes runs; yields the number and the result of each as it ends. The report takes the number of requests that are
-answered in those that are running."""
+class Executor(Protocol):
+    """Where runs are executed."""
+
+    def check(self, runs: Sequence[Run]) -> None:
+        """InputError if it cannot execute them."""
+        ...
+
+    def execute(self, run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
+        """Yield the number and the result of each run as it ends. report: takes the number of requests that are
+        answered in those that are running."""
+        ...
 
 
-def run_locally(processes: int | None) -> Execute:
-    """Simulated runs in parallel processes, the others one after the other. processes: all usable cores if None."""
+class LocalProcesses:
+    """Simulated runs in parallel processes of this machine, the others one after the other. processes: all usable cores
+    if None."""
 
-    def execute(run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
+    def __init__(self, processes: int | None = None) -> None:
+        self._processes = processes
+
+    def check(self, runs: Sequence[Run]) -> None:
+        pass
+
+    def execute(self, run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
         def run(number: int, report: Report) -> PointResult:
             return outcome(run_point, runs[number].trace, runs[number].config, report)
 
-        return run_all(run, [run.config for run in runs], processes, report)
-
-    return execute
+        return run_all(run, [run.config for run in runs], self._processes, report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +110,7 @@ class SweepResult:
 
 def run_sweep(
     source: str | None, base: RunConfig, points: Sequence[Point], on_point: OnPoint = lambda *point: None, *,
-    repeats: int = 1, keep: str | None = None, execute: Execute | None = None, progress: Progress = NO_PROGRESS,
+    repeats: int = 1, keep: str | None = None, executor: Executor | None = None, progress: Progress = NO_PROGRESS,
 ) -> SweepResult:  # fmt: skip
     """Run every point, with the other settings from `base`, and write the table.
 
@@ -113,7 +126,8 @@ def run_sweep(
         if name in points[0] and other:
             raise InputError(f"--over {name} and {other} exclude each other; leave out one of them.")
     keep = keep or ("run" if len(points) * repeats <= MAX_KEPT_RUNS else "summary")
-    runs = _runs(source, base, points, repeats, progress)
+    runs, executor = _runs(source, base, points, repeats, progress), executor or LocalProcesses()
+    executor.check(runs)
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
@@ -136,7 +150,7 @@ def run_sweep(
     progress.stage("requests")
     report(0)
     try:
-        for number, result in (execute or run_locally(None))(KEEP[keep], waiting, report):
+        for number, result in executor.execute(KEEP[keep], waiting, report):
             run = waiting[number]
             number_ended, answered = number_ended + 1, answered + len(run.trace)
             if result.error:

@@ -16,7 +16,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.grid import grid, parse_axes
 from ifbbench.planning.point_table import read_sweep
-from ifbbench.planning.sweep import MAX_KEPT_RUNS, remove_runs, run_locally, run_sweep
+from ifbbench.planning.sweep import MAX_KEPT_RUNS, LocalProcesses, remove_runs, run_sweep
 from ifbbench.workload.load import read_source
 from ifbbench.workload.trace import Trace
 
@@ -255,7 +255,7 @@ def test_tables_of_processes_and_of_summaries_are_the_same(tmp_path, monkeypatch
     points = grid(parse_axes(["max_num_tokens=512..2048:x2", "policy=guaranteed_no_evict,max_utilization"]))
     for name, processes, keep in (("a", 1, "summary"), ("b", 3, "summary"), ("c", 2, "run")):
         base = SIMULATED.with_values(output=name, enable_chunked_context=True)
-        result = run_sweep("chat", base, points, keep=keep, execute=run_locally(processes))
+        result = run_sweep("chat", base, points, keep=keep, executor=LocalProcesses(processes))
         assert result.failed == 0
     assert table_of(tmp_path / "a") == table_of(tmp_path / "b")
     a, c = read_sweep(tmp_path / "a"), read_sweep(tmp_path / "c")
