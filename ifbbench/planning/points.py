@@ -119,7 +119,9 @@ def run_all(
             raise result
         yield number, result
     for number in sorted(set(range(len(configs))) - set(simulated)):
-        yield number, run(number, on_requests)
+        result = run(number, on_requests)
+        on_requests(0)
+        yield number, result
 
 
 class _Requests(Progress):

@@ -133,7 +133,8 @@ def run_sweep(
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
     ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
     waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
-    resumed, answered, total = len(runs) - len(waiting), 0, sum(len(run.trace) for run in waiting)
+    resumed, total = len(runs) - len(waiting), sum(len(run.trace) for run in waiting)
+    answered = running = 0
     number_ended, clock, next_table_s = resumed, WallClock(), 0.0
     errors: dict[str, str] = {}
 
@@ -144,7 +145,9 @@ def run_sweep(
         write_sweep(directory, rows)
         return rows
 
-    def report(running: int) -> None:
+    def report(now_running: int) -> None:
+        nonlocal running
+        running = now_running
         progress.update(min(answered + running, total), total, f"{number_ended:,} of {len(runs):,} runs")
 
     progress.stage("requests")
@@ -160,7 +163,7 @@ def run_sweep(
             if (begun_s := clock.now()) >= next_table_s:
                 write()
                 next_table_s = clock.now() + max(TABLE_INTERVAL_S, (clock.now() - begun_s) / MAX_TABLE_SHARE)
-            report(0)
+            report(running)
             on_point(number_ended, len(runs), run.label, result.error)
     except KeyboardInterrupt as interrupt:
         kept = f"{number_ended} of {len(runs)} runs are kept in {directory}"
