@@ -1,0 +1,137 @@
+"""Many runs, of which only the summaries are kept: one after the other, or in parallel processes if simulated."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ifbbench.clock import Progress
+from ifbbench.config import RunConfig
+from ifbbench.errors import IfbbenchError
+from ifbbench.planning.processes import Lost, run_in_processes, usable_cores
+from ifbbench.replay.run import REPLAYING, summarise_run
+from ifbbench.workload.load import Source, in_memory, read_source
+from ifbbench.workload.trace import Trace
+
+# What settings that do not work, or memory that is not enough, raise; torch runs out of memory with a RuntimeError.
+FAILURES = (IfbbenchError, MemoryError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    """The outcome of one run. summary: as in `summary.json`, empty if the run ended with `error`. warnings: what the
+    run would have printed, such as why requests are refused."""
+
+    config: RunConfig
+    summary: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+Report = Callable[[int], None]
+"""Takes the number of requests that are answered."""
+
+RunPoint = Callable[[Trace, RunConfig, Progress], dict[str, Any]]
+"""Runs one point of a trace that was read, and returns its summary."""
+
+OnPoint = Callable[[int, int, PointResult], None]
+"""Called as each point ends: number of points that have ended, number of all points, and the result."""
+
+
+def run_points(
+    source: Source, configs: Sequence[RunConfig], processes: int | None = None, on_point: OnPoint | None = None
+) -> list[PointResult]:
+    """Replay `source` once for each of `configs`, in memory; the results are in their order.
+
+    source: a trace that `read_source` returned, or its name; `max_num_samples` takes the first requests of it. It is
+    read once, with the other READ_SETTINGS of the first configuration.
+    processes: for simulated runs, the usable cores if None. Those on a real device run in this process, one after the
+    other."""
+    if not configs:
+        return []
+    limits = [config.max_num_samples for config in configs]
+    longest = None if None in limits else max(filter(None, limits))
+    if not isinstance(source, Trace):
+        source = read_source(source, configs[0].with_values(max_num_samples=longest))
+    trace = in_memory(source)
+
+    def run(number: int, report: Report) -> PointResult:
+        return outcome(summarise_run, trace, configs[number], report)
+
+    results: dict[int, PointResult] = {}
+    for number, result in run_all(run, configs, processes):
+        results[number] = result
+        if on_point is not None:
+            on_point(len(results), len(configs), result)
+    return [results[number] for number in range(len(configs))]
+
+
+def outcome(run_point: RunPoint, trace: Trace, config: RunConfig, report: Report) -> PointResult:
+    """Run a point. Settings that do not work are a result too."""
+    with _warnings() as warnings:
+        try:
+            return PointResult(config, run_point(trace, config, _Requests(report)), "", tuple(warnings))
+        except FAILURES as error:
+            return PointResult(config, {}, in_one_line(error), tuple(warnings))
+
+
+def in_one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
+    return " ".join((str(error) or type(error).__name__).split())
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect the warnings of runs in place of printing them."""
+    logger, collected = logging.getLogger("ifbbench"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: collected.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    propagated, logger.propagate = logger.propagate, False
+    try:
+        yield collected
+    finally:
+        logger.propagate = propagated
+        logger.removeHandler(handler)
+
+
+def run_all(
+    run: Callable[[int, Report], PointResult], configs: Sequence[RunConfig], processes: int | None = None,
+    on_requests: Report = lambda answered: None,
+) -> Iterator[tuple[int, PointResult]]:  # fmt: skip
+    """Run a point for each of `configs`: simulated ones in `processes`, then the others here, one after the other.
+    Yields the number and the result of each as it ends. on_requests: takes the number of requests that are answered in
+    the points that are running."""
+    simulated = [number for number, config in enumerate(configs) if config.hardware is not None]
+    in_parallel = min(len(simulated), processes or usable_cores())
+    if in_parallel < 2:
+        simulated = []
+
+    def run_simulated(place: int, report: Report) -> PointResult:
+        return run(simulated[place], report)
+
+    for place, result in run_in_processes(run_simulated, len(simulated), in_parallel, on_requests):
+        number = simulated[place]
+        if isinstance(result, Lost):
+            result = PointResult(configs[number], error=str(result))
+        elif isinstance(result, Exception):
+            raise result
+        yield number, result
+    for number in sorted(set(range(len(configs))) - set(simulated)):
+        result = run(number, on_requests)
+        on_requests(0)
+        yield number, result
+
+
+class _Requests(Progress):
+    """The progress of a run as the number of its requests that are answered."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._is_replaying = report, False
+
+    def stage(self, label: str) -> None:
+        self._is_replaying = label == REPLAYING
+
+    def update(self, completed: int, total: int | None, text: str) -> None:
+        self._report(completed if self._is_replaying else 0)
