@@ -1,0 +1,334 @@
+"""`ifbbench tune`: searches the settings with which a simulated device serves a trace best under its objectives.
+
+Pattern search: all changes of one setting that can matter run in parallel, the best ones are combined, and steps get
+smaller. It runs on the first requests of the trace, as many as show the concurrency of the whole; the finalists run the
+whole trace, and the search goes on around the best of them with what is left of MAX_WORK.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from ifbbench.clock import NO_PROGRESS, Progress
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.planning.heuristics import TUNERS, trtllm_bench_limits
+from ifbbench.planning.tune_goal import Goal, Summary
+from ifbbench.planning.tune_rate import MaxRate, find_max_rate, find_replicas
+from ifbbench.planning.tune_runs import Case, Run, Runs
+from ifbbench.planning.tune_space import Settings, Space
+from ifbbench.workload.load import read_source
+from ifbbench.workload.trace import columns_of
+
+FIRST_REQUESTS = 250
+# A prefix: at least this share of the trace, and so many times the requests that run at once.
+MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 4
+# Simulated requests of the stages, in whole traces.
+PREFIX_WORK, MAX_WORK = 3.0, 8.0
+FINALISTS = 3
+PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
+# With max_rate, settings are compared at this many times the rate that the best ones so far reach.
+PRESSURE, MIN_GAIN, MAX_ROUNDS = 1.1, 1.01, 3
+COST_GPUS = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings with the run that shows what they do.
+
+    name: of a baseline, else empty. gpus: of all replicas. score: the goal's figure, larger is better (a cost is
+    negative). rate: with the goal max_rate, what was found."""
+
+    run: Run
+    gpus: int
+    score: float
+    name: str = ""
+    rate: MaxRate | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.run.case.settings) | dict(self.run.case.extra)
+
+    @property
+    def summary(self) -> Summary:
+        return self.run.summary
+
+
+@dataclass
+class Tuning:
+    """What a search found. best: None if no setting runs. baselines: what users get without a search. importance: see
+    `importance_of`. is_complete: it was not interrupted."""
+
+    goal: Goal
+    space: Space
+    runs: Runs
+    best: Candidate | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    baselines: list[Candidate] = field(default_factory=list)
+    importance: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+OnBest = Callable[[Candidate], None]
+
+
+class Tuner:
+    """The search over one trace. max_gpus: of all replicas together. price: of a GPU hour. on_best: is called with
+    each new best candidate."""
+
+    def __init__(
+        self, source: str | None, base: RunConfig, fixed: frozenset[str], goal: Goal, max_gpus: int | None = None,
+        price: float = 1.0, progress: Progress = NO_PROGRESS, on_best: OnBest = lambda best: None,
+    ) -> None:  # fmt: skip
+        if base.hardware is None:
+            raise InputError(f"--device {base.device}: tune simulates; give a hardware profile, such as sim:h100-sxm.")
+        self.base = base
+        self.runs = Runs(read_source(source, base, progress), base)
+        self.space = Space.of(base, fixed, self.runs.trace)
+        self.goal = Goal(goal.name, goal.objectives, self._refused())
+        self.price = price
+        if goal.name == "max_rate" and (self.runs.rate_per_s is None or base.concurrency is not None):
+            raise InputError("--goal max_rate: requests do not arrive at a rate of their own; give a trace with "
+                             "arrival times or --request_rate, without --concurrency.")  # fmt: skip
+        self.max_gpus = max_gpus or (COST_GPUS if goal.name == "cost" else self._least_gpus())
+        self.found = Tuning(self.goal, self.space, self.runs)
+        self._progress = progress
+        self._on_best = on_best
+        self._candidates: dict[Case, Candidate] = {}
+
+    def _refused(self) -> int:
+        """Requests too long for the model, whatever the settings."""
+        from ifbbench.model.named_models import load_model_config
+
+        longest = self.base.max_seq_len or load_model_config(self.base.model).max_position_embeddings
+        return sum(length >= longest for length in columns_of(self.runs.trace.requests).prompt_len)
+
+    def _least_gpus(self) -> int:
+        if self.base.tp_size * self.base.pp_size > 1:
+            return self.base.tp_size * self.base.pp_size
+        return min(self.space.tp_sizes(max_gpus=8))
+
+    # The search.
+
+    def run(self) -> Tuning:
+        """Search. A KeyboardInterrupt ends it with what was found so far."""
+        try:
+            self._search()
+            self.found.is_complete = True
+        except KeyboardInterrupt:
+            if self.found.best is None:
+                raise
+        self.found.candidates = sorted(self._candidates.values(), key=self._key, reverse=True)
+        return self.found
+
+    def _search(self) -> None:
+        whole, best = self.runs.total, None
+        self._progress.stage("first answer")
+        deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
+        starts = {tp: self._starts(tp) for tp, _ in deployments}
+        for tp, replicas in deployments:
+            first = self._evaluate([Case(point, min(FIRST_REQUESTS, whole), replicas) for point in starts[tp]])
+            best = self._better([best, *first])
+        if best is None:
+            raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
+        self._announce(best)
+        self._progress.stage("baselines")
+        self._baselines(deployments, starts)
+        if self.goal.name in ("max_rate", "cost"):
+            for tp, replicas in deployments:
+                self._search_load(starts[tp], replicas)
+            return
+        for tp, replicas in deployments:
+            self._search_settings(starts[tp], replicas, MAX_WORK / len(deployments))
+
+    def _replicas(self, tp: int) -> int:
+        return 1 if self.goal.name == "cost" else max(self.max_gpus // (tp * self.base.pp_size), 1)
+
+    def _starts(self, tp: int) -> list[Settings]:
+        """The settings as they are, with the limits of trtllm-bench's rule, and at a small token budget."""
+        columns = columns_of(self.runs.trace.requests)
+        rule = trtllm_bench_limits(self.base.with_values(tp_size=tp), fmean(columns.prompt_len),
+                                   fmean(columns.output_len))  # fmt: skip
+        points = (self.space.point(tp_size=tp, **rule), self.space.point(tp_size=tp),
+                  self.space.point(tp_size=tp, max_num_tokens=1024))  # fmt: skip
+        return list(dict.fromkeys(points))
+
+    def _baselines(self, deployments: Sequence[tuple[int, int]], starts: dict[int, list[Settings]]) -> None:
+        """Run what users get without a search on the whole trace, with the fewest GPUs for each replica."""
+        tp, replicas = deployments[0]
+        wanted = [("trtllm-bench rule", Case(starts[tp][0], None, replicas))]
+        wanted.append(("dynamic tuning", Case(self.space.point(tp_size=tp), None, replicas, extra=tuple(TUNERS.items()))))
+        for (name, _), run in zip(wanted, self.runs.run([case for _, case in wanted]), strict=True):
+            if not run.error:
+                self.found.baselines.append(self._candidate(run, name))
+        self._announce(self._better([one for one in self.found.baselines if not one.run.case.extra]))
+
+    def _search_settings(self, starts: list[Settings], replicas: int, allowance: float) -> None:
+        """Goodput or output throughput, of `replicas` that share the traffic."""
+        whole = self.runs.total // replicas
+        allowed = self.runs.work + allowance * self.runs.total
+        probe = self._better(self.found.baselines)
+        peak = probe.summary["peak_scheduled_requests"] if probe else whole
+        prefix = min(max(int(whole * PREFIX_SHARE), CONCURRENCY_FACTOR * peak, MIN_PREFIX), whole)
+        finalists = starts[:1]
+        if prefix < whole:
+            self._progress.stage(f"searching on the first {prefix:,} requests")
+            limit = self.runs.work + PREFIX_WORK * self.runs.total * allowance / MAX_WORK
+            self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
+            ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
+            ranked = [one for one in ranked if one.run.case.replicas == replicas]
+            ranked.sort(key=self._key, reverse=True)
+            finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
+        else:
+            finalists = starts
+        self._progress.stage("searching on the whole trace")
+        best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
+        if best is not None:
+            self._set_importance(best)
+
+    def _search_load(self, starts: list[Settings], replicas: int) -> None:
+        """The highest rate, or the fewest replicas. Settings are compared under a little more load than the best ones
+        so far can take, by how much they miss; then the load that the best of them takes is found."""
+        is_rate, settings = self.goal.name == "max_rate", starts[0]
+        best: Candidate | None = None
+        for _ in range(MAX_ROUNDS):
+            self._progress.stage("finding the highest rate" if is_rate else "finding the fewest replicas")
+            found = self._at_full_load(settings, replicas, best)
+            if found is None or (best is not None and found.score <= best.score * (MIN_GAIN if is_rate else 1)):
+                best = self._better([best, found])
+                break
+            best = found
+            if is_rate:
+                case = Case(settings, None, replicas, rate=(best.rate.low if best.rate else 1.0) * PRESSURE)
+            elif best.run.case.replicas > 1:
+                case = Case(settings, None, best.run.case.replicas - 1)
+            else:
+                break
+            self._progress.stage("comparing settings under pressure")
+            cases = [Case(point, case.requests, case.replicas, rate=case.rate) for point in {settings: 0, **dict.fromkeys(starts)}]
+            limit = self.runs.work + PREFIX_WORK * self.runs.total
+            under_pressure = self._descend(cases, PREFIX_STEPS, limit, announce=False)
+            if under_pressure is None or under_pressure.run.case.settings == settings:
+                break
+            self._set_importance(under_pressure)
+            settings = under_pressure.run.case.settings
+
+    def _at_full_load(self, settings: Settings, replicas: int, known: Candidate | None) -> Candidate | None:
+        """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives."""
+        if self.goal.name == "cost":
+            most = self.max_gpus // (dict(settings)["tp_size"] * self.base.pp_size)
+            run = find_replicas(self.runs, self.goal, settings, most, known.run.case.replicas if known else 1)
+            candidate = self._candidate(run) if run is not None else None
+        else:
+            start = known.rate.low if known and known.rate else 1.0
+            found = find_max_rate(self.runs, self.goal, settings, replicas, start)
+            candidate = self._candidate(found.run, rate=found) if found.run is not None else None
+        if candidate is not None:
+            self._candidates[candidate.run.case] = candidate
+            self._announce(candidate)
+        return candidate
+
+    def _descend(
+        self, starts: Sequence[Case], steps: Sequence[float], max_work: float, announce: bool = True
+    ) -> Candidate | None:
+        """The best candidate that is found from `starts` on; no more runs begin once `max_work` requests have run."""
+        best = self._better(self._evaluate(starts))
+        for step in steps:
+            while best is not None and self.runs.work < max_work and not self._is_perfect(best):
+                if announce:
+                    self._announce(best)
+                case = best.run.case
+                moves = self.space.moves(case.settings, best.summary, step)
+                room = max(int((max_work - self.runs.work) // max(case.requests or self.runs.total // case.replicas, 1)), 1)
+                moved = self._evaluate([_with_settings(case, point) for _, point in moves[:room]])
+                better = [one for one in moved if self._key(one) > self._key(best)]
+                if len(better) > 1:  # the best change of each setting, all at once
+                    joint = dict(case.settings)
+                    for one in sorted(better, key=self._key):
+                        joint |= dict(set(one.run.case.settings) - set(case.settings))
+                    better += self._evaluate([_with_settings(case, tuple(joint.items()))])
+                if not better:
+                    break
+                best = self._better([best, *better])
+        if best is not None and announce:
+            self._announce(best)
+        return best
+
+    # Candidates.
+
+    def _evaluate(self, cases: Sequence[Case]) -> list[Candidate]:
+        """The candidates of those cases that run."""
+        found = [self._candidate(run) for run in self.runs.run(cases) if not run.error]
+        self._candidates |= {one.run.case: one for one in found}
+        best = self.found.best
+        text = "" if best is None else f"best so far: {best.score:,.4g} {self.goal.unit}"
+        self._progress.update(self.runs.work, None, text)
+        return found
+
+    def _candidate(self, run: Run, name: str = "", rate: MaxRate | None = None) -> Candidate:
+        case, summary = run.case, run.summary
+        gpus = case.replicas * dict(case.settings)["tp_size"] * self.base.pp_size
+        if self.goal.name == "cost":
+            tokens_per_s = case.replicas * summary["output_throughput_tokens_per_s"]
+            score = -gpus * self.price / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("-inf")
+        elif self.goal.name == "max_rate":
+            score = (self.runs.rate_per_s or 0.0) * (rate.low if rate else 0.0)
+        else:
+            score = case.replicas * summary[self.goal.figure]
+        return Candidate(run, gpus, score, name, rate)
+
+    def _key(self, one: Candidate) -> tuple[float, ...]:
+        missed, level, latency = self.goal.rank(one.summary, one.score)
+        return (missed, one.score if one.score < 0 else level, latency)
+
+    def _better(self, candidates: Sequence[Candidate | None]) -> Candidate | None:
+        return max((one for one in candidates if one is not None), key=self._key, default=None)
+
+    def _is_perfect(self, one: Candidate) -> bool:
+        """Whether every request met its objective, which no other settings can improve."""
+        return self.goal.name == "goodput" and one.summary["goodput_share"] == 1.0 and not self.goal.shortfalls(one.summary)
+
+    def _announce(self, candidate: Candidate | None) -> None:
+        """Keep `candidate` if it is the best of those that ran so much of the trace, or ran more."""
+        best = self.found.best
+        if candidate is None or candidate == best:
+            return
+        sizes = [one.run.case.requests or self.runs.total for one in (candidate, best) if one is not None]
+        measured = [one.rate is not None or self.goal.name != "max_rate" for one in (candidate, best) if one is not None]
+        is_new = best is None or measured[0] > measured[1] or sizes[0] > sizes[1]
+        if is_new or (sizes[0] == sizes[1] and measured[0] == measured[1] and self._key(candidate) > self._key(best)):  # type: ignore[arg-type]
+            self.found.best = candidate
+            self._on_best(candidate)
+
+    def _set_importance(self, best: Candidate) -> None:
+        """For each setting, what the values beside the best one lose, in shares of the score; of what ran anyway."""
+        if best != self.found.best and self.goal.name in ("goodput", "output_throughput"):
+            return
+        case, mine = best.run.case, dict(best.run.case.settings)
+        others = [one for one in self._candidates.values()
+                  if _with_settings(one.run.case, case.settings) == case and one is not best]  # fmt: skip
+        importance: dict[str, dict[str, Any]] = {}
+        for name in mine:
+            if name in self.space.fixed or name == "tp_size":
+                continue
+            values = {}
+            for one in others:
+                changed = {key for key, _ in set(one.run.case.settings) ^ set(case.settings)}
+                if changed == {name}:
+                    values[str(one.settings[name])] = self._loss(best, one)
+            importance[name] = {"effect": max(values.values(), default=0.0), "values": values}
+        self.found.importance = importance
+
+    def _loss(self, best: Candidate, other: Candidate) -> float:
+        """What `other` loses: the share of the score, and 1 where it misses an objective that `best` meets."""
+        missed = self.goal.shortfalls(other.summary), self.goal.shortfalls(best.summary)
+        if self.goal.name in ("max_rate", "cost"):  # compared under pressure, by what they miss
+            return max(missed[0].values(), default=1.0) / max(missed[1].values(), default=1.0) - 1.0
+        if missed[0] and not missed[1]:
+            return 1.0
+        return 1.0 - other.score / best.score if best.score else 0.0
+
+
+def _with_settings(case: Case, settings: Settings) -> Case:
+    return Case(settings, case.requests, case.replicas, case.replica, case.rate, case.seed, case.extra)
