@@ -3,10 +3,12 @@
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
@@ -17,10 +19,11 @@ from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretc
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
+from ifbbench.recording.summary import SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.workload.formats import write_trace
-from ifbbench.workload.load import load_trace
+from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -43,7 +46,7 @@ class RunFailed(IfbbenchError):
 
 
 def run_trace(
-    source: str | None, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
+    source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
     on_recorded: Callable[[Path], None] | None = None,
 ) -> RunResult:  # fmt: skip
     """Replay `source` (see `load_trace`) with `config`.
@@ -55,6 +58,47 @@ def run_trace(
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
+    with _engine_for(trace, config, progress, owns_process) as engine:
+        run_directory.prepare(directory, config.overwrite)
+        progress.stage("writing trace")
+        write_trace(trace.requests, directory / f"trace.{config.recording_format}")
+        client = make_client(engine.config, trace, engine.clock, request_maker(engine))
+        recorder = _recorder(trace, engine, client, directory)
+        try:
+            summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
+            if config.enable_steady_state:
+                summary = _steady_summary(directory)
+        finally:
+            if on_recorded:
+                on_recorded(directory)
+    if config.responses_json:
+        _write_responses(Path(config.responses_json), trace, client)
+    return RunResult(directory, summary, summary["requests"]["failed"])
+
+
+def summarise_run(
+    source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False
+) -> dict[str, Any]:
+    """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
+
+    InputError and RunFailed as there."""
+    if config.enable_steady_state:  # found in the recorded requests
+        with TemporaryDirectory() as directory:
+            config = config.with_values(output=str(Path(directory) / "run"))
+            return run_trace(source, config, progress, owns_process=owns_process).summary
+    trace = load_trace(source, config, progress)
+    with _engine_for(trace, config, progress, owns_process) as engine:
+        client = make_client(engine.config, trace, engine.clock, request_maker(engine))
+        recorder = SummaryRecorder(
+            engine.config.as_dict(), len(trace), client.arrival_s, client.held_until_s,
+            columns_of(trace.requests).class_at,
+        )  # fmt: skip
+        return _replay(trace, engine, client, recorder, progress, "nothing was recorded")
+
+
+@contextmanager
+def _engine_for(trace: Trace, config: RunConfig, progress: Progress, owns_process: bool) -> Iterator[Engine]:
+    """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
     engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
     try:
@@ -64,21 +108,9 @@ def run_trace(
         if engine.makes_tokens:
             check_vocabulary(trace, engine.model.vocab_size)
         warm_up(engine, progress)
-        run_directory.prepare(directory, config.overwrite)
-        progress.stage("writing trace")
-        write_trace(trace.requests, directory / f"trace.{config.recording_format}")
-        try:
-            summary, client = _replay(trace, engine, directory, progress)
-            if config.enable_steady_state:
-                summary = _steady_summary(directory)
-        finally:
-            if on_recorded:
-                on_recorded(directory)
+        yield engine
     finally:
         engine.executor.close()
-    if config.responses_json:
-        _write_responses(Path(config.responses_json), trace, client)
-    return RunResult(directory, summary, summary["requests"]["failed"])
 
 
 def _steady_summary(directory: Path) -> dict[str, Any]:
@@ -90,19 +122,24 @@ def _steady_summary(directory: Path) -> dict[str, Any]:
     return restrict_summary(load_run(directory))
 
 
-def _replay(
-    trace: Trace, engine: Engine, directory: Path, progress: Progress
-) -> tuple[dict[str, Any], ReplayClient]:
-    clock, config = engine.clock, engine.config
-    client = make_client(config, trace, clock, request_maker(engine))
+def _recorder(trace: Trace, engine: Engine, client: ReplayClient, directory: Path) -> Recorder:
+    config = engine.config
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
     make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
-    recorder = make_recorder(
+    return make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at,
     )  # fmt: skip
+
+
+def _replay(
+    trace: Trace, engine: Engine, client: ReplayClient, recorder: Recorder | SummaryRecorder, progress: Progress,
+    kept: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
+    clock = engine.clock
     manager = TokenGenerationLoop(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
@@ -112,19 +149,19 @@ def _replay(
     try:
         _loop(manager, client, recorder, progress, len(trace), clock)
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; results are kept in {directory}.")
+        interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; {kept}.")
         raise
     except Exception as error:
         raise RunFailed(
             f"the run ended after {manager.iteration} iterations: {error} "
-            f"({client.answered} of {len(trace)} requests were done; what was recorded is in {directory})"
+            f"({client.answered} of {len(trace)} requests were done; {kept})"
         ) from error
     finally:
         progress.stage("writing results")
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
         summary = recorder.close(partial=not client.done, arrivals=client.arrivals())
-    return summary, client
+    return summary
 
 
 class _PrintingRecorder(Recorder):
@@ -145,8 +182,8 @@ class _PrintingRecorder(Recorder):
 
 
 def _loop(
-    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder, progress: Progress, total: int,
-    clock: Clock,
+    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder | SummaryRecorder, progress: Progress,
+    total: int, clock: Clock,
 ) -> None:  # fmt: skip
     """Step until every request is answered. Before waits in real time that are long enough, the recorder is flushed."""
     is_real_time, is_shown = isinstance(clock, WallClock), progress is not NO_PROGRESS

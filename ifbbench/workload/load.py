@@ -4,7 +4,7 @@ import logging
 from array import array
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,35 +20,56 @@ from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
 from ifbbench.workload.spec import read_spec
-from ifbbench.workload.trace import RequestColumns, Reserve, Trace, columns_of, integers, seconds
+from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
+# Settings that choose what is read; the others change what was read.
+READ_SETTINGS = ("max_num_samples", "skip_bad_rows", "trace_format", "columns", "tokenizer", "characters_per_token",
+                 "default_output_len")  # fmt: skip
 ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
+
+Source: TypeAlias = str | Path | Trace | None
 
 _log = logging.getLogger("ifbbench")
 
 
-def load_trace(source: str | Path | None, config: RunConfig, progress: Progress = NO_PROGRESS) -> Trace:
+def load_trace(source: Source, config: RunConfig, progress: Progress = NO_PROGRESS) -> Trace:
     """The requests that `config` asks for, in order of arrival; each is made when it is asked for.
+
+    source: see `read_source`, or a trace that it returned, so that several runs share what was read.
+
+    InputError if the source cannot be read or the settings contradict each other.
+    """
+    trace = source if isinstance(source, Trace) else read_source(source, config, progress)
+    return replace(trace, requests=_with_settings(columns_of(trace.requests), config))
+
+
+def read_source(source: str | Path | None, config: RunConfig, progress: Progress = NO_PROGRESS) -> Trace:
+    """The requests as recorded or drawn, before the settings that change arrivals and lengths. Of the settings, only
+    READ_SETTINGS matter, and the seed if the source is a specification.
 
     source: a trace file, `-` (a trace on standard input), a workload specification (.yaml, .yml, .toml; drawn with
         `config.seed`), a run directory (its requests as replayed), the name of a bundled dataset, or None for the
         bundled default.
-
-    InputError if the source cannot be read or the settings contradict each other.
     """
     path, is_recorded = _find(source)
     if path.suffix.lower() in SPEC_SUFFIXES:
         progress.stage("drawing requests")
-        trace = draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
-    else:
-        progress.stage("reading trace")
-        options = ReadOptions(config.trace_format, config.columns, config.tokenizer, config.characters_per_token,
-                              config.default_output_len)  # fmt: skip
-        trace = read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options, progress)
-    return replace(trace, requests=_with_settings(columns_of(trace.requests), config))
+        return draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
+    progress.stage("reading trace")
+    options = ReadOptions(config.trace_format, config.columns, config.tokenizer, config.characters_per_token,
+                          config.default_output_len)  # fmt: skip
+    return read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options, progress)
+
+
+def in_memory(trace: Trace) -> Trace:
+    """The same requests, none of which is read from a file again: faster if they are replayed several times, and the
+    trace can be sent to another process."""
+    columns = columns_of(trace.requests)
+    recorded = {origin: columns.recall(origin) for origin in columns.origin if origin != NO_ORIGIN}
+    return replace(trace, requests=replace(columns, recall=recorded.__getitem__))
 
 
 def _find(source: str | Path | None) -> tuple[Path, bool]:
@@ -71,6 +92,7 @@ def _find(source: str | Path | None) -> tuple[Path, bool]:
 
 
 def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns:
+    columns = _first(columns, config.max_num_samples)
     reserved, outputs = Reserve(config.reserve).columns(columns.max_new_tokens, columns.output_len)
     prompts = columns.prompt_len
     if config.max_prompt_len is not None:
@@ -111,6 +133,13 @@ def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bo
     if count == len(columns):
         _log.warning("--duration %g: the trace ends before, with the last of its %d requests at %.6g s; it is not "
                      "repeated.", duration_s, count, columns.arrival_s[-1])  # fmt: skip
+        return columns
+    return _first(columns, count)
+
+
+def _first(columns: RequestColumns, count: int | None) -> RequestColumns:
+    """The first `count` requests; all of them for None."""
+    if count is None or count >= len(columns):
         return columns
     kept: dict[str, Any] = {name: value[:count] for name, value in vars(columns).items() if isinstance(value, array)}
     return replace(columns, **kept)

@@ -1,0 +1,126 @@
+"""Independent tasks in parallel processes of this machine, forked from this one, so that tasks share what it has read.
+
+Unlike `concurrent.futures`, a process that is killed costs only its own task, which is run again; and no process
+outlives this one.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ifbbench.clock import WallClock
+
+MAX_ATTEMPTS = 3
+REPORT_INTERVAL_S = 0.5
+
+RunTask = Callable[[int, Callable[[float], None]], Any]
+"""Runs the task of this number; the function that it is given takes the share of it that is done (0 to 1)."""
+
+
+class Lost(Exception):
+    """The process of a task was killed, each of MAX_ATTEMPTS times."""
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_in_processes(
+    run_task: RunTask, count: int, processes: int, on_share: Callable[[float], None] = lambda shares: None
+) -> Generator[tuple[int, Any], None, None]:
+    """Run tasks 0 to `count` - 1; yields the number and the result of each as it ends: what `run_task` returned, or the
+    exception that it raised, or Lost. A result must be picklable.
+
+    on_share: takes the sum of the shares of the tasks that are running, now and then."""
+    attempts = [0] * count
+    waiting = list(range(count - 1, -1, -1))
+    workers: dict[Connection, _Worker] = {}
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < processes:
+                worker = _Worker(run_task)
+                workers[worker.connection] = worker
+                worker.begin(waiting.pop())
+            for connection in wait(list(workers)):
+                worker = workers[connection]  # type: ignore[index]
+                try:
+                    share, result = worker.connection.recv()
+                except (EOFError, ConnectionError):
+                    del workers[worker.connection]
+                    worker.stop()
+                    attempts[worker.task] += 1
+                    if attempts[worker.task] < MAX_ATTEMPTS:
+                        waiting.append(worker.task)
+                    else:
+                        yield worker.task, Lost(f"its process was killed {MAX_ATTEMPTS} times (out of memory?)")
+                    continue
+                worker.share = share
+                on_share(sum(one.share for one in workers.values()))
+                if share < 1:
+                    continue
+                ended = worker.task
+                if waiting:
+                    worker.begin(waiting.pop())
+                else:
+                    del workers[worker.connection]
+                    worker.stop()
+                yield ended, result
+    finally:
+        for worker in workers.values():
+            worker.stop()
+
+
+class _Worker:
+    """A process that runs one task after another. share: of its task, how much is done."""
+
+    def __init__(self, run_task: RunTask) -> None:
+        self.task, self.share = -1, 0.0
+        context = get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(
+            target=_work, args=(run_task, theirs, self.connection, os.getpid()), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def begin(self, task: int) -> None:
+        """Run this task next."""
+        self.task, self.share = task, 0.0
+        with suppress(BrokenPipeError):  # a process that was killed; `recv` notices it
+            self.connection.send(task)
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _work(run_task: RunTask, connection: Connection, parents: Connection, parent: int) -> None:
+    parents.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent, which stops the others
+    clock, reported_s = WallClock(), 0.0
+
+    def report(share: float) -> None:
+        nonlocal reported_s
+        if clock.now() - reported_s < REPORT_INTERVAL_S:
+            return
+        reported_s = clock.now()
+        if os.getppid() != parent:  # it was killed; what this process does is for nothing, and writes files
+            os._exit(1)
+        connection.send((min(share, 0.99), None))
+
+    with suppress(EOFError, ConnectionError):
+        while True:
+            task = connection.recv()
+            try:
+                result = run_task(task, report)
+            except Exception as error:
+                result = error
+            connection.send((1.0, result))
