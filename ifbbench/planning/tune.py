@@ -6,7 +6,7 @@ whole trace, and the search goes on around the best of them with what is left of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +15,7 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.heuristics import TUNERS, trtllm_bench_limits
 from ifbbench.planning.tune_goal import Goal, Summary
-from ifbbench.planning.tune_rate import MaxRate, find_max_rate, find_replicas
+from ifbbench.planning.tune_rate import MAX_FACTOR, MaxRate, find_max_rate, find_replicas
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Settings, Space
 from ifbbench.workload.load import read_source
@@ -23,7 +23,7 @@ from ifbbench.workload.trace import columns_of
 
 FIRST_REQUESTS = 250
 # A prefix: at least this share of the trace, and so many times the requests that run at once.
-MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 4
+MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
 # Simulated requests of the stages, in whole traces.
 PREFIX_WORK, MAX_WORK = 3.0, 8.0
 FINALISTS = 3
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return dict(self.run.case.settings) | dict(self.run.case.extra)
+        return dict(self.run.case.settings)
 
     @property
     def summary(self) -> Summary:
@@ -119,7 +119,7 @@ class Tuner:
         except KeyboardInterrupt:
             if self.found.best is None:
                 raise
-        self.found.candidates = sorted(self._candidates.values(), key=self._key, reverse=True)
+        self.found.candidates = sorted(self._candidates.values(), key=self.key, reverse=True)
         return self.found
 
     def _search(self) -> None:
@@ -135,12 +135,12 @@ class Tuner:
         self._announce(best)
         self._progress.stage("baselines")
         self._baselines(deployments, starts)
-        if self.goal.name in ("max_rate", "cost"):
+        if self.goal.needs_stable_queue:
             for tp, replicas in deployments:
                 self._search_load(starts[tp], replicas)
             return
         for tp, replicas in deployments:
-            self._search_settings(starts[tp], replicas, MAX_WORK / len(deployments))
+            self._search_settings(starts[tp], replicas, len(deployments))
 
     def _replicas(self, tp: int) -> int:
         return 1 if self.goal.name == "cost" else max(self.max_gpus // (tp * self.base.pp_size), 1)
@@ -157,28 +157,32 @@ class Tuner:
     def _baselines(self, deployments: Sequence[tuple[int, int]], starts: dict[int, list[Settings]]) -> None:
         """Run what users get without a search on the whole trace, with the fewest GPUs for each replica."""
         tp, replicas = deployments[0]
-        wanted = [("trtllm-bench rule", Case(starts[tp][0], None, replicas))]
-        wanted.append(("dynamic tuning", Case(self.space.point(tp_size=tp), None, replicas, extra=tuple(TUNERS.items()))))
-        for (name, _), run in zip(wanted, self.runs.run([case for _, case in wanted]), strict=True):
-            if not run.error:
-                self.found.baselines.append(self._candidate(run, name))
-        self._announce(self._better([one for one in self.found.baselines if not one.run.case.extra]))
+        tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
+        wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
+        if self.goal.needs_stable_queue:
+            found = [self._at_full_load(point, replicas, None) for point in wanted.values()]
+        else:
+            found = self._candidates_of([Case(point, None, replicas) for point in wanted.values()])
+        for name, one in zip(wanted, found, strict=True):
+            if one is not None:
+                self.found.baselines.append(replace(one, name=name))
+        self._announce(found[0])
 
-    def _search_settings(self, starts: list[Settings], replicas: int, allowance: float) -> None:
+    def _search_settings(self, starts: list[Settings], replicas: int, deployments: int) -> None:
         """Goodput or output throughput, of `replicas` that share the traffic."""
         whole = self.runs.total // replicas
-        allowed = self.runs.work + allowance * self.runs.total
+        allowed = self.runs.work + (MAX_WORK - 2) * self.runs.total / deployments
         probe = self._better(self.found.baselines)
         peak = probe.summary["peak_scheduled_requests"] if probe else whole
         prefix = min(max(int(whole * PREFIX_SHARE), CONCURRENCY_FACTOR * peak, MIN_PREFIX), whole)
         finalists = starts[:1]
         if prefix < whole:
             self._progress.stage(f"searching on the first {prefix:,} requests")
-            limit = self.runs.work + PREFIX_WORK * self.runs.total * allowance / MAX_WORK
+            limit = self.runs.work + PREFIX_WORK * self.runs.total / deployments
             self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
             ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
             ranked = [one for one in ranked if one.run.case.replicas == replicas]
-            ranked.sort(key=self._key, reverse=True)
+            ranked.sort(key=self.key, reverse=True)
             finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
         else:
             finalists = starts
@@ -190,40 +194,44 @@ class Tuner:
     def _search_load(self, starts: list[Settings], replicas: int) -> None:
         """The highest rate, or the fewest replicas. Settings are compared under a little more load than the best ones
         so far can take, by how much they miss; then the load that the best of them takes is found."""
-        is_rate, settings = self.goal.name == "max_rate", starts[0]
+        is_rate, settings, full_load = self.goal.name == "max_rate", starts[0], replicas
         best: Candidate | None = None
         for _ in range(MAX_ROUNDS):
             self._progress.stage("finding the highest rate" if is_rate else "finding the fewest replicas")
             found = self._at_full_load(settings, replicas, best)
-            if found is None or (best is not None and found.score <= best.score * (MIN_GAIN if is_rate else 1)):
-                best = self._better([best, found])
+            if best is not None and (found is None or found.score <= best.score * (MIN_GAIN if is_rate else 1)):
                 break
             best = found
-            if is_rate:
-                case = Case(settings, None, replicas, rate=(best.rate.low if best.rate else 1.0) * PRESSURE)
-            elif best.run.case.replicas > 1:
-                case = Case(settings, None, best.run.case.replicas - 1)
+            if is_rate:  # below any rate that meets the objectives, settings are compared at the lowest one
+                factor = 1 / MAX_FACTOR if best is None or best.rate is None else best.rate.low * PRESSURE
+                case = Case(settings, None, replicas, rate=factor)
             else:
-                break
+                full_load = self._most_replicas(settings) if best is None else best.run.case.replicas - 1
+                if not full_load:
+                    break
+                case = Case(settings, None, full_load)
             self._progress.stage("comparing settings under pressure")
-            cases = [Case(point, case.requests, case.replicas, rate=case.rate) for point in {settings: 0, **dict.fromkeys(starts)}]
+            cases = [replace(case, settings=point) for point in dict.fromkeys([settings, *starts])]
             limit = self.runs.work + PREFIX_WORK * self.runs.total
-            under_pressure = self._descend(cases, PREFIX_STEPS, limit, announce=False)
+            under_pressure = self._descend(cases, PREFIX_STEPS, limit, announce=best is None)
             if under_pressure is None or under_pressure.run.case.settings == settings:
                 break
             self._set_importance(under_pressure)
             settings = under_pressure.run.case.settings
 
+    def _most_replicas(self, settings: Settings) -> int:
+        return max(self.max_gpus // (dict(settings)["tp_size"] * self.base.pp_size), 1)
+
     def _at_full_load(self, settings: Settings, replicas: int, known: Candidate | None) -> Candidate | None:
         """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives."""
         if self.goal.name == "cost":
-            most = self.max_gpus // (dict(settings)["tp_size"] * self.base.pp_size)
-            run = find_replicas(self.runs, self.goal, settings, most, known.run.case.replicas if known else 1)
-            candidate = self._candidate(run) if run is not None else None
+            start = known.run.case.replicas if known else 1
+            run = find_replicas(self.runs, self.goal, settings, self._most_replicas(settings), start)
+            candidate = self.candidate(run) if run is not None else None
         else:
             start = known.rate.low if known and known.rate else 1.0
             found = find_max_rate(self.runs, self.goal, settings, replicas, start)
-            candidate = self._candidate(found.run, rate=found) if found.run is not None else None
+            candidate = self.candidate(found.run, rate=found) if found.run is not None else None
         if candidate is not None:
             self._candidates[candidate.run.case] = candidate
             self._announce(candidate)
@@ -240,14 +248,14 @@ class Tuner:
                     self._announce(best)
                 case = best.run.case
                 moves = self.space.moves(case.settings, best.summary, step)
-                room = max(int((max_work - self.runs.work) // max(case.requests or self.runs.total // case.replicas, 1)), 1)
-                moved = self._evaluate([_with_settings(case, point) for _, point in moves[:room]])
-                better = [one for one in moved if self._key(one) > self._key(best)]
+                room = max(int(max_work - self.runs.work) // self._requests(case), 1)
+                moved = self._evaluate([replace(case, settings=point) for _, point in moves[:room]])
+                better = [one for one in moved if self.key(one) > self.key(best)]
                 if len(better) > 1:  # the best change of each setting, all at once
                     joint = dict(case.settings)
-                    for one in sorted(better, key=self._key):
+                    for one in sorted(better, key=self.key):
                         joint |= dict(set(one.run.case.settings) - set(case.settings))
-                    better += self._evaluate([_with_settings(case, tuple(joint.items()))])
+                    better += self._evaluate([replace(case, settings=tuple(joint.items()))])
                 if not better:
                     break
                 best = self._better([best, *better])
@@ -259,15 +267,26 @@ class Tuner:
 
     def _evaluate(self, cases: Sequence[Case]) -> list[Candidate]:
         """The candidates of those cases that run."""
-        found = [self._candidate(run) for run in self.runs.run(cases) if not run.error]
+        found = [one for one in self._candidates_of(cases) if one is not None]
         self._candidates |= {one.run.case: one for one in found}
         best = self.found.best
-        text = "" if best is None else f"best so far: {best.score:,.4g} {self.goal.unit}"
+        text = "" if best is None else f"best so far: {abs(best.score):,.4g} {self.goal.unit}"
         self._progress.update(self.runs.work, None, text)
         return found
 
-    def _candidate(self, run: Run, name: str = "", rate: MaxRate | None = None) -> Candidate:
+    def _candidates_of(self, cases: Sequence[Case]) -> list[Candidate | None]:
+        return [self.candidate(run) for run in self.runs.run(cases)]
+
+    def _requests(self, case: Case) -> int:
+        """How many requests a run of `case` simulates."""
+        share = max(self.runs.total // case.replicas, 1)
+        return min(case.requests or share, share)
+
+    def candidate(self, run: Run, rate: MaxRate | None = None) -> Candidate | None:
+        """The candidate of a run; None if it failed."""
         case, summary = run.case, run.summary
+        if run.error:
+            return None
         gpus = case.replicas * dict(case.settings)["tp_size"] * self.base.pp_size
         if self.goal.name == "cost":
             tokens_per_s = case.replicas * summary["output_throughput_tokens_per_s"]
@@ -276,14 +295,14 @@ class Tuner:
             score = (self.runs.rate_per_s or 0.0) * (rate.low if rate else 0.0)
         else:
             score = case.replicas * summary[self.goal.figure]
-        return Candidate(run, gpus, score, name, rate)
+        return Candidate(run, gpus, score, rate=rate)
 
-    def _key(self, one: Candidate) -> tuple[float, ...]:
+    def key(self, one: Candidate) -> tuple[float, ...]:
         missed, level, latency = self.goal.rank(one.summary, one.score)
         return (missed, one.score if one.score < 0 else level, latency)
 
     def _better(self, candidates: Sequence[Candidate | None]) -> Candidate | None:
-        return max((one for one in candidates if one is not None), key=self._key, default=None)
+        return max((one for one in candidates if one is not None), key=self.key, default=None)
 
     def _is_perfect(self, one: Candidate) -> bool:
         """Whether every request met its objective, which no other settings can improve."""
@@ -294,20 +313,21 @@ class Tuner:
         best = self.found.best
         if candidate is None or candidate == best:
             return
-        sizes = [one.run.case.requests or self.runs.total for one in (candidate, best) if one is not None]
-        measured = [one.rate is not None or self.goal.name != "max_rate" for one in (candidate, best) if one is not None]
-        is_new = best is None or measured[0] > measured[1] or sizes[0] > sizes[1]
-        if is_new or (sizes[0] == sizes[1] and measured[0] == measured[1] and self._key(candidate) > self._key(best)):  # type: ignore[arg-type]
+        if best is None or self._evidence(candidate) > self._evidence(best):
             self.found.best = candidate
             self._on_best(candidate)
 
+    def _evidence(self, one: Candidate) -> tuple[Any, ...]:
+        """Whether the figure of the goal was found, how much of the trace ran, and then how good it is."""
+        return one.rate is not None or self.goal.name != "max_rate", one.run.case.requests is None, self.key(one)
+
     def _set_importance(self, best: Candidate) -> None:
         """For each setting, what the values beside the best one lose, in shares of the score; of what ran anyway."""
-        if best != self.found.best and self.goal.name in ("goodput", "output_throughput"):
+        if best != self.found.best and not self.goal.needs_stable_queue:
             return
         case, mine = best.run.case, dict(best.run.case.settings)
         others = [one for one in self._candidates.values()
-                  if _with_settings(one.run.case, case.settings) == case and one is not best]  # fmt: skip
+                  if replace(one.run.case, settings=case.settings) == case and one is not best]  # fmt: skip
         importance: dict[str, dict[str, Any]] = {}
         for name in mine:
             if name in self.space.fixed or name == "tp_size":
@@ -323,12 +343,8 @@ class Tuner:
     def _loss(self, best: Candidate, other: Candidate) -> float:
         """What `other` loses: the share of the score, and 1 where it misses an objective that `best` meets."""
         missed = self.goal.shortfalls(other.summary), self.goal.shortfalls(best.summary)
-        if self.goal.name in ("max_rate", "cost"):  # compared under pressure, by what they miss
+        if self.goal.needs_stable_queue:  # compared under pressure, by what they miss
             return max(missed[0].values(), default=1.0) / max(missed[1].values(), default=1.0) - 1.0
         if missed[0] and not missed[1]:
             return 1.0
         return 1.0 - other.score / best.score if best.score else 0.0
-
-
-def _with_settings(case: Case, settings: Settings) -> Case:
-    return Case(settings, case.requests, case.replicas, case.replica, case.rate, case.seed, case.extra)

@@ -24,7 +24,7 @@ APPLIED: Mapping[str, Any] = {
 @dataclass(frozen=True)
 class Case:
     """One run. requests: the first of the trace; None is all. replicas: this replica serves every `replicas`-th request.
-    rate: arrivals come so many times as fast. seed: of arrivals that are drawn. extra: further settings."""
+    rate: arrivals come so many times as fast. seed: of arrivals that are drawn; None is that of the settings."""
 
     settings: Settings
     requests: int | None = None
@@ -32,7 +32,6 @@ class Case:
     replica: int = 0
     rate: float = 1.0
     seed: int | None = None
-    extra: Settings = ()
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,16 @@ class Runs:
                 self._known[case] = _run_of(case, result)
         return [self._known[case] for case in cases]
 
+    def trace_of(self, case: Case) -> Trace:
+        """The requests that a case runs over, of which it may take the first ones."""
+        return self._trace(self.base.seed if case.seed is None else case.seed, case.replicas, case.replica)
+
     def config(self, case: Case) -> RunConfig:
         """The settings of a run over a trace that has its arrivals and lengths already."""
         keeps_arrivals = self.base.concurrency is not None and self.base.keeps_arrivals
         return self.base.with_values(**{
             **APPLIED, "arrival": "recorded" if keeps_arrivals else None, "time_scale": 1 / case.rate,
-            "max_num_samples": case.requests, "quiet": True, **dict(case.settings), **dict(case.extra),
+            "max_num_samples": case.requests, "quiet": True, **dict(case.settings),
         })  # fmt: skip
 
     def _trace(self, seed: int, replicas: int, replica: int) -> Trace:

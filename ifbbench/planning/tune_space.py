@@ -4,8 +4,9 @@ A limit that no decision of a run depended on is idle: raising it changes nothin
 where it binds. Such changes are left out, which is where most of the work of a grid goes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ifbbench.config import RunConfig
@@ -127,16 +128,19 @@ class Space:
         fits = self.longest_prompt <= now["max_num_tokens"]
         return [context for name, context in CONTEXTS.items() if name != "whole" or fits]
 
-    def grid_size(self) -> int:
-        """The number of points of a grid over the settings that are searched."""
-        sizes = {
-            "max_batch_size": len(GRID_BATCH_SIZES), "max_num_tokens": len(GRID_NUM_TOKENS), "policy": len(POLICIES),
-            "enable_chunked_context": len(CONTEXTS),
-        } | ({"enable_kv_cache_reuse": 2} if self.shares_prefixes else {})  # fmt: skip
-        total = 1
-        for name, size in sizes.items():
-            total *= 1 if name in self.fixed else size
-        return total
+    def grid(self) -> list[Settings]:
+        """The points of an exhaustive grid with powers of two, where a search needs none."""
+        values: dict[str, Sequence[Any]] = {
+            "max_batch_size": GRID_BATCH_SIZES, "max_num_tokens": GRID_NUM_TOKENS, "policy": POLICIES,
+            "context": list(CONTEXTS), "enable_kv_cache_reuse": (False, True) if self.shares_prefixes else (False,),
+        }  # fmt: skip
+        points = []
+        for chosen in product(*values.values()):
+            point = dict(zip(values, chosen, strict=True))
+            context = point.pop("context")
+            if context != "whole" or self.longest_prompt <= point["max_num_tokens"]:
+                points.append(self.point(**point, **CONTEXTS[context]))
+        return list(dict.fromkeys(points))
 
     def tp_sizes(self, max_gpus: int) -> list[int]:
         """Tensor-parallel degrees up to `max_gpus` with which the model fits the device. InputError if none does."""
