@@ -24,8 +24,11 @@ from ifbbench.workload.trace import columns_of
 FIRST_REQUESTS = 250
 # A prefix: at least this share of the trace, and so many times the requests that run at once.
 MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
-# Simulated requests of the stages, in whole traces.
-PREFIX_WORK, MAX_WORK = 3.0, 8.0
+# On such a prefix, the baseline's figure differs by less than this share from that on the whole trace.
+MAX_PREFIX_ERROR = 0.1
+# Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
+# prefixes takes at most a third.
+WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.08, 7.0, 16.0, 1 / 3
 FINALISTS = 3
 PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
 # With max_rate, settings are compared at this many times the rate that the best ones so far reach.
@@ -170,15 +173,11 @@ class Tuner:
 
     def _search_settings(self, starts: list[Settings], replicas: int, deployments: int) -> None:
         """Goodput or output throughput, of `replicas` that share the traffic."""
-        whole = self.runs.total // replicas
-        allowed = self.runs.work + (MAX_WORK - 2) * self.runs.total / deployments
-        probe = self._better(self.found.baselines)
-        peak = probe.summary["peak_scheduled_requests"] if probe else whole
-        prefix = min(max(int(whole * PREFIX_SHARE), CONCURRENCY_FACTOR * peak, MIN_PREFIX), whole)
-        finalists = starts[:1]
-        if prefix < whole:
+        work, left = self.runs.work, (self.allowed_work - self.runs.work) / deployments
+        allowed, prefix = work + left, self._prefix(starts[0], replicas)
+        if prefix is not None:
             self._progress.stage(f"searching on the first {prefix:,} requests")
-            limit = self.runs.work + PREFIX_WORK * self.runs.total / deployments
+            limit = work + PREFIX_WORK * left
             self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
             ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
             ranked = [one for one in ranked if one.run.case.replicas == replicas]
@@ -190,6 +189,26 @@ class Tuner:
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
         if best is not None:
             self._set_importance(best)
+
+    @property
+    def allowed_work(self) -> float:
+        """Simulated requests of the whole search."""
+        return min(max(WORK_SHARE * len(self.space.grid()), MIN_WORK), MAX_WORK) * self.runs.total
+
+    def _prefix(self, point: Settings, replicas: int) -> int | None:
+        """How many of the first requests show what the whole trace does; None if no small number of them does."""
+        whole = self.runs.total // replicas
+        (probe,) = self._candidates_of([Case(point, None, replicas)])
+        if probe is None:
+            return None
+        peak = probe.summary["peak_scheduled_requests"]
+        prefix = max(int(whole * PREFIX_SHARE), CONCURRENCY_FACTOR * peak, MIN_PREFIX)
+        while prefix <= whole / 2:
+            (part,) = self._candidates_of([Case(point, prefix, replicas)])
+            if part is not None and abs(part.score - probe.score) <= MAX_PREFIX_ERROR * abs(probe.score):
+                return prefix
+            prefix *= 2
+        return None
 
     def _search_load(self, starts: list[Settings], replicas: int) -> None:
         """The highest rate, or the fewest replicas. Settings are compared under a little more load than the best ones
@@ -212,7 +231,7 @@ class Tuner:
                 case = Case(settings, None, full_load)
             self._progress.stage("comparing settings under pressure")
             cases = [replace(case, settings=point) for point in dict.fromkeys([settings, *starts])]
-            limit = self.runs.work + PREFIX_WORK * self.runs.total
+            limit = self.runs.work + PREFIX_WORK * self.allowed_work
             under_pressure = self._descend(cases, PREFIX_STEPS, limit, announce=best is None)
             if under_pressure is None or under_pressure.run.case.settings == settings:
                 break

@@ -25,6 +25,8 @@ CONTEXTS = {
     "first_come_first_served": {"enable_chunked_context": True, "context_chunking_policy": "first_come_first_served"},
     "equal_progress": {"enable_chunked_context": True, "context_chunking_policy": "equal_progress"},
 }
+# Settings of small effect are changed in steps below this one only.
+MINOR_STEP = 2.0
 LIMITS = ("batch_size", "num_tokens", "kv_blocks")
 TP_SIZES = (1, 2, 4, 8)
 # A grid over the same settings that is neither coarse nor fine: powers of two.
@@ -95,9 +97,10 @@ class Space:
         reuses = now.get("enable_kv_cache_reuse", False)
         if "kv_blocks" not in idle or reuses:
             changes += [("policy", {"policy": policy}) for policy in POLICIES]
+        is_fine = step < MINOR_STEP
         if "num_tokens" not in idle or reuses:
-            changes += [("enable_chunked_context", context) for context in self._contexts(now)]
-        if not {"kv_blocks", "num_tokens"} <= idle or reuses:
+            changes += [("enable_chunked_context", context) for context in self._contexts(now, is_fine)]
+        if reuses or (is_fine and not {"kv_blocks", "num_tokens"} <= idle):
             place = TOKENS_PER_BLOCK.index(now["tokens_per_block"]) if now["tokens_per_block"] in TOKENS_PER_BLOCK else 1
             near = TOKENS_PER_BLOCK[max(place - 1, 0) : place + 2]
             changes += [("tokens_per_block", {"tokens_per_block": size}) for size in near]
@@ -111,7 +114,8 @@ class Space:
         return [(name, moved) for moved, name in found.items()]
 
     def _batch_sizes(self, now: int, peak: int, idle: set[str], step: float) -> list[int]:
-        below = _rounded(min(now, peak) / step)
+        # Below the peak of a limit that is idle, its effect begins gently.
+        below = _rounded(peak / step**0.5 if peak < now else now / step)
         above = [] if "batch_size" in idle else [_rounded(now * step)]
         return [size for size in (below, *above) if BATCH_SIZES[0] <= size <= BATCH_SIZES[1]]
 
@@ -123,10 +127,10 @@ class Space:
             least = max(least, min(self.longest_prompt, tokens))
         return [size for size in sizes if least <= size <= NUM_TOKENS[1]]
 
-    def _contexts(self, now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _contexts(self, now: Mapping[str, Any], is_fine: bool) -> list[dict[str, Any]]:
         """Without chunks, no prompt may be longer than the token budget."""
-        fits = self.longest_prompt <= now["max_num_tokens"]
-        return [context for name, context in CONTEXTS.items() if name != "whole" or fits]
+        whole, first, equal = CONTEXTS.values()
+        return [first] + [whole] * (self.longest_prompt <= now["max_num_tokens"]) + [equal] * is_fine
 
     def grid(self) -> list[Settings]:
         """The points of an exhaustive grid with powers of two, where a search needs none."""
