@@ -13,7 +13,8 @@ from ifbbench.config import RunConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ifbbench.planning.tune import Candidate, Tuning
+    from ifbbench.planning.tune import Tuning
+    from ifbbench.planning.tune_candidates import Candidate
 
 GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost")
 HELP = {
@@ -50,7 +51,7 @@ def tune(
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
     from ifbbench.cli.console import progress_line, report_console
-    from ifbbench.planning.repeat import prepare_directory
+    from ifbbench.planning.sweep import prepare_directory
     from ifbbench.planning.tune import Tuner
     from ifbbench.planning.tune_files import answer, record_best, write_answer, write_server_files
     from ifbbench.planning.tune_goal import Goal
@@ -148,14 +149,16 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
     for name, value in best["settings"].items():
         effect = found["importance"].get(name)
         matters = "given" if name in tuning.space.fixed else "" if effect is None else percent(effect["effect"])
-        table.add_row(name, f"[bold]{value}[/bold]", *(str(one["settings"].get(name, "")) for one in baselines), matters)
+        others = [str(one["settings"].get(name, "")) for one in baselines]
+        table.add_row(name, f"[bold]{value}[/bold]", *others, matters)
     if tuners := {name for one in baselines for name in one["settings"]} - set(best["settings"]):
         table.add_row("tuners", "", *("on" if tuners & set(one["settings"]) else "" for one in baselines), "")
     for label, path, unit, scale in ROWS[tuning.goal.name] + LATENCY_ROWS:
         values = [_at(one["figures"], path) for one in (best, *baselines)]
         if any(value is not None for value in values):
             interval = best["intervals_95"].get(path)
-            between = "" if interval is None else f" [dim]({significant(interval[0], scale)}–{significant(interval[1], scale)})[/dim]"
+            low, high = (significant(limit, scale) for limit in interval or (None, None))
+            between = f" [dim]({low}–{high})[/dim]" if interval else ""
             first, *others = (f"{significant(value, scale)}{unit}" for value in values)
             table.add_row(label, f"[bold]{first}[/bold]{between}", *others, "")
     console.print(table)

@@ -34,7 +34,7 @@ def tuned_num_tokens(batch_size: int, prompt_len: float, new_tokens: float) -> i
     ratio = prompt_len / new_tokens
     steady = int(batch_size * ratio + batch_size)
     least = next(tokens for above, tokens in LEAST_TOKENS if ratio > above)
-    return max(2 ** ceil(log2(steady)), least)
+    return max(1 << ceil(log2(steady)), least)
 
 
 class DynamicLimits:

@@ -14,9 +14,10 @@ from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.heuristics import TUNERS, trtllm_bench_limits
-from ifbbench.planning.tune_goal import Goal, Summary
-from ifbbench.planning.tune_rate import MAX_FACTOR, MaxRate, find_max_rate, find_replicas
-from ifbbench.planning.tune_runs import Case, Run, Runs
+from ifbbench.planning.tune_candidates import Candidate, Judge
+from ifbbench.planning.tune_goal import Goal
+from ifbbench.planning.tune_rate import MAX_FACTOR, find_max_rate, find_replicas
+from ifbbench.planning.tune_runs import Case, Runs
 from ifbbench.planning.tune_space import Settings, Space
 from ifbbench.workload.load import read_source
 from ifbbench.workload.trace import columns_of
@@ -32,36 +33,16 @@ WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.08, 7.0, 16.0, 1 / 3
 FINALISTS = 3
 PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
 # With max_rate, settings are compared at this many times the rate that the best ones so far reach.
-PRESSURE, MIN_GAIN, MAX_ROUNDS = 1.1, 1.01, 3
-COST_GPUS = 64
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Settings with the run that shows what they do.
-
-    name: of a baseline, else empty. gpus: of all replicas. score: the goal's figure, larger is better (a cost is
-    negative). rate: with the goal max_rate, what was found."""
-
-    run: Run
-    gpus: int
-    score: float
-    name: str = ""
-    rate: MaxRate | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return dict(self.run.case.settings)
-
-    @property
-    def summary(self) -> Summary:
-        return self.run.summary
+# ROUND_WORK: the share of the work that a round of comparing takes.
+PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 4, 0.4
+# A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
+COST_GPUS, FAR_OFF = 64, 1.3
 
 
 @dataclass
 class Tuning:
     """What a search found. best: None if no setting runs. baselines: what users get without a search. importance: see
-    `importance_of`. is_complete: it was not interrupted."""
+    Judge. is_complete: it was not interrupted."""
 
     goal: Goal
     space: Space
@@ -90,7 +71,6 @@ class Tuner:
         self.runs = Runs(read_source(source, base, progress), base)
         self.space = Space.of(base, fixed, self.runs.trace)
         self.goal = Goal(goal.name, goal.objectives, self._refused())
-        self.price = price
         if goal.name == "max_rate" and (self.runs.rate_per_s is None or base.concurrency is not None):
             raise InputError("--goal max_rate: requests do not arrive at a rate of their own; give a trace with "
                              "arrival times or --request_rate, without --concurrency.")  # fmt: skip
@@ -99,6 +79,7 @@ class Tuner:
         self._progress = progress
         self._on_best = on_best
         self._candidates: dict[Case, Candidate] = {}
+        self.judge = Judge(self.goal, self.runs, price)
 
     def _refused(self) -> int:
         """Requests too long for the model, whatever the settings."""
@@ -122,7 +103,7 @@ class Tuner:
         except KeyboardInterrupt:
             if self.found.best is None:
                 raise
-        self.found.candidates = sorted(self._candidates.values(), key=self.key, reverse=True)
+        self.found.candidates = sorted(self._candidates.values(), key=self.judge.key, reverse=True)
         return self.found
 
     def _search(self) -> None:
@@ -132,7 +113,7 @@ class Tuner:
         starts = {tp: self._starts(tp) for tp, _ in deployments}
         for tp, replicas in deployments:
             first = self._evaluate([Case(point, min(FIRST_REQUESTS, whole), replicas) for point in starts[tp]])
-            best = self._better([best, *first])
+            best = self.judge.best_of([best, *first])
         if best is None:
             raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
         self._announce(best)
@@ -163,7 +144,9 @@ class Tuner:
         tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
         wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
         if self.goal.needs_stable_queue:
-            found = [self._at_full_load(point, replicas, None) for point in wanted.values()]
+            rule = self._at_full_load(starts[tp][0], replicas, None)
+            near = rule.rate.low if rule and rule.rate else 1.0
+            found = [rule, self._at_full_load(tuned, replicas, rule, near)]
         else:
             found = self._candidates_of([Case(point, None, replicas) for point in wanted.values()])
         for name, one in zip(wanted, found, strict=True):
@@ -181,14 +164,14 @@ class Tuner:
             self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
             ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
             ranked = [one for one in ranked if one.run.case.replicas == replicas]
-            ranked.sort(key=self.key, reverse=True)
+            ranked.sort(key=self.judge.key, reverse=True)
             finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
         else:
             finalists = starts
         self._progress.stage("searching on the whole trace")
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
-        if best is not None:
-            self._set_importance(best)
+        if best is not None and best == self.found.best:
+            self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
 
     @property
     def allowed_work(self) -> float:
@@ -201,7 +184,7 @@ class Tuner:
         (probe,) = self._candidates_of([Case(point, None, replicas)])
         if probe is None:
             return None
-        peak = probe.summary["peak_scheduled_requests"]
+        peak: int = probe.summary["peak_scheduled_requests"]
         prefix = max(int(whole * PREFIX_SHARE), CONCURRENCY_FACTOR * peak, MIN_PREFIX)
         while prefix <= whole / 2:
             (part,) = self._candidates_of([Case(point, prefix, replicas)])
@@ -215,11 +198,14 @@ class Tuner:
         so far can take, by how much they miss; then the load that the best of them takes is found."""
         is_rate, settings, full_load = self.goal.name == "max_rate", starts[0], replicas
         best: Candidate | None = None
+        start, steps = 1.0, list(WHOLE_STEPS)
         for _ in range(MAX_ROUNDS):
             self._progress.stage("finding the highest rate" if is_rate else "finding the fewest replicas")
-            found = self._at_full_load(settings, replicas, best)
+            found = self._at_full_load(settings, replicas, best, start)
             if best is not None and (found is None or found.score <= best.score * (MIN_GAIN if is_rate else 1)):
                 break
+            if found is not None and not is_rate and self._is_far_off(found):
+                return
             best = found
             if is_rate:  # below any rate that meets the objectives, settings are compared at the lowest one
                 factor = 1 / MAX_FACTOR if best is None or best.rate is None else best.rate.low * PRESSURE
@@ -230,27 +216,41 @@ class Tuner:
                     break
                 case = Case(settings, None, full_load)
             self._progress.stage("comparing settings under pressure")
-            cases = [replace(case, settings=point) for point in dict.fromkeys([settings, *starts])]
-            limit = self.runs.work + PREFIX_WORK * self.allowed_work
-            under_pressure = self._descend(cases, PREFIX_STEPS, limit, announce=best is None)
+            cases = [replace(case, settings=point) for point in dict.fromkeys([settings, starts[0], starts[-1]])]
+            limit = self.runs.work + ROUND_WORK * self.allowed_work
+            under_pressure = self._descend(cases, steps, limit, announce=best is None)
             if under_pressure is None or under_pressure.run.case.settings == settings:
                 break
-            self._set_importance(under_pressure)
-            settings = under_pressure.run.case.settings
+            self.found.importance = self.judge.importance(under_pressure, self._candidates.values(), self.space)
+            settings, start, steps = under_pressure.run.case.settings, case.rate, [WHOLE_STEPS[-1]]
+        if is_rate and best is not None:
+            self._progress.stage("confirming the highest rate")
+            near = best.rate.low if best.rate else 1.0
+            self._at_full_load(best.run.case.settings, replicas, best, near, is_final=True)
+
+    def _is_far_off(self, one: Candidate) -> bool:
+        """Whether the cost is so far above the best so far that no change of limits will make up for it."""
+        best = self.found.best
+        return best is not None and not self.goal.shortfalls(best.summary) and one.score < FAR_OFF * best.score
 
     def _most_replicas(self, settings: Settings) -> int:
-        return max(self.max_gpus // (dict(settings)["tp_size"] * self.base.pp_size), 1)
+        gpus: int = dict(settings)["tp_size"] * self.base.pp_size
+        return max(self.max_gpus // gpus, 1)
 
-    def _at_full_load(self, settings: Settings, replicas: int, known: Candidate | None) -> Candidate | None:
-        """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives."""
+    def _at_full_load(
+        self, settings: Settings, replicas: int, known: Candidate | None, start: float = 1.0,
+        is_final: bool = False,
+    ) -> Candidate | None:  # fmt: skip
+        """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives.
+
+        known: another one, whose number of replicas is near. start: a rate that is near."""
         if self.goal.name == "cost":
-            start = known.run.case.replicas if known else 1
-            run = find_replicas(self.runs, self.goal, settings, self._most_replicas(settings), start)
-            candidate = self.candidate(run) if run is not None else None
+            near = known.run.case.replicas if known else 1
+            run = find_replicas(self.runs, self.goal, settings, self._most_replicas(settings), near)
+            candidate = self.judge.candidate(run) if run is not None else None
         else:
-            start = known.rate.low if known and known.rate else 1.0
-            found = find_max_rate(self.runs, self.goal, settings, replicas, start)
-            candidate = self.candidate(found.run, rate=found) if found.run is not None else None
+            found = find_max_rate(self.runs, self.goal, settings, replicas, start, is_final)
+            candidate = self.judge.candidate(found.run, rate=found) if found.run is not None else None
         if candidate is not None:
             self._candidates[candidate.run.case] = candidate
             self._announce(candidate)
@@ -260,24 +260,24 @@ class Tuner:
         self, starts: Sequence[Case], steps: Sequence[float], max_work: float, announce: bool = True
     ) -> Candidate | None:
         """The best candidate that is found from `starts` on; no more runs begin once `max_work` requests have run."""
-        best = self._better(self._evaluate(starts))
+        best = self.judge.best_of(self._evaluate(starts))
         for step in steps:
-            while best is not None and self.runs.work < max_work and not self._is_perfect(best):
+            while best is not None and self.runs.work < max_work and not self.judge.is_perfect(best):
                 if announce:
                     self._announce(best)
                 case = best.run.case
                 moves = self.space.moves(case.settings, best.summary, step)
                 room = max(int(max_work - self.runs.work) // self._requests(case), 1)
                 moved = self._evaluate([replace(case, settings=point) for _, point in moves[:room]])
-                better = [one for one in moved if self.key(one) > self.key(best)]
+                better = [one for one in moved if self.judge.key(one) > self.judge.key(best)]
                 if len(better) > 1:  # the best change of each setting, all at once
                     joint = dict(case.settings)
-                    for one in sorted(better, key=self.key):
+                    for one in sorted(better, key=self.judge.key):
                         joint |= dict(set(one.run.case.settings) - set(case.settings))
                     better += self._evaluate([replace(case, settings=tuple(joint.items()))])
                 if not better:
                     break
-                best = self._better([best, *better])
+                best = self.judge.best_of([best, *better])
         if best is not None and announce:
             self._announce(best)
         return best
@@ -294,76 +294,19 @@ class Tuner:
         return found
 
     def _candidates_of(self, cases: Sequence[Case]) -> list[Candidate | None]:
-        return [self.candidate(run) for run in self.runs.run(cases)]
+        return [self.judge.candidate(run) for run in self.runs.run(cases)]
 
     def _requests(self, case: Case) -> int:
         """How many requests a run of `case` simulates."""
         share = max(self.runs.total // case.replicas, 1)
         return min(case.requests or share, share)
 
-    def candidate(self, run: Run, rate: MaxRate | None = None) -> Candidate | None:
-        """The candidate of a run; None if it failed."""
-        case, summary = run.case, run.summary
-        if run.error:
-            return None
-        gpus = case.replicas * dict(case.settings)["tp_size"] * self.base.pp_size
-        if self.goal.name == "cost":
-            tokens_per_s = case.replicas * summary["output_throughput_tokens_per_s"]
-            score = -gpus * self.price / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("-inf")
-        elif self.goal.name == "max_rate":
-            score = (self.runs.rate_per_s or 0.0) * (rate.low if rate else 0.0)
-        else:
-            score = case.replicas * summary[self.goal.figure]
-        return Candidate(run, gpus, score, rate=rate)
-
-    def key(self, one: Candidate) -> tuple[float, ...]:
-        missed, level, latency = self.goal.rank(one.summary, one.score)
-        return (missed, one.score if one.score < 0 else level, latency)
-
-    def _better(self, candidates: Sequence[Candidate | None]) -> Candidate | None:
-        return max((one for one in candidates if one is not None), key=self.key, default=None)
-
-    def _is_perfect(self, one: Candidate) -> bool:
-        """Whether every request met its objective, which no other settings can improve."""
-        return self.goal.name == "goodput" and one.summary["goodput_share"] == 1.0 and not self.goal.shortfalls(one.summary)
-
     def _announce(self, candidate: Candidate | None) -> None:
         """Keep `candidate` if it is the best of those that ran so much of the trace, or ran more."""
         best = self.found.best
         if candidate is None or candidate == best:
             return
-        if best is None or self._evidence(candidate) > self._evidence(best):
+        if best is None or self.judge.evidence(candidate) > self.judge.evidence(best):
             self.found.best = candidate
             self._on_best(candidate)
 
-    def _evidence(self, one: Candidate) -> tuple[Any, ...]:
-        """Whether the figure of the goal was found, how much of the trace ran, and then how good it is."""
-        return one.rate is not None or self.goal.name != "max_rate", one.run.case.requests is None, self.key(one)
-
-    def _set_importance(self, best: Candidate) -> None:
-        """For each setting, what the values beside the best one lose, in shares of the score; of what ran anyway."""
-        if best != self.found.best and not self.goal.needs_stable_queue:
-            return
-        case, mine = best.run.case, dict(best.run.case.settings)
-        others = [one for one in self._candidates.values()
-                  if replace(one.run.case, settings=case.settings) == case and one is not best]  # fmt: skip
-        importance: dict[str, dict[str, Any]] = {}
-        for name in mine:
-            if name in self.space.fixed or name == "tp_size":
-                continue
-            values = {}
-            for one in others:
-                changed = {key for key, _ in set(one.run.case.settings) ^ set(case.settings)}
-                if changed == {name}:
-                    values[str(one.settings[name])] = self._loss(best, one)
-            importance[name] = {"effect": max(values.values(), default=0.0), "values": values}
-        self.found.importance = importance
-
-    def _loss(self, best: Candidate, other: Candidate) -> float:
-        """What `other` loses: the share of the score, and 1 where it misses an objective that `best` meets."""
-        missed = self.goal.shortfalls(other.summary), self.goal.shortfalls(best.summary)
-        if self.goal.needs_stable_queue:  # compared under pressure, by what they miss
-            return max(missed[0].values(), default=1.0) / max(missed[1].values(), default=1.0) - 1.0
-        if missed[0] and not missed[1]:
-            return 1.0
-        return 1.0 - other.score / best.score if best.score else 0.0

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.planning.tune import Candidate, Tuning
+from ifbbench.planning.tune import Tuning
+from ifbbench.planning.tune_candidates import Candidate
 from ifbbench.planning.tune_goal import Goal
 from ifbbench.recording.metrics import PERCENTILES
 from ifbbench.replay.run import run_trace
@@ -59,7 +60,7 @@ def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) ->
 
 
 def described(one: Candidate, goal: Goal) -> dict[str, Any]:
-    """A candidate: settings, figures of all replicas together, and what it misses. requests: None is the whole trace."""
+    """A candidate: settings, figures of all replicas together, and what it misses. requests: None is all of them."""
     summary, case = one.summary, one.run.case
     figures: dict[str, Any] = {
         name: summary[name] * (case.replicas if name in RATES and summary[name] else 1)
@@ -93,7 +94,8 @@ def verdict(tuning: Tuning) -> str:
         return (f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}. Allow "
                 "more time, a lower rate, or more or faster GPUs.")
     scores = [one.score for one in tried if not goal.shortfalls(one.summary)]
-    spread = (max(scores) - min(scores)) / abs(max(scores, key=abs)) if scores and max(scores, key=abs) else 0.0
+    largest = max(map(abs, scores), default=0.0)
+    spread = (max(scores) - min(scores)) / largest if largest else 0.0
     if goal.objectives and len(scores) == len(tried) and spread < 0.01 and not goal.needs_stable_queue:
         return ("Every setting that was tried meets the objectives, with the same result: the traffic decides, not the "
                 "settings. --goal max_rate finds how much more traffic they take.")
@@ -170,8 +172,8 @@ def _interval(drawn: Floats) -> list[float]:
 
 
 def _next_best(best: Candidate, tuning: Tuning, findings: Findings | None) -> dict[str, Any] | None:
-    """The best other settings of those that were measured alike, and what they cost. is_noise: whether the difference is
-    within the interval of the goal's figure."""
+    """The best other settings of those that were measured alike, and what they cost. is_noise: whether the
+    difference is within the interval of the goal's figure."""
     alike = [one for one in tuning.candidates
              if (one.run.case.requests, one.rate is None) == (best.run.case.requests, best.rate is None)
              and one.settings != best.settings]  # fmt: skip

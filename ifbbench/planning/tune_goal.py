@@ -36,8 +36,8 @@ class Goal:
         objectives = parse_objectives(slo) if slo else ()
         has_goodput = any(one.statistic is None for one in objectives)
         if name == "goodput" and not has_goodput:
-            raise InputError("--goal goodput counts the requests that meet an objective of each request; give one, such "
-                             "as --slo ttft=1s, or choose --goal output_throughput.")
+            raise InputError("--goal goodput counts the requests that meet an objective of each request; give one, "
+                             "such as --slo ttft=1s, or choose --goal output_throughput.")  # fmt: skip
         return cls(name or ("goodput" if has_goodput else "output_throughput"), objectives)
 
     @property
@@ -71,7 +71,8 @@ class Goal:
         return missed
 
     def rank(self, summary: Summary, score: float) -> tuple[float, float, float]:
-        """Larger is better: objectives first, then the score (equal within EQUAL_SHARE), then the mean latency."""
+        """Larger is better: objectives first, then the score (a figure is equal within EQUAL_SHARE, a
+        cost is negative), then the mean latency."""
         missed = sum(math.log(ratio) for ratio in self.shortfalls(summary).values())
-        level = round(math.log(score) / EQUAL_SHARE) if score > 0 else -math.inf
+        level = score if score < 0 else round(math.log(score) / EQUAL_SHARE) if score else -math.inf
         return -missed, level, -(summary["e2e_s"]["mean"] or math.inf)

@@ -1,4 +1,4 @@
-"""The simulated runs of a search: each once, in memory, in parallel, with the number of requests that they simulated."""
+"""The simulated runs of a search: each once, in memory, in parallel, and the number of requests simulated."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ APPLIED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. requests: the first of the trace; None is all. replicas: this replica serves every `replicas`-th request.
+    """One run. requests: the first of the trace; None is all. replicas: this one serves every `replicas`-th request.
     rate: arrivals come so many times as fast. seed: of arrivals that are drawn; None is that of the settings."""
 
     settings: Settings
@@ -119,6 +119,6 @@ def _share(trace: Trace, replicas: int, replica: int) -> Any:
     if columns.after is not None:
         order = np.unique(session_starts(predecessors(columns)), return_inverse=True)[1]
     chosen = np.flatnonzero(order % replicas == replica)
-    kept = {name: array(column.typecode, np.asarray(column)[chosen].tobytes())
+    kept: dict[str, Any] = {name: array(column.typecode, np.asarray(column)[chosen].tobytes())
             for name, column in vars(columns).items() if isinstance(column, array)}  # fmt: skip
     return replace(columns, **kept)

@@ -49,8 +49,8 @@ def idle_limits(summary: Mapping[str, Any], max_batch_size: int) -> set[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """fixed: settings that the user gave, which are not searched. longest_prompt: of the trace. shares_prefixes: whether
-    reuse of blocks can help."""
+    """fixed: settings that the user gave, which are not searched. longest_prompt: of the trace. shares_prefixes:
+    whether reuse of blocks can help."""
 
     base: RunConfig
     fixed: frozenset[str]
@@ -101,8 +101,7 @@ class Space:
         if "num_tokens" not in idle or reuses:
             changes += [("enable_chunked_context", context) for context in self._contexts(now, is_fine)]
         if reuses or (is_fine and not {"kv_blocks", "num_tokens"} <= idle):
-            place = TOKENS_PER_BLOCK.index(now["tokens_per_block"]) if now["tokens_per_block"] in TOKENS_PER_BLOCK else 1
-            near = TOKENS_PER_BLOCK[max(place - 1, 0) : place + 2]
+            near = [size for size in TOKENS_PER_BLOCK if 1 / 2 <= size / now["tokens_per_block"] <= 2]
             changes += [("tokens_per_block", {"tokens_per_block": size}) for size in near]
         if self.shares_prefixes:
             changes.append(("enable_kv_cache_reuse", {"enable_kv_cache_reuse": not reuses}))

@@ -22,7 +22,7 @@ def plot_candidates(
     points: Sequence[Point], front: Sequence[Point], named: dict[str, Point], latency_name: str,
     target_s: float | None, subtitle: str, directory: Path,
 ) -> Path:  # fmt: skip
-    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: of the latency."""
+    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
     unit, scale = time_unit([point.latency_s for point in points])
     with styled():
         figure = Figure(figsize=(7.2, 4.4))
@@ -31,8 +31,8 @@ def plot_candidates(
             some = [point for point in points if point.meets is meets]
             axes.scatter([point.latency_s * scale for point in some], [point.tokens_per_s for point in some], s=22,
                          color=colour, label=label if some else None, linewidths=0)  # fmt: skip
-        axes.plot([point.latency_s * scale for point in front], [point.tokens_per_s for point in front], color=SERIES[0],
-                  linewidth=1.2, label="Pareto front")  # fmt: skip
+        line = [point.latency_s * scale for point in front], [point.tokens_per_s for point in front]
+        axes.plot(*line, color=SERIES[0], linewidth=1.2, label="Pareto front")
         for number, (name, point) in enumerate(named.items()):
             at = (point.latency_s * scale, point.tokens_per_s)
             axes.scatter(*at, s=80, facecolors="none", edgecolors=SERIES[number % 3 + 1], linewidths=1.6, label=name)

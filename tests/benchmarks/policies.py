@@ -24,9 +24,10 @@ from ifbbench.report.style import MUTED, styled
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import columns_of
 
+CONCURRENCY = 256
 BASE = RunConfig(
-    device="sim:h100-sxm", model="llama-3.1-8b", enable_chunked_context=True, max_num_samples=1200, concurrency=256,
-    max_batch_size=256, quiet=True,
+    device="sim:h100-sxm", model="llama-3.1-8b", enable_chunked_context=True, max_num_samples=1200,
+    concurrency=CONCURRENCY, max_batch_size=CONCURRENCY, quiet=True,
 )  # fmt: skip
 FACTORS, PRESSURES, SEEDS = (1, 2, 4, 8), (0.5, 1.0, 1.5, 2.0, 4.0), (0, 1, 2)
 POLICIES = ("guaranteed_no_evict", "max_utilization")
@@ -50,7 +51,7 @@ def measure(seed: int) -> dict[tuple[int, float, str], dict[str, Any]]:
     """The summary of each point with the requests of one seed."""
     trace = in_memory(read_source("chat", BASE.with_values(seed=seed)))
     columns = columns_of(trace.requests)
-    needed = BASE.concurrency * fmean(map(sum, zip(columns.prompt_len, columns.output_len, strict=True)))
+    needed = CONCURRENCY * fmean(map(sum, zip(columns.prompt_len, columns.output_len, strict=True)))
     points = list(product(FACTORS, PRESSURES, POLICIES))
     configs = [
         BASE.with_values(seed=seed, reserve=f"factor:{factor}", policy=policy,
@@ -77,9 +78,9 @@ def study() -> list[dict[str, Any]]:
         evicting = [found[factor, pressure, POLICIES[1]] for found in by_seed]
         row["pauses_per_request"] = median(one["pauses"] / one["requests"]["completed"] for one in evicting)
         row["recomputed_share"] = median(one["recomputed_share"] for one in evicting)
-        row["running_at_most"] = [
-            median(found[factor, pressure, policy]["peak_scheduled_requests"] for found in by_seed) for policy in POLICIES
-        ]
+        running = [[found[factor, pressure, policy]["peak_scheduled_requests"] for policy in POLICIES]
+                   for found in by_seed]  # fmt: skip
+        row["running_at_most"] = [median(values) for values in zip(*running, strict=True)]
         rows.append(row)
     return rows
 
@@ -91,7 +92,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         figure = Figure(figsize=(10.5, 3.6))
         panels = figure.subplots(1, len(FIGURES), sharey=True)
         for axes, (key, (_, label, more_is_better)) in zip(panels, FIGURES.items(), strict=True):
-            ratios = np.array([[found[factor, pressure][f"{key}_ratio"] for factor in FACTORS] for pressure in PRESSURES])
+            ratios = np.array([[found[factor, pressure][f"{key}_ratio"] for factor in FACTORS]
+                               for pressure in PRESSURES])  # fmt: skip
             gain = np.log2(ratios if more_is_better else 1 / ratios)
             axes.imshow(gain, cmap="RdBu", norm=TwoSlopeNorm(0, -1.5, 1.5), aspect="auto", origin="lower")
             for (row, column), ratio in np.ndenumerate(ratios):

@@ -46,8 +46,8 @@ def against_the_grid(directory: Path, case: tuple[str, str, str | None, dict[str
     assert found.best is not None
     work = searching.runs.work
     runs = searching.runs.run([Case(point) for point in searching.space.grid()])
-    grid = [one for one in map(searching.candidate, runs) if one is not None]
-    best = max(grid, key=searching.key)
+    grid = [one for one in map(searching.judge.candidate, runs) if one is not None]
+    best = max(grid, key=searching.judge.key)
     return {
         "found": found.best.settings, "found_figure": found.best.score, "grid": best.settings,
         "grid_figure": best.score, "ratio": found.best.score / best.score,
@@ -78,7 +78,8 @@ def main() -> None:
     with TemporaryDirectory() as temporary:
         for path in Path(directory).iterdir():
             (Path(temporary) / path.name).symlink_to(path.resolve())
-        CliRunner().invoke(cli, [*SYNTHETIC.split(), "-o", str(Path(temporary) / "reserved.jsonl")], catch_exceptions=False)
+        made = CliRunner().invoke(cli, [*SYNTHETIC.split(), "-o", str(Path(temporary) / "reserved.jsonl")])
+        assert made.exit_code == 0, made.output
         for name, case in CASES.items():
             if name in (names or CASES):
                 results[name] = against_the_grid(Path(temporary), case)
