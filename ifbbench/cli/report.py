@@ -138,20 +138,21 @@ def plot(paths: tuple[Path, ...]) -> None:
 
 
 def _drawings(path: Path) -> list[Drawing]:
-    from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
+    from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
     from ifbbench.report.load import find_runs
 
-    runs: list[Drawing] = [(run.name, partial(_draw_run, run)) for run in find_runs(path)]
-    if not (path / SWEEP_FILE).is_file():
+    table = read_sweep(path) if (path / SWEEP_FILE).is_file() else None
+    is_without_runs = table is not None and not any(path.rglob("run.json"))
+    runs: list[Drawing] = [(run.name, partial(_draw_run, run)) for run in ([] if is_without_runs else find_runs(path))]
+    if table is None:
         return runs
-    table, axis = read_sweep(path).with_one_axis()
     if not table.finished:
         raise InputError(f"{path}: every point of the sweep failed; see the column `error` of {SWEEP_FILE}.")
 
     def draw_sweep() -> Sequence[Path]:
-        from ifbbench.report.charts import plot_sweep
+        from ifbbench.report.sweep_charts import plot_sweep
 
-        return plot_sweep(table.finished, axis, path)
+        return plot_sweep(table.finished, table.over, path)
 
     return [(path.name, draw_sweep), *runs]
 

@@ -61,41 +61,66 @@ def run(
 @click.command(cls=TraceCommand, setting_help=SWEEP_HELP)
 @click.argument("trace", required=False)
 @click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
-              help="A setting and its values; several --over make a grid.")
+              help="A setting, or trace, and its values; ranges are 512..16384:x2 or 8..64:+8. Several --over make a "
+                   "grid.")
+@click.option("--zip", "is_paired", is_flag=True, help="Pair the values of several --over instead of crossing them.")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N",
+              help="Run each point N times, with the seeds --seed, --seed + 1, …; the table has the means.")
+@click.option("--keep", type=click.Choice(["run", "summary"]),
+              help="Keep the run directory of each run, or only its summary, which is faster. Default: run directories "
+                   "of up to 16 runs.")
+@click.option("--processes", type=click.IntRange(min=1), metavar="N",
+              help="Simulated runs at the same time. Default: one for each core. Runs on a real device follow each "
+                   "other.")
+@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Run the points here, or simulated ones on the Ray cluster that this machine is connected to (needs "
+                   "the extra `ray`).")
 @json_option
 @click.pass_context
 def sweep(
     context: click.Context, /, trace: str | None, over: tuple[str, ...], as_json: bool, config_file: Path | None,
-    **options: Any,
+    is_paired: bool, repeat: int, keep: str | None, processes: int | None, executor: str, **options: Any,
 ) -> None:  # fmt: skip
     """Replay TRACE once for each combination of settings and compare the runs.
 
-    Every value is checked before the first run starts. sweep.csv of the sweep directory gets a row as each point ends.
+    Every value is checked before the first run starts. A sweep that was interrupted goes on where it was when the same
+    command is given again.
     """
     config = given_config(config_file, options)
-    result = _sweep(trace, config, over, config.quiet)
-    _report_sweep(result.directory, config.quiet, as_json)
+    result = _sweep(trace, config, over, config.quiet, is_paired=is_paired, repeats=repeat, keep=keep,
+                    processes=processes, executor=executor)  # fmt: skip
+    _report_sweep(result, config.quiet, as_json)
     if result.failed:
-        click.echo(f"{result.failed} of {result.points} points failed or had failed requests.", err=True)
+        click.echo(f"{result.failed} of {len(result.rows)} points failed or had failed requests.", err=True)
         context.exit(1)
 
 
 def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:
     """Run a sweep; returns the run directories in its order. InputError if a point failed."""
-    from ifbbench.planning.sweep import read_sweep
-
-    result = _sweep(trace, config, over, quiet)
-    table = read_sweep(result.directory)
-    for row in table.rows:
+    result = _sweep(trace, config, over, quiet, keep="run")
+    for row in result.rows:
         if row["error"]:
             raise InputError(f"{row['output']}: {row['error']}")
-    return [Path(str(row["output"])) for row in table.rows]
+    return [Path(str(row["output"])) for row in result.rows]
 
 
-def _sweep(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> "SweepResult":
-    from ifbbench.planning.sweep import parse_axes, run_sweep
+def _sweep(
+    trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool, *, is_paired: bool = False,
+    repeats: int = 1, keep: str | None = None, processes: int | None = None, executor: str = "local",
+) -> "SweepResult":  # fmt: skip
+    from ifbbench.cli.console import progress_line
+    from ifbbench.planning.grid import grid, parse_axes
+    from ifbbench.planning.sweep import run_locally, run_sweep
 
-    return run_sweep(trace, config, parse_axes(over), _run_point, _point_reporter(quiet))
+    points = grid(parse_axes(over, is_paired), is_paired)
+    execute = run_locally(processes)
+    if executor == "ray":
+        from ifbbench.planning.ray_cluster import run_on_ray
+
+        execute = run_on_ray(processes)
+    with progress_line("sweep", quiet) as progress:
+        return run_sweep(trace, config, points, _failure_reporter(quiet), repeats=repeats, keep=keep, execute=execute,
+                         progress=progress)  # fmt: skip
 
 
 def _repeat(context: click.Context, trace: str | None, config: RunConfig, count: int, as_json: bool) -> None:
@@ -129,20 +154,32 @@ def _point_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
     return report_point
 
 
-def _report_sweep(directory: Path, quiet: bool, as_json: bool) -> None:
+def _failure_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
+    """Reports the points of a sweep that fail, as they end."""
+
+    def report_point(ended: int, points: int, label: str, error: str) -> None:
+        if error and not quiet:
+            click.echo(f"{label}: {error}", err=True)
+
+    return report_point
+
+
+def _report_sweep(result: "SweepResult", quiet: bool, as_json: bool) -> None:
     from ifbbench.cli.console import report_console
-    from ifbbench.planning.sweep import SWEEP_FILE, read_sweep
-    from ifbbench.report.charts import plot_sweep
+    from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
+    from ifbbench.report.sweep_charts import plot_sweep
     from ifbbench.report.sweep_table import print_sweep
 
-    table, axis = read_sweep(directory).with_one_axis()
+    table = read_sweep(result.directory)
     if table.finished:
-        plot_sweep(table.finished, axis, directory)
+        plot_sweep(table.finished, table.over, result.directory)
     if as_json:
         click.echo(json.dumps(table.rows, indent=2))
     elif not quiet:
-        print_sweep(table.rows, axis, report_console())
-        click.echo(f"Results are in {directory}; {directory / SWEEP_FILE} has all figures.")
+        print_sweep(table.rows, table.over, report_console(), result.warnings)
+        if result.resumed:
+            click.echo(f"{result.resumed} runs had ended before and were not repeated; --overwrite repeats them.")
+        click.echo(f"Results are in {result.directory}; {result.directory / SWEEP_FILE} has all figures.")
 
 
 def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":

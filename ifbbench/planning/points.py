@@ -10,12 +10,12 @@ from ifbbench.clock import Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError
 from ifbbench.planning.processes import Lost, run_in_processes, usable_cores
-from ifbbench.replay.run import summarise_run
+from ifbbench.replay.run import REPLAYING, summarise_run
 from ifbbench.workload.load import Source, in_memory, read_source
 from ifbbench.workload.trace import Trace
 
 # What settings that do not work, or memory that is not enough, raise; torch runs out of memory with a RuntimeError.
-FAILURES = (IfbbenchError, MemoryError, RuntimeError, Lost)
+FAILURES = (IfbbenchError, MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,12 @@ class PointResult:
     error: str = ""
     warnings: tuple[str, ...] = ()
 
+
+Report = Callable[[int], None]
+"""Takes the number of requests that are answered."""
+
+RunPoint = Callable[[Trace, RunConfig, Progress], dict[str, Any]]
+"""Runs one point of a trace that was read, and returns its summary."""
 
 OnPoint = Callable[[int, int, PointResult], None]
 """Called as each point ends: number of points that have ended, number of all points, and the result."""
@@ -50,8 +56,8 @@ def run_points(
         source = read_source(source, configs[0].with_values(max_num_samples=longest))
     trace = in_memory(source)
 
-    def run(number: int, report: Callable[[float], None]) -> PointResult:
-        return outcome(configs[number], lambda: summarise_run(trace, configs[number], ShareProgress(report)))
+    def run(number: int, report: Report) -> PointResult:
+        return outcome(summarise_run, trace, configs[number], report)
 
     results: dict[int, PointResult] = {}
     for number, result in run_all(run, configs, processes):
@@ -61,13 +67,18 @@ def run_points(
     return [results[number] for number in range(len(configs))]
 
 
-def outcome(config: RunConfig, run: Callable[[], dict[str, Any]]) -> PointResult:
-    """The result of a run that returns its summary. Settings that do not work are a result too."""
+def outcome(run_point: RunPoint, trace: Trace, config: RunConfig, report: Report) -> PointResult:
+    """Run a point. Settings that do not work are a result too."""
     with _warnings() as warnings:
         try:
-            return PointResult(config, run(), "", tuple(warnings))
+            return PointResult(config, run_point(trace, config, _Requests(report)), "", tuple(warnings))
         except FAILURES as error:
-            return PointResult(config, {}, one_line(error), tuple(warnings))
+            return PointResult(config, {}, in_one_line(error), tuple(warnings))
+
+
+def in_one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
+    return " ".join((str(error) or type(error).__name__).split())
 
 
 @contextmanager
@@ -86,17 +97,21 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def run_all(
-    run: Callable[[int, Callable[[float], None]], PointResult], configs: Sequence[RunConfig],
-    processes: int | None = None, on_share: Callable[[float], None] = lambda share: None,
+    run: Callable[[int, Report], PointResult], configs: Sequence[RunConfig], processes: int | None = None,
+    on_requests: Report = lambda answered: None,
 ) -> Iterator[tuple[int, PointResult]]:  # fmt: skip
     """Run a point for each of `configs`: simulated ones in `processes`, then the others here, one after the other.
-    Yields the number and the result of each as it ends. on_share: see `run_in_processes`."""
+    Yields the number and the result of each as it ends. on_requests: takes the number of requests that are answered in
+    the points that are running."""
     simulated = [number for number, config in enumerate(configs) if config.hardware is not None]
     in_parallel = min(len(simulated), processes or usable_cores())
     if in_parallel < 2:
         simulated = []
-    ended = run_in_processes(lambda place, report: run(simulated[place], report), len(simulated), in_parallel, on_share)
-    for place, result in ended:
+
+    def run_simulated(place: int, report: Report) -> PointResult:
+        return run(simulated[place], report)
+
+    for place, result in run_in_processes(run_simulated, len(simulated), in_parallel, on_requests):
         number = simulated[place]
         if isinstance(result, Lost):
             result = PointResult(configs[number], error=str(result))
@@ -104,22 +119,17 @@ def run_all(
             raise result
         yield number, result
     for number in sorted(set(range(len(configs))) - set(simulated)):
-        yield number, run(number, on_share)
+        yield number, run(number, on_requests)
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error as one line."""
-    return " ".join((str(error) or type(error).__name__).split())
+class _Requests(Progress):
+    """The progress of a run as the number of its requests that are answered."""
 
-
-class ShareProgress(Progress):
-    """Reports the share of a run's requests that are answered."""
-
-    def __init__(self, report: Callable[[float], None]) -> None:
-        self._report = report
+    def __init__(self, report: Report) -> None:
+        self._report, self._is_replaying = report, False
 
     def stage(self, label: str) -> None:
-        pass
+        self._is_replaying = label == REPLAYING
 
     def update(self, completed: int, total: int | None, text: str) -> None:
-        self._report(completed / total if total else 0.0)
+        self._report(completed if self._is_replaying else 0)

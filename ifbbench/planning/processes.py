@@ -18,8 +18,8 @@ from ifbbench.clock import WallClock
 MAX_ATTEMPTS = 3
 REPORT_INTERVAL_S = 0.5
 
-RunTask = Callable[[int, Callable[[float], None]], Any]
-"""Runs the task of this number; the function that it is given takes the share of it that is done (0 to 1)."""
+RunTask = Callable[[int, Callable[[int], None]], Any]
+"""Runs the task of this number; the function that it is given takes how much of it is done, in steps of any size."""
 
 
 class Lost(Exception):
@@ -32,12 +32,12 @@ def usable_cores() -> int:
 
 
 def run_in_processes(
-    run_task: RunTask, count: int, processes: int, on_share: Callable[[float], None] = lambda shares: None
+    run_task: RunTask, count: int, processes: int, on_steps: Callable[[int], None] = lambda steps: None
 ) -> Generator[tuple[int, Any], None, None]:
     """Run tasks 0 to `count` - 1; yields the number and the result of each as it ends: what `run_task` returned, or the
     exception that it raised, or Lost. A result must be picklable.
 
-    on_share: takes the sum of the shares of the tasks that are running, now and then."""
+    on_steps: takes the sum of the steps of the tasks that are running, now and then."""
     attempts = [0] * count
     waiting = list(range(count - 1, -1, -1))
     workers: dict[Connection, _Worker] = {}
@@ -50,7 +50,7 @@ def run_in_processes(
             for connection in wait(list(workers)):
                 worker = workers[connection]  # type: ignore[index]
                 try:
-                    share, result = worker.connection.recv()
+                    steps, result, is_result = worker.connection.recv()
                 except (EOFError, ConnectionError):
                     del workers[worker.connection]
                     worker.stop()
@@ -60,9 +60,9 @@ def run_in_processes(
                     else:
                         yield worker.task, Lost(f"its process was killed {MAX_ATTEMPTS} times (out of memory?)")
                     continue
-                worker.share = share
-                on_share(sum(one.share for one in workers.values()))
-                if share < 1:
+                worker.steps = steps
+                on_steps(sum(one.steps for one in workers.values()))
+                if not is_result:
                     continue
                 ended = worker.task
                 if waiting:
@@ -77,10 +77,10 @@ def run_in_processes(
 
 
 class _Worker:
-    """A process that runs one task after another. share: of its task, how much is done."""
+    """A process that runs one task after another. steps: of its task, how much is done."""
 
     def __init__(self, run_task: RunTask) -> None:
-        self.task, self.share = -1, 0.0
+        self.task, self.steps = -1, 0
         context = get_context("fork")
         self.connection, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(
@@ -91,7 +91,7 @@ class _Worker:
 
     def begin(self, task: int) -> None:
         """Run this task next."""
-        self.task, self.share = task, 0.0
+        self.task, self.steps = task, 0
         with suppress(BrokenPipeError):  # a process that was killed; `recv` notices it
             self.connection.send(task)
 
@@ -107,14 +107,14 @@ def _work(run_task: RunTask, connection: Connection, parents: Connection, parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent, which stops the others
     clock, reported_s = WallClock(), 0.0
 
-    def report(share: float) -> None:
+    def report(steps: int) -> None:
         nonlocal reported_s
         if clock.now() - reported_s < REPORT_INTERVAL_S:
             return
         reported_s = clock.now()
         if os.getppid() != parent:  # it was killed; what this process does is for nothing, and writes files
             os._exit(1)
-        connection.send((min(share, 0.99), None))
+        connection.send((steps, None, False))
 
     with suppress(EOFError, ConnectionError):
         while True:
@@ -123,4 +123,4 @@ def _work(run_task: RunTask, connection: Connection, parents: Connection, parent
                 result = run_task(task, report)
             except Exception as error:
                 result = error
-            connection.send((1.0, result))
+            connection.send((0, result, True))

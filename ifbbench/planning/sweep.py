@@ -1,191 +1,285 @@
-"""`ifbbench sweep`: one run for each point of a grid of settings, and `sweep.csv`, the table of all points."""
+"""`ifbbench sweep`: a run for each point of a grid of settings, in parallel if simulated, and the table of all points.
 
-import csv
-import itertools
-import os
+A sweep that was killed goes on where it was: `points.jsonl` has a line for each run that ended, under the hash of its
+trace, settings and version.
+"""
+
+import hashlib
+import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from ifbbench.config import SIDE_OUTPUTS, RunConfig, settings
-from ifbbench.engine.policies import find_policy
-from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.recording.run_directory import RESULTS
-from ifbbench.replay.run import RunResult
-from ifbbench.settings import setting
-from ifbbench.workload.load import load_trace
+from ifbbench import __version__
+from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
+from ifbbench.errors import InputError
+from ifbbench.planning.confidence import summary_of
+from ifbbench.planning.grid import TRACE, Point, point_label
+from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
+from ifbbench.planning.points import PointResult, Report, RunPoint, outcome, run_all
+from ifbbench.recording.run_directory import RESULTS, git_revision, replace_file
+from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.report.load import load_run
+from ifbbench.report.outputs import write_outputs
+from ifbbench.workload.load import in_memory, load_trace, read_source, reading_of
+from ifbbench.workload.trace import Trace
 
-SWEEP_FILE = "sweep.csv"
-ERROR_COLUMN = "error"
+POINTS_FILE = "points.jsonl"
+# Of more runs than these, only the summaries are kept unless run directories are asked for: those of an hour of traffic
+# have 100 MB each.
+MAX_KEPT_RUNS = 16
+# While points end, the table is written at most so often, and for at most this share of the time.
+TABLE_INTERVAL_S, MAX_TABLE_SHARE = 1.0, 0.02
 
-Point = dict[str, Any]
-"""Setting name to its value at one point of the grid."""
-
-Row = dict[str, Any]
-"""One point in the table: its swept settings, `error`, the other settings, and the figures of its summary."""
-
-
-Axes = Mapping[str, Sequence[Any]]
-"""The swept settings by name, and the values of each."""
-
-
-def parse_axis(text: str) -> tuple[str, list[Any]]:
-    """The setting and its values in `KEY=V1,V2,…`, where KEY is a setting's name or alias.
-
-    InputError for another form, an unknown setting, one that cannot be swept, and a value that is empty, out of range
-    or given twice.
-    """
-    key, equals, listed = (part.strip() for part in text.partition("="))
-    if not key or not equals or not listed:
-        raise InputError(f"--over {text}: expected KEY=V1,V2,… such as max_batch_size=8,16,32.")
-    swept = setting(key)
-    if swept.group == "recording":
-        raise InputError(f"--over {text}: {swept.name} says where results go; sweep a setting that changes them.")
-    values: list[Any] = []
-    for value_text in (part.strip() for part in listed.split(",")):
-        if not value_text:
-            raise InputError(f"--over {text}: a value is empty; give one between all commas.")
-        value = swept.check(value_text)
-        if swept.name == "policy":
-            find_policy(value)
-        if value in values:
-            raise InputError(f"--over {text}: {value_text} is there twice; give each value once.")
-        values.append(value)
-    return swept.name, values
+OnPoint = Callable[[int, int, str, str], None]
+"""Called after each run: number of runs that have ended, number of all, the label of the run, and its error or ''."""
 
 
-def parse_axes(texts: Sequence[str]) -> Axes:
-    """The axes in order. InputError as in `parse_axis`, and for two axes of one setting."""
-    axes = [parse_axis(text) for text in texts]
-    names = [name for name, _ in axes]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"--over {name} is given {names.count(name)} times; list all its values in one --over.")
-    return dict(axes)
+def record(trace: Trace, config: RunConfig, progress: Progress) -> dict[str, Any]:
+    """Run a point into its run directory, in place of what a killed run left there."""
+    remove_runs([Path(str(config.output))])
+
+    def write(directory: Path) -> None:
+        if config.result_format is not None:
+            write_outputs(load_run(directory), config)
+
+    return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary
 
 
-def grid(axes: Axes) -> list[Point]:
-    """Every combination of values; the last axis changes fastest."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def point_label(point: Point) -> str:
-    """`key=value[,…]`, unique for each point and valid as the name of a directory."""
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in point.items()}
-    return ",".join(f"{name}={quote(text, safe='')}" for name, text in texts.items())
+KEEP: dict[str, RunPoint] = {"run": record, "summary": partial(summarise_run, owns_process=True)}
+"""What is kept of each run, and the function that runs a point so."""
 
 
 @dataclass(frozen=True, slots=True)
-class SweepTable:
-    """The contents of `sweep.csv`: names of the swept settings, and rows with every column (None where empty)."""
+class Run:
+    """One run of a sweep. label: unique, and the name of its directory. key: the hash of trace, settings and version.
+    config: with its run directory."""
 
-    over: list[str]
-    rows: list[Row]
-
-    @property
-    def finished(self) -> list[Row]:
-        """The rows of points without an error."""
-        return [row for row in self.rows if not row[ERROR_COLUMN]]
-
-    @property
-    def run_names(self) -> list[str]:
-        """Names of the run directories, each directly below the sweep's own directory.
-
-        Only the last part of `output` counts, because a sweep's directory may have been moved, and only a name that a
-        point can have (`key=value`), so that no row names a directory elsewhere.
-        """
-        names = [Path(str(row.get("output") or "")).name for row in self.rows]
-        return [name for name in names if "=" in name]
-
-    def with_one_axis(self) -> tuple["SweepTable", str]:
-        """A table in which one column identifies a point, and the name of that column. Several settings are joined."""
-        if len(self.over) == 1:
-            return self, self.over[0]
-        axis = ", ".join(self.over)
-        rows = [{**row, axis: ", ".join(str(row[name]) for name in self.over)} for row in self.rows]
-        return SweepTable(self.over, rows), axis
+    label: str
+    trace: Trace
+    config: RunConfig
+    key: str
 
 
-def read_sweep(directory: Path) -> SweepTable:
-    """The table in `directory`. InputError if there is none or it is not that of a sweep."""
-    path = directory / SWEEP_FILE
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = [{name: _value(text) for name, text in row.items()} for row in reader]
-            columns = list(reader.fieldnames or [])
-    except OSError as error:
-        raise InputError(f"{path}: the sweep cannot be read: {error.strerror}.") from error
-    if ERROR_COLUMN not in columns:
-        raise InputError(f"{path}: no column `{ERROR_COLUMN}`; expected the table that `ifbbench sweep` writes.")
-    return SweepTable(columns[: columns.index(ERROR_COLUMN)], rows)
+Execute = Callable[[RunPoint, Sequence[Run], Report], Iterator[tuple[int, PointResult]]]
+"""Executes runs; yields the number and the result of each as it ends. The report takes the number of requests that are
+answered in those that are running."""
 
 
-def _value(text: str) -> Any:
-    if text in ("", "True", "False"):
-        return {"": None, "True": True, "False": False}[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def run_locally(processes: int | None) -> Execute:
+    """Simulated runs in parallel processes, the others one after the other. processes: all usable cores if None."""
 
+    def execute(run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
+        def run(number: int, report: Report) -> PointResult:
+            return outcome(run_point, runs[number].trace, runs[number].config, report)
 
-RunPoint = Callable[[str | None, RunConfig], RunResult]
-"""Runs one point, given the trace and the settings of the point, `output` included."""
+        return run_all(run, [run.config for run in runs], processes, report)
 
-OnPoint = Callable[[int, int, str, str], None]
-"""Called after each point: number of finished points, number of all points, the point's label, and its error or ''."""
+    return execute
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """failed: points with an error or with failed requests."""
+    """resumed: runs that had ended before. failed: points with an error or with failed requests. rows: of all points.
+    warnings: of points, by label."""
 
     directory: Path
-    points: int
+    rows: Sequence[Row]
     failed: int
+    resumed: int = 0
+    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def run_sweep(
-    source: str | None, base: RunConfig, axes: Axes, run_point: RunPoint, on_point: OnPoint
-) -> SweepResult:
-    """Run every point of the grid of `axes`, with the other settings from `base`.
+    source: str | None, base: RunConfig, points: Sequence[Point], on_point: OnPoint = lambda *point: None, *,
+    repeats: int = 1, keep: str | None = None, execute: Execute | None = None, progress: Progress = NO_PROGRESS,
+) -> SweepResult:  # fmt: skip
+    """Run every point, with the other settings from `base`, and write the table.
 
-    `sweep.csv` is written after each point; a point that failed is in it with its error. InputError, before anything is
-    run, if the trace cannot be read, results would be overwritten, or all points would write the same file.
+    repeats: runs of each point, with the seeds `seed`, `seed` + 1, …; its row has the means. keep: of KEEP; what
+    MAX_KEPT_RUNS says if None. The table is written while points end; a point that failed is in it with its error.
+    InputError, before anything is run, if a trace cannot be read, results would be overwritten, no point can be run or
+    all would write the same file.
     """
-    # A bad trace would fail at every point; report it once.
-    load_trace(source, base)
     for name in SIDE_OUTPUTS:
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but a sweep makes many runs; use it with `ifbbench run`.")
-    over = list(axes)
-    directory = Path(base.output) if base.output else RESULTS / f"sweep-{'-'.join(over)}"
-    points = grid(axes)
-    configs = [base.with_values(**point, output=str(directory / point_label(point))) for point in points]
-    prepare_directory(directory, base.overwrite)
-    if (directory / SWEEP_FILE).exists():
-        runs = [directory / name for name in read_sweep(directory).run_names]
-        (directory / SWEEP_FILE).unlink()
-        remove_runs(runs)
-    rows: list[Row] = []
-    failed = 0
-    for point, config in zip(points, configs, strict=True):
+    for name, other in ((TRACE, f"TRACE ({source})" if source else ""), ("seed", "--repeat" if repeats > 1 else "")):
+        if name in points[0] and other:
+            raise InputError(f"--over {name} and {other} exclude each other; leave out one of them.")
+    keep = keep or ("run" if len(points) * repeats <= MAX_KEPT_RUNS else "summary")
+    runs = _runs(source, base, points, repeats, progress)
+    identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
+    directory = _directory(base, list(points[0]), identity)
+    runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
+    ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
+    waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
+    resumed, answered, total = len(runs) - len(waiting), 0, sum(len(run.trace) for run in waiting)
+    number_ended, clock, next_table_s = resumed, WallClock(), 0.0
+    errors: dict[str, str] = {}
+
+    def write() -> list[Row]:
+        found = (_row(point, runs[number * repeats :][:repeats], ended, errors, keep == "run")
+                 for number, point in enumerate(points))  # fmt: skip
+        rows = [row for row in found if row is not None]
+        write_sweep(directory, rows)
+        return rows
+
+    def report(running: int) -> None:
+        progress.update(min(answered + running, total), total, f"{number_ended:,} of {len(runs):,} runs")
+
+    progress.stage("requests")
+    report(0)
+    try:
+        for number, result in (execute or run_locally(None))(KEEP[keep], waiting, report):
+            run = waiting[number]
+            number_ended, answered = number_ended + 1, answered + len(run.trace)
+            if result.error:
+                errors[run.label] = result.error
+            else:
+                ended.add(run, result)
+            if (begun_s := clock.now()) >= next_table_s:
+                write()
+                next_table_s = clock.now() + max(TABLE_INTERVAL_S, (clock.now() - begun_s) / MAX_TABLE_SHARE)
+            report(0)
+            on_point(number_ended, len(runs), run.label, result.error)
+    except KeyboardInterrupt as interrupt:
+        kept = f"{number_ended} of {len(runs)} runs are kept in {directory}"
+        interrupt.add_note(f"{kept}; the same command goes on there.")
+        raise
+    finally:
+        table = write()
+    failed = sum(bool(row["error"] or row.get("requests.failed")) for row in table)
+    return SweepResult(directory, table, failed, resumed, ended.warnings(runs))
+
+
+def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int, progress: Progress) -> list[Run]:
+    """The runs of all points, each trace read once. InputError if no run can have its requests."""
+    traces: dict[tuple[Any, ...], Trace] = {}
+    runs, refusals = [], []
+    for point in points:
+        config = base.with_values(**{name: value for name, value in point.items() if name != TRACE}, output=None)
+        for repeat in range(repeats):
+            one, name = config.with_values(seed=config.seed + repeat), point.get(TRACE, source)
+            reading = reading_of(name, one)
+            if reading not in traces:
+                traces[reading] = in_memory(read_source(name, one, progress))
+            label = point_label(point) if repeats == 1 else f"{point_label(point)}/repeat-{repeat + 1}"
+            runs.append(Run(label, traces[reading], one, _key(traces[reading], one)))
+    for run in runs:
         try:
-            row, is_failed = run_one(source, config, over, run_point)
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"{len(rows)} of {len(points)} points are kept in {directory}.")
-            raise
-        rows.append(row)
-        failed += is_failed
-        write_table(directory / SWEEP_FILE, rows)
-        on_point(len(rows), len(points), point_label(point), row[ERROR_COLUMN])
-    return SweepResult(directory, len(points), failed)
+            load_trace(run.trace, run.config)
+            return runs
+        except InputError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _key(trace: Trace, config: RunConfig) -> str:
+    """The hash of all that the results depend on. Of files that settings name, the size and the time of change."""
+    values: dict[str, Any] = {item.name: getattr(config, item.name) for item in settings() if item.group != "recording"}
+    paths = [Path(value.removeprefix(SIMULATED)) for value in values.values() if isinstance(value, str)]
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
+    facts = [values, files, config.enable_steady_state, trace.sha256, len(trace), __version__, _revision()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@cache
+def _revision() -> str | None:
+    return git_revision()
+
+
+def _directory(base: RunConfig, over: Sequence[str], identity: str) -> Path:
+    """The directory asked for; else results/sweep-<settings>, with a number where that holds another sweep."""
+    if base.output:
+        return Path(base.output)
+    name = f"sweep-{'-'.join(over)}"
+    directories = (RESULTS / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    return next(one for one in directories if base.overwrite or not one.exists() or identity_in(one) == identity)
+
+
+def _row(
+    point: Point, runs: Sequence[Run], ended: "Ended", errors: Mapping[str, str], is_recorded: bool
+) -> Row | None:
+    """The row of a point, from its runs that have ended; None if there is none."""
+    summaries = [summary for run in runs if (summary := ended.summaries.get(run.key)) is not None]
+    error = next((errors[run.label] for run in runs if run.label in errors), "")
+    if not summaries and not error:
+        return None
+    summary = summaries[0] if len(runs) == 1 and summaries else {}
+    output = Path(str(runs[0].config.output))
+    if len(runs) > 1:
+        output, summary = output.parent, summary_of(summaries, len(runs)) if summaries else {}
+    kept = str(output) if is_recorded else None
+    return row_of(point, runs[0].config, runs[0].trace.source, kept, summary, error)
+
+
+class Ended:
+    """The runs of a sweep that have ended, as `points.jsonl` keeps them: a line that identifies the sweep, then a line
+    for each run.
+
+    Opening it makes the directory ready: what a sweep of another identity, or with `overwrite` any sweep, left there is
+    deleted. InputError if that is not allowed. summaries: by the key of the run."""
+
+    def __init__(self, directory: Path, identity: str, labels: Sequence[str], overwrite: bool) -> None:
+        self.summaries: dict[str, dict[str, Any]] = {}
+        self._warnings: dict[str, list[str]] = {}
+        self._path = directory / POINTS_FILE
+        if overwrite or identity_in(directory) != identity:
+            prepare_directory(directory, overwrite)
+            # The table names the points that ended, and the first line all of them.
+            names = read_sweep(directory).run_names if (directory / SWEEP_FILE).exists() else []
+            names += [Path(str(label)).name for line in _lines(self._path)[:1] for label in line.get("points", ())]
+            remove_runs(directory / name for name in names if "=" in name)
+            for name in (POINTS_FILE, SWEEP_FILE, SWEEP_JSON):
+                (directory / name).unlink(missing_ok=True)
+            self._append({"sweep": identity, "version": __version__, "points": labels})
+            return
+        lines = _lines(self._path)
+        for line in lines[1:]:
+            self.summaries[line["key"]], self._warnings[line["key"]] = line["summary"], line["warnings"]
+        # A line that was cut off is removed, so that the next one begins on a line of its own.
+        replace_file(self._path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+    def has(self, run: Run, is_recorded: bool) -> bool:
+        """Whether a run has ended. is_recorded: and its run directory is there."""
+        is_there = not is_recorded or (Path(str(run.config.output)) / "summary.json").is_file()
+        return run.key in self.summaries and is_there
+
+    def add(self, run: Run, result: PointResult) -> None:
+        """Keep the result of a run that has ended."""
+        self.summaries[run.key], self._warnings[run.key] = result.summary, list(result.warnings)
+        self._append({"key": run.key, "run": run.label, "summary": result.summary, "warnings": result.warnings})
+
+    def warnings(self, runs: Iterable[Run]) -> dict[str, list[str]]:
+        """The warnings of runs, by their labels."""
+        return {run.label: found for run in runs if (found := self._warnings.get(run.key))}
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._path.open("ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def identity_in(directory: Path) -> str | None:
+    """The identity of the sweep in `directory`; None if it holds none."""
+    lines = _lines(directory / POINTS_FILE)
+    return lines[0].get("sweep") if lines else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of `points.jsonl`, but for a last one that was cut off."""
+    lines = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:
@@ -200,44 +294,9 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
 
 
 def remove_runs(paths: Iterable[Path]) -> None:
-    """Delete those of `paths` that are run directories."""
+    """Delete those of `paths` that are run directories, or directories of repeats."""
     for path in paths:
-        if (path / "run.json").is_file() and not path.is_symlink():
+        if path.is_symlink():
+            continue
+        if (path / "run.json").is_file() or any(path.glob("repeat-*/run.json")):
             shutil.rmtree(path)
-
-
-def run_one(source: str | None, config: RunConfig, over: Sequence[str], run_point: RunPoint) -> tuple[Row, bool]:
-    """The row of a point, and whether the point failed. Settings that do not work are a result of the sweep too."""
-    summary: Mapping[str, Any] = {}
-    message, is_failed = "", True
-    try:
-        finished = run_point(source, config)
-        summary, is_failed = finished.summary, finished.failed > 0
-    except (IfbbenchError, MemoryError, RuntimeError) as error:  # torch runs out of memory with a RuntimeError
-        message = " ".join((str(error) or type(error).__name__).split())
-    values = config.as_dict()
-    swept = {name: values[name] for name in over}
-    others = {item.name: values[item.name] for item in settings() if item.group != "recording"}
-    return {**swept, ERROR_COLUMN: message, **others, "output": config.output, **_flatten(summary)}, is_failed
-
-
-def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Row:
-    """Nested figures with dotted names: `{"ttft_s": {"p99": 1.0}}` gives `ttft_s.p99`."""
-    flat: Row = {}
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def write_table(path: Path, rows: Sequence[Row]) -> None:
-    """Replace a CSV file atomically. A failed point has no figures, so the columns are those of all rows."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    partial = path.with_name(f".{path.name}.part")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)

@@ -28,6 +28,7 @@ from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 
 PROGRESS_INTERVAL_S = 0.1
+REPLAYING = "replaying"
 FLUSH_BEFORE_WAIT_S = 0.05  # a shorter wait is too short: the next request would be late
 _log = logging.getLogger("ifbbench")
 
@@ -144,7 +145,7 @@ def _replay(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
-    progress.stage("replaying")
+    progress.stage(REPLAYING)
     clock.restart()
     try:
         _loop(manager, client, recorder, progress, len(trace), clock)

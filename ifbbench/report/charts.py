@@ -1,12 +1,11 @@
-"""The charts of a run and of a sweep, as PNG and SVG."""
+"""The charts of a run, as PNG and SVG."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
@@ -16,6 +15,7 @@ from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     INK,
     LIMIT,
+    LIMIT_COLOURS,
     LIMIT_DASHES,
     MUTED,
     PHASE_COLOURS,
@@ -26,22 +26,13 @@ from ifbbench.report.style import (
     save,
     styled,
     thousands,
-    title,
 )
-from ifbbench.report.sweep_table import SweepRow, number_in
 from ifbbench.report.tables import LIMIT_NAMES
 from ifbbench.report.timeline import draw_timeline
 
 # Percentiles that the chart of latencies marks.
 MARKS = (50, 90, 99)
 LOG_FROM_RATIO = 10
-WAITING_COLOURS = {**dict(zip(("batch_size", "num_tokens", "kv_blocks"), SERIES, strict=False)), "none": "#C4C4C4"}
-# Of a sweep: figures of TTFT, the ratio of settings from which their axis is logarithmic, and the setting from which
-# its ticks are abbreviated.
-TTFTS = {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}
-LOG_POSITIONS_FROM_RATIO = 8
-LONG_FROM = 1e5
-LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
@@ -61,19 +52,6 @@ def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
     directory = directory or run.path / "charts"
     with styled():
         return [path for name, draw in sorted(charts.items()) for path in save(draw(run), directory, name)]
-
-
-def plot_sweep(rows: Sequence[SweepRow], over: str, directory: Path) -> list[Path]:
-    """Draw throughput and TTFT against the setting `over` into `directory`; return the files written.
-
-    InputError if a row lacks the setting.
-    """
-    if not rows or any(over not in row for row in rows):
-        raise InputError(
-            f"sweep: not every row has a value of {over!r}; expected the rows of `ifbbench sweep --over {over}=…`."
-        )
-    with styled():
-        return save(draw_sweep(rows, over), directory, "sweep")
 
 
 def draw_throughput(run: RunData) -> Figure:
@@ -106,7 +84,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     """Requests that have arrived and do not run, by the limit that bound the iteration."""
     number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
     shares = figures(run).get("waiting_by_limit") or {}
-    for limit, colour in WAITING_COLOURS.items():
+    for limit, colour in LIMIT_COLOURS.items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
             share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""
@@ -231,75 +209,3 @@ def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
     shares.set_xlabel("ITL")
     for axes in (shape, shares):
         axes.set(xticks=[], yticks=[])
-
-
-def draw_sweep(rows: Sequence[SweepRow], over: str) -> Figure:
-    """Throughput above, TTFT p50 and p99 below, and the prefix hit rate below that where any point reused something;
-    points in order of the setting, or of the rows if it is a text."""
-    numeric = all(number_in(row, over) is not None for row in rows)
-    if numeric:
-        rows = sorted(rows, key=lambda row: float(row[over]))
-    hit_rates = [value * 100 for value in _values(rows, "prefix_hit_rate")]
-    with_hit_rates = any(value > 0 for value in hit_rates)
-    figure = Figure(figsize=(7.5, 7.5 if with_hit_rates else 5.4))
-    panels = figure.subplots(3 if with_hit_rates else 2, 1, sharex=True)
-    throughput, ttft = panels[:2]
-    positions = _positions(throughput, rows, over, numeric)
-    line = "o-" if numeric else "o"  # there is nothing between two texts
-    _points(throughput, positions, _values(rows, "output_throughput_tokens_per_s"), line, SERIES[0], "")
-    throughput.set_ylabel("output tokens/s")
-    unit, scale = time_unit([value for key in TTFTS for value in _values(rows, key)])
-    for (key, name), colour in zip(TTFTS.items(), SERIES[1:3], strict=True):
-        values = [value * scale for value in _values(rows, key)]
-        ttft.plot(positions, values, line, color=colour, markersize=5, linewidth=1.6, label=name)
-    ttft.set_ylabel(f"TTFT ({unit})")
-    if with_hit_rates:
-        _points(panels[2], positions, hit_rates, line, SERIES[3], " %")
-        panels[2].set_ylabel("prefix hit rate (%)")
-    panels[-1].set_xlabel(over)
-    for axes in panels:
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
-        thousands(axes.yaxis)
-    ttft.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
-    title(throughput, f"{'Throughput, TTFT and hit rate' if with_hit_rates else 'Throughput and TTFT'} over {over}")
-    figure.align_ylabels()
-    return figure
-
-
-def _points(axes: Axes, positions: list[float], values: list[float], line: str, colour: str, unit: str) -> None:
-    """Draw the points, the highest with its value."""
-    axes.plot(positions, values, line, color=colour, markersize=5, linewidth=1.6)
-    known = [point for point in zip(positions, values, strict=True) if not np.isnan(point[1])]
-    if known:
-        highest = max(known, key=lambda point: point[1])
-        axes.annotate(f"{significant(highest[1])}{unit}", highest, xytext=(0, 7), textcoords="offset points",
-                      ha="center", fontsize=8, fontweight="bold", color=INK)  # fmt: skip
-
-
-def _positions(axes: Axes, rows: Sequence[SweepRow], over: str, numeric: bool) -> list[float]:
-    """The position of each row on the x-axis, with the values swept as ticks."""
-    if not numeric:
-        positions, labels = [float(number) for number in range(len(rows))], [str(row[over]) for row in rows]
-        axes.set_xlim(-0.5, len(rows) - 0.5)
-    else:
-        positions = [float(row[over]) for row in rows]
-        labels = [_short(position) for position in positions]
-        if min(positions) > 0 and max(positions) / min(positions) >= LOG_POSITIONS_FROM_RATIO:
-            axes.set_xscale("log")
-            axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(positions, labels)
-    return positions
-
-
-def _short(number: float) -> str:
-    """250000 as 250k, 64000000 as 64M; five digits and fewer as they are."""
-    if abs(number) < LONG_FROM:
-        return f"{number:g}"
-    size, letter = next(pair for pair in LETTERS if float(f"{abs(number):.3g}") >= pair[0])
-    return f"{float(f'{number:.3g}') / size:g}{letter}"
-
-
-def _values(rows: Sequence[SweepRow], key: str) -> list[float]:
-    """The figure of each row; NaN, which is not drawn, where a point failed."""
-    values = (number_in(row, key) for row in rows)
-    return [float("nan") if value is None else value for value in values]

@@ -26,6 +26,7 @@ PHASE_COLOURS = {
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+LIMIT_COLOURS = {"batch_size": SERIES[0], "num_tokens": SERIES[1], "kv_blocks": SERIES[2], "none": "#C4C4C4"}
 MAX_BINS = 150
 MAX_SINGLE_ITERATIONS = 200
 

@@ -10,6 +10,7 @@ from ifbbench.report import NOTHING, count, percent, plain_table, significant, t
 
 SweepRow = Mapping[str, Any]
 """A point of a sweep: its settings and flattened summary (`ttft_s.p99`). A point that failed has no figures."""
+GROWTH = "queue_growth_requests_per_s"
 # Figures of a sweep: heading, function that formats a value (None for a time, in the unit that suits its column), and
 # function that chooses the best value (None where neither low nor high is better).
 SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callable[[list[float]], float] | None]] = {
@@ -23,26 +24,36 @@ SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callab
     "goodput_share": ("good", percent, max),
     "prefix_hit_rate": ("prefix\nhit rate", percent, max),
     "pauses": ("pauses", count, None),
+    GROWTH: ("queue\ngrows by", lambda value: f"{significant(value)}/s" if value else NOTHING, None),
     "requests.failed": ("failed", count, None),
 }
 # The limit with the largest share of the time, and of the waiting: prefix of the keys, and heading.
 SHARES = {"bound_by_time": "bound by\n(time)", "waiting_by_limit": "waits for\n(request-s)"}
 SHORT_NAMES = {"batch_size": "batch", "num_tokens": "tokens", "kv_blocks": "KV"}
 # Columns that are left out where no point has any.
-WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", "requests.failed")
+WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", GROWTH, "requests.failed")
+MAX_REASONS = 5
 
 
-def print_sweep(rows: Sequence[SweepRow], over: str, console: Console) -> None:
-    """Print a row for each point of a sweep over the setting `over`, the best of each column marked.
+def print_sweep(
+    rows: Sequence[SweepRow], over: Sequence[str], console: Console, warnings: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Print a row for each point of a sweep over the settings `over`, the best of each column marked; then the errors
+    of points, and `warnings`, by point.
 
-    Figures that a point lacks are dashes. There is no column of WHERE_ANY where no point has any.
+    A value is not marked if several points share it, and no point is marked of which requests failed: figures of the
+    others alone are no better. Figures that a point lacks are dashes. There is no column of WHERE_ANY where no point
+    has any.
     """
     table = plain_table()
     table.padding = (0, 1)
-    table.add_column(over, style="bold", justify="right")
-    cells = [[largest_share(row, key) for row in rows] for key in SHARES]
+    for name in over:
+        table.add_column(name, style="bold", justify="right")
+    cells = [[str(NOTHING if row.get(name) is None else row[name]) for row in rows] for name in over]
+    cells += [[largest_share(row, key) for row in rows] for key in SHARES]
     for heading in SHARES.values():
         table.add_column(heading)
+    is_complete = [not number_in(row, "requests.failed") for row in rows]
     for key, (heading, text, best_of) in SWEEP_COLUMNS.items():
         values = [number_in(row, key) for row in rows]
         if key in WHERE_ANY and not any(values):
@@ -53,16 +64,39 @@ def print_sweep(rows: Sequence[SweepRow], over: str, console: Console) -> None:
                                 if other.startswith(f"{figure}."))  # fmt: skip
         table.add_column(heading if text else f"{heading} {unit}", justify="right")
         texts = [text(value) if text else significant(value, scale) for value in values]
-        known = [value for value in values if value is not None]
-        best = best_of(known) if best_of and len(set(known)) > 1 else None
+        known = {index: value for index, value in enumerate(values) if value is not None and is_complete[index]}
+        best = best_of(list(known.values())) if best_of and len(known) > 1 else None
+        marked = [index for index, value in known.items() if value == best]
+        if len(marked) != 1 or [texts[index] for index in known].count(texts[marked[0]]) > 1:
+            marked = []
         cells.append([
-            f"{cell} " if best is None or value != best else f"[bold green]{cell}*[/bold green]"
-            for value, cell in zip(values, texts, strict=True)
+            f"[bold green]{cell}*[/bold green]" if index in marked else f"{cell} " for index, cell in enumerate(texts)
         ])  # fmt: skip
-    for row, *texts in zip(rows, *cells, strict=True):
-        table.add_row(str(row.get(over, NOTHING)), *texts)
+    for line in zip(*cells, strict=True):
+        table.add_row(*line)
     console.print(table)
-    console.print("[dim]* best of the column[/dim]", highlight=False)
+    complete = "" if all(is_complete) else ", of points without failed requests"
+    console.print(f"[dim]* best of the column{complete}[/dim]", highlight=False)
+    if any(number_in(row, GROWTH) for row in rows):
+        console.print("[dim]queue grows: more requests arrive than are served, so that latencies depend on the length "
+                      "of the trace[/dim]", highlight=False)  # fmt: skip
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("error"):
+            reasons.setdefault(str(row["error"]), []).append(point_of(row, over))
+    for point, of_point in (warnings or {}).items():
+        for warning in of_point:
+            reasons.setdefault(warning, []).append(point)
+    for reason, points in list(reasons.items())[:MAX_REASONS]:
+        others = f" and {len(points) - 1} more" if len(points) > 1 else ""
+        console.print(f"[bold]{escape(points[0])}[/bold]{others}: {escape(reason)}", highlight=False, soft_wrap=True)
+    if len(reasons) > MAX_REASONS:
+        console.print(f"… and {len(reasons) - MAX_REASONS} other errors and warnings", highlight=False)
+
+
+def point_of(row: SweepRow, over: Sequence[str]) -> str:
+    """The values of the swept settings: `max_batch_size=8,seed=1`."""
+    return ",".join(f"{name}={row.get(name)}" for name in over)
 
 
 def number_in(row: SweepRow, key: str) -> float | None:
@@ -77,8 +111,13 @@ def number_in(row: SweepRow, key: str) -> float | None:
 
 def largest_share(row: SweepRow, key: str) -> str:
     """The limit with the largest share of `key`, such as `KV 83 %`; a dash if no limit has any."""
-    amounts = {name.partition(".")[2]: number_in(row, name) or 0.0 for name in row if name.startswith(f"{key}.")}
+    amounts = shares(row, key)
     largest = max((name for name in amounts if name != "none"), key=amounts.__getitem__, default=None)
     if largest is None or not amounts[largest]:
         return NOTHING
     return f"{escape(SHORT_NAMES.get(largest, largest))} {percent(amounts[largest] / sum(amounts.values()))}"
+
+
+def shares(row: SweepRow, key: str) -> dict[str, float]:
+    """The amounts below `key` by limit, `none` included."""
+    return {name.partition(".")[2]: number_in(row, name) or 0.0 for name in row if name.startswith(f"{key}.")}

@@ -64,6 +64,13 @@ def read_source(source: str | Path | None, config: RunConfig, progress: Progress
     return read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options, progress)
 
 
+def reading_of(source: str | Path | None, config: RunConfig) -> tuple[Any, ...]:
+    """What the result of `read_source` depends on: sources with equal readings have equal requests."""
+    path, _ = _find(source)
+    seed = config.seed if path.suffix.lower() in SPEC_SUFFIXES else None
+    return (str(path), *(getattr(config, name) for name in READ_SETTINGS), seed)
+
+
 def in_memory(trace: Trace) -> Trace:
     """The same requests, none of which is read from a file again: faster if they are replayed several times, and the
     trace can be sent to another process."""

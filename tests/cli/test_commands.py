@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
+from ifbbench.planning.sweep import KEEP
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
 
@@ -38,6 +39,11 @@ def runs(monkeypatch):
         on_recorded(Path(config.output))
         return Result(Path(config.output), FIGURES, pretended.failed)
 
+    def run_point(trace, config, progress):
+        pretended.calls.append((trace, config, progress))
+        return {**FIGURES, "requests": {"failed": pretended.failed}}
+
+    monkeypatch.setitem(KEEP, "run", run_point)
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
     monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("the report"))
@@ -96,8 +102,7 @@ def test_sweep_runs_each_point_and_draws(runs, tmp_path):
     done = invoke("sweep", "--over", "max_batch_size=8,16", "--over", "seed=1,2", "--output", str(tmp_path / "s"))
     assert done.exit_code == 0, done.output
     assert [(config.max_batch_size, config.seed) for _, config, _ in runs.calls] == [(8, 1), (8, 2), (16, 1), (16, 2)]
-    assert "max_batch_size, seed" in done.stdout
-    assert "4/4 max_batch_size=16,seed=2: done" in done.stderr
+    assert ["max_batch_size", "seed"] in [line.split()[:2] for line in done.stdout.splitlines()]
     assert list((tmp_path / "s").rglob("*.png"))
 
 

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.planning.repeat import run_repeats, student_t, summary_of
-from ifbbench.planning.sweep import read_sweep
+from ifbbench.planning.confidence import student_t, summary_of
+from ifbbench.planning.point_table import read_sweep
+from ifbbench.planning.repeat import run_repeats
 from ifbbench.replay.run import RunResult
 
 

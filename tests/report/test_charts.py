@@ -2,14 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
-from ifbbench.report.charts import draw_sweep, plot_run, plot_sweep
+from ifbbench.report.charts import plot_run
 from ifbbench.report.load import load_run
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
 from ifbbench.report.timeline import draw_timeline, timeline_cells
@@ -110,40 +109,3 @@ def test_bins_keep_tokens_and_peaks(tmp_path: Path) -> None:
     assert len(bins.edges) == MAX_BINS + 1
     assert (bins.rates(tokens) * np.diff(bins.edges_s)).sum() == pytest.approx(tokens.sum())
     assert bins.peaks(used).max() == used.max()
-
-
-def test_sweep_over_numbers_and_texts(tmp_path: Path) -> None:
-    figures = {"output_throughput_tokens_per_s": 90.0, "ttft_s.p50": 0.1, "ttft_s.p99": 0.4}
-    numbers = [{"max_batch_size": size, **figures} for size in (16, 1, 4)] + [{"max_batch_size": 64}]
-    assert [path.name for path in plot_sweep(numbers, "max_batch_size", tmp_path / "n")] == ["sweep.png", "sweep.svg"]
-    names = [{"policy": policy, **figures} for policy in ("guaranteed_no_evict", "max_utilization")]
-    assert len(plot_sweep(names, "policy", tmp_path / "t")) == 2
-    with pytest.raises(InputError, match="'dtype'"):
-        plot_sweep(names, "dtype", tmp_path)
-
-
-def sweep_of_pools(hit_rates: dict[Any, float | None]) -> Figure:
-    figures = {"output_throughput_tokens_per_s": 90.0, "ttft_s.p50": 0.1, "ttft_s.p99": 0.4}
-    rows = [{"pool": size, "prefix_hit_rate": rate, **figures} for size, rate in hit_rates.items()]
-    with styled():
-        return draw_sweep(rows, "pool")
-
-
-def test_sweep_shows_what_was_reused_in_a_panel_of_its_own() -> None:
-    figure = sweep_of_pools({64_000_000: 0.651, 250_000: 0.0, 1_048_576: 0.1, 8_000_000: None})
-    throughput, ttft, hit_rate = figure.axes
-    (line,) = hit_rate.lines
-    assert np.asarray(line.get_xdata()).tolist() == [250_000, 1_048_576, 8_000_000, 64_000_000]
-    assert np.asarray(line.get_ydata()) == pytest.approx([0, 10, np.nan, 65.1], nan_ok=True)
-    assert hit_rate.get_xscale() == "log"
-    assert [label.get_text() for label in hit_rate.get_xticklabels()] == ["250k", "1.05M", "8M", "64M"]
-    assert [axes.get_ylabel() for axes in figure.axes] == ["output tokens/s", "TTFT (ms)", "prefix hit rate (%)"]
-    assert [text.get_text() for text in hit_rate.texts] == ["65.1 %"]
-    assert (throughput.get_xlabel(), ttft.get_xlabel(), hit_rate.get_xlabel()) == ("", "", "pool")
-
-
-@pytest.mark.parametrize("hit_rates", [{8: 0.0, 16: 0.0}, {8: None, 16: 0.0}, {"a": None, "b": None}], ids=str)
-def test_sweep_without_reuse_has_no_such_panel(hit_rates: dict[Any, float | None]) -> None:
-    figure = sweep_of_pools(hit_rates)
-    assert len(figure.axes) == 2
-    assert figure.axes[1].get_xlabel() == "pool"

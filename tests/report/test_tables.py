@@ -120,7 +120,7 @@ def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixt
         {"max_batch_size": 8, speed: 180.0, "ttft_s.p50": 0.3, "ttft_s.p99": 0.5, "pauses": 2},
         {"max_batch_size": 16, speed: ""},
     ]
-    print_sweep(rows, "max_batch_size", Console(width=120))
+    print_sweep(rows, ["max_batch_size"], Console(width=120))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["4", "–", "–", "100", "–", "200*", "400*", "–", "–", "0"] in lines
     assert ["8", "–", "–", "180*", "–", "300", "500", "–", "–", "2"] in lines
@@ -130,7 +130,7 @@ def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixt
 def test_sweep_says_what_bound_each_point(capsys: pytest.CaptureFixture[str]) -> None:
     limits = {"bound_by_time.kv_blocks": 0.25, "bound_by_time.num_tokens": 0.05, "bound_by_time.none": 0.7,
               "waiting_by_limit.kv_blocks": 9.0, "waiting_by_limit.none": 1.0}  # fmt: skip
-    print_sweep([{"pool": 1, **limits, "ttft_s.p50": 0.2, "ttft_s.p99": 4.0}], "pool", Console(width=120))
+    print_sweep([{"pool": 1, **limits, "ttft_s.p50": 0.2, "ttft_s.p99": 4.0}], ["pool"], Console(width=120))
     out = capsys.readouterr().out
     assert "1 KV 25 % KV 90 %" in " ".join(out.split())
     assert "failed" not in out
@@ -140,14 +140,34 @@ def test_sweep_says_what_bound_each_point(capsys: pytest.CaptureFixture[str]) ->
 
 def test_sweep_lists_hit_rates_where_anything_was_reused(capsys: pytest.CaptureFixture[str]) -> None:
     rates = "prefix_hit_rate"
-    print_sweep([{"pool": 1, rates: 0.0}, {"pool": 2, rates: 0.0}], "pool", Console(width=120))
+    print_sweep([{"pool": 1, rates: 0.0}, {"pool": 2, rates: 0.0}], ["pool"], Console(width=120))
     assert "hit rate" not in capsys.readouterr().out
-    print_sweep([{"pool": 1, rates: 0.25}, {"pool": 2, rates: 0.004}, {"pool": 3}], "pool", Console(width=120))
+    print_sweep([{"pool": 1, rates: 0.25}, {"pool": 2, rates: 0.004}, {"pool": 3}], ["pool"], Console(width=120))
     out = capsys.readouterr().out
     assert "hit rate" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     dashes = " ".join("–" * 8)
     assert [f"1 {dashes} 25 %*", f"2 {dashes} <1 %", f"3 {dashes} –"] == lines[-4:-1]
+
+
+def test_sweep_marks_no_equal_values_and_no_point_with_failed_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    speed, failed = "output_throughput_tokens_per_s", "requests.failed"
+    rows: list[dict[str, Any]] = [
+        {"a": 1, "b": "x", speed: 100.4, "ttft_s.p99": 0.01, failed: 6765},
+        {"a": 2, "b": "x", speed: 100.01, "ttft_s.p99": 0.2, failed: 0, "queue_growth_requests_per_s": 1.5},
+        {"a": 3, "b": "y", speed: 100.02, "ttft_s.p99": 0.3, failed: 0},
+        {"a": 4, "b": "y", "error": "no [room]"},
+    ]
+    warnings = {"a=1,b=x": ["6,765 of 8,819 requests will be refused: too long."]}
+    print_sweep(rows, ["a", "b"], Console(width=160), warnings)
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["1", "x", "–", "–", "100", "–", "–", "10.0", "–", "–", "–", "6,765"] in lines
+    assert ["2", "x", "–", "–", "100", "–", "–", "200*", "–", "–", "1.50/s", "0"] in lines
+    assert ["3", "y", "–", "–", "100", "–", "–", "300", "–", "–", "–", "0"] in lines
+    assert "more requests arrive than are served" in out
+    assert "a=4,b=y: no [room]" in out
+    assert "a=1,b=x: 6,765 of 8,819 requests will be refused: too long." in out
 
 
 def test_numbers_as_people_read_them() -> None:

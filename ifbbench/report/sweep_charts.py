@@ -1,0 +1,181 @@
+"""The charts of a sweep: metrics against each setting, heat maps, throughput against latency, and limits."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator, PercentFormatter
+
+from ifbbench.errors import InputError
+from ifbbench.report import significant
+from ifbbench.report.style import INK, SERIES, save, styled, thousands, title
+from ifbbench.report.sweep_maps import LOG_FROM_RATIO, draw_heat_maps, draw_limits, draw_pareto
+from ifbbench.report.sweep_metrics import (
+    BOUND_BY,
+    METRICS,
+    Metric,
+    colour_of,
+    is_complete,
+    shares_by_limit,
+    text_of,
+    ticks_of,
+)
+from ifbbench.report.sweep_table import SweepRow, number_in, shares
+from ifbbench.report.tables import LIMIT_NAMES
+
+# The number of METRICS that are drawn in any case.
+ALWAYS = 2
+# Up to so many lines have a colour each; of more, the median is drawn over all of them.
+MAX_LINES = 6
+MAX_TICKS = 12
+LOG_LATENCIES_FROM_RATIO = 100
+LINE_COLOURS = (*SERIES, "#E69F00", "#56B4E9")
+FAINT = "#BBBBBB"
+
+
+def plot_sweep(rows: Sequence[SweepRow], over: Sequence[str], directory: Path) -> list[Path]:
+    """Draw the charts of a sweep over the settings `over` into `directory`; return the files written.
+
+    `sweep` is the metrics against the setting, with several ones `sweep-SETTING` against each; `heat_map` is for two
+    settings, `limits` for several. InputError if a row lacks a setting.
+    """
+    for name in over:
+        if not rows or any(name not in row for row in rows):
+            raise InputError(
+                f"sweep: not every row has a value of {name!r}; expected the rows of `ifbbench sweep --over {name}=…`."
+            )
+    varied = [name for name in over if len({row[name] for row in rows}) > 1] or list(over[:1])
+    with styled():
+        charts = {f"sweep-{name}" if len(varied) > 1 else "sweep": draw_sweep(rows, name, varied) for name in varied}
+        if len(varied) == 2 and len(rows) > 2:
+            charts["heat_map"] = draw_heat_maps(rows, varied)
+        if len(varied) > 1 and any(shares(row, BOUND_BY) for row in rows):
+            charts["limits"] = draw_limits(rows, varied)
+        if sum(map(is_complete, rows)) > 1:
+            charts["pareto"] = draw_pareto(rows, varied)
+        return [path for name, figure in charts.items() for path in save(figure, directory, name)]
+
+
+def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) -> Figure:
+    """Each metric that any point has against the setting `over`, a panel each; points in order of the setting, or of
+    the rows if it is a text. With other settings in `varied`, a line for each combination of them. Alone, the limits
+    that bound each point are in the last panel."""
+    others = [name for name in varied if name != over]
+    numeric = all(number_in(row, over) is not None for row in rows)
+    ticks = ticks_of(rows, over)
+    metrics = [one for number, one in enumerate(METRICS) if number < ALWAYS or one.is_in(rows)]
+    with_limits = not others and any(shares(row, BOUND_BY) for row in rows)
+    count = len(metrics) + with_limits
+    figure = Figure(figsize=(7.5, 1.1 + 2.1 * count))
+    panels = list(np.atleast_1d(figure.subplots(count, 1, sharex=True)))
+    place = dict(zip(ticks, _positions(panels[0], ticks, numeric), strict=True))
+    groups: dict[str, list[SweepRow]] = {}
+    for row in sorted(rows, key=lambda row: place[row[over]]):
+        groups.setdefault(", ".join(text_of(row[name]) for name in others), []).append(row)
+    line = "o-" if numeric else "o"  # there is nothing between two texts
+    for axes, metric in zip(panels, metrics, strict=False):
+        if len(groups) == 1:
+            _draw_metric(axes, metric, rows, place, over, line)
+        else:
+            _draw_groups(axes, metric, groups, place, over, line)
+        known = [value for values in metric.values(rows) for value in values if value > 0]
+        if metric.unit is None and known and max(known) / min(known) >= LOG_LATENCIES_FROM_RATIO:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+        thousands(axes.yaxis)
+    if with_limits:
+        _draw_shares(panels[-1], [place[row[over]] for row in rows], rows)
+    panels[-1].set_xlabel(over)
+    title(panels[0], f"Sweep over {over}", f"a line for each {' and '.join(others)}" if others else "")
+    if 1 < len(groups) <= MAX_LINES:
+        lines = [Line2D([], [], color=colour, marker="o", markersize=4, label=name)
+                 for name, colour in zip(groups, LINE_COLOURS, strict=False)]  # fmt: skip
+        figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 4))
+    elif len(groups) > 1:
+        lines = [Line2D([], [], color=INK, linewidth=2, label="median"),
+                 Line2D([], [], color=FAINT, label=f"each of {len(groups)} combinations of the others")]  # fmt: skip
+        figure.legend(handles=lines, loc="outside lower center", ncols=2)
+    figure.align_ylabels()
+    return figure
+
+
+def _draw_metric(
+    axes: Axes, metric: Metric, rows: Sequence[SweepRow], place: Mapping[Any, float], over: str, line: str
+) -> None:
+    """All keys of a metric; of a single one, the highest value is written."""
+    unit, scale = metric.unit_of(rows)
+    rows = sorted(rows, key=lambda row: place[row[over]])
+    positions = [place[row[over]] for row in rows]
+    for name, values, colour in zip(metric.keys.values(), metric.values(rows), metric.colours, strict=True):
+        axes.plot(positions, [value * scale for value in values], line, color=colour, markersize=5, linewidth=1.6,
+                  label=name)  # fmt: skip
+    if len(metric.keys) > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(metric.keys), borderaxespad=0)
+    else:
+        known = [(x, y * scale) for x, y in zip(positions, metric.values(rows)[0], strict=True) if not np.isnan(y)]
+        if known:
+            highest = max(known, key=lambda point: point[1])
+            text = significant(highest[1]) + (f" {unit}" if unit else "")
+            axes.annotate(text, highest, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8,
+                          fontweight="bold", color=INK)  # fmt: skip
+    axes.set_ylabel(metric.label + (f" ({unit})" if unit else ""))
+
+
+def _draw_groups(
+    axes: Axes, metric: Metric, groups: Mapping[str, Sequence[SweepRow]], place: Mapping[Any, float], over: str,
+    line: str,
+) -> None:  # fmt: skip
+    """The last key of a metric, a line for each group; the median over them, if they are many."""
+    of_all = [row for group in groups.values() for row in group]
+    unit, scale = metric.unit_of(of_all)
+    is_few = len(groups) <= MAX_LINES
+    by_place: dict[float, list[float]] = {}
+    for group, colour in zip(groups.values(), LINE_COLOURS if is_few else [FAINT] * len(groups), strict=False):
+        positions, values = [place[row[over]] for row in group], [value * scale for value in metric.values(group)[-1]]
+        size, width = (4, 1.4) if is_few else (2, 0.8)
+        axes.plot(positions, values, line, color=colour, markersize=size, linewidth=width)
+        for position, value in zip(positions, values, strict=True):
+            if not np.isnan(value):
+                by_place.setdefault(position, []).append(value)
+    if not is_few:
+        medians = sorted((position, float(np.median(values))) for position, values in by_place.items())
+        axes.plot(*zip(*medians, strict=True), line, color=INK, markersize=5, linewidth=2)
+    name = list(metric.keys.values())[-1]
+    axes.set_ylabel(f"{metric.label} {name}".strip() + (f" ({unit})" if unit else ""))
+
+
+def _draw_shares(axes: Axes, positions: Sequence[float], rows: Sequence[SweepRow]) -> None:
+    """The share of time that each limit bound, as stacked bars at the points."""
+    is_log = axes.get_xscale() == "log"
+    gap = min(np.diff(np.unique(np.log(positions) if is_log else positions)), default=1.0)
+    left = [x * float(np.exp(-0.3 * gap)) if is_log else x - 0.3 * gap for x in positions]
+    right = [x * float(np.exp(0.3 * gap)) if is_log else x + 0.3 * gap for x in positions]
+    below = np.zeros(len(rows))
+    for limit, values in shares_by_limit(rows).items():
+        axes.bar(left, values, np.subtract(right, left), bottom=below, align="edge", color=colour_of(limit),
+                 label=LIMIT_NAMES.get(limit, limit))  # fmt: skip
+        below += values
+    axes.set(ylabel="bound by, of time", ylim=(0, 1))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0)
+
+
+def _positions(axes: Axes, ticks: Sequence[Any], numeric: bool) -> list[float]:
+    """The position of each value on the x-axis, with the values as ticks: not all of them, if there are many."""
+    if not numeric:
+        positions = [float(number) for number in range(len(ticks))]
+        axes.set_xlim(-0.5, len(ticks) - 0.5)
+    else:
+        positions = [float(tick) for tick in ticks]
+        if min(positions) > 0 and max(positions) / min(positions) >= LOG_FROM_RATIO:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+    every = -(-len(ticks) // MAX_TICKS)
+    axes.set_xticks(positions[::every], [text_of(tick) for tick in ticks[::every]])
+    return positions

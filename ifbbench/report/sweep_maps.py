@@ -1,0 +1,169 @@
+"""The charts of a sweep that compare all of its points: heat maps of two settings, throughput against latency with the
+Pareto front, and the limits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import NullFormatter, PercentFormatter
+
+from ifbbench.report import significant, time_unit
+from ifbbench.report.load import Floats
+from ifbbench.report.style import INK, thousands, title
+from ifbbench.report.sweep_metrics import (
+    METRICS,
+    THROUGHPUT,
+    colour_of,
+    is_complete,
+    main_limit,
+    shares_by_limit,
+    text_of,
+    ticks_of,
+)
+from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, number_in
+from ifbbench.report.tables import LIMIT_NAMES
+
+# The metrics of heat maps, and the latencies that throughput is drawn against.
+HEATED = METRICS[:3]
+LATENCIES = {"ttft_s.p99": "TTFT p99", "tpot_s.p99": "TPOT p99"}
+LOG_FROM_RATIO = 8
+# Points that the chart of limits has a bar for, and those up to which its bars are wide.
+MAX_BARS, MAX_WIDE_BARS = 300, 48
+
+
+def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
+    """Throughput, TTFT p99, TPOT p99 and the limit that bound most of the time, over two settings."""
+    axis_values = [ticks_of(rows, name) for name in varied]
+    figure = Figure(figsize=(9.5, 1.6 + 2 * min(5.0, 0.9 + 0.42 * len(axis_values[0]))))
+    panels = figure.subplots(2, 2).ravel()
+    by_place = {tuple(row[name] for name in varied): row for row in rows}
+    cells = [[by_place.get((y, x), {}) for x in axis_values[1]] for y in axis_values[0]]
+    for axes, metric in zip(panels, HEATED, strict=False):
+        unit, scale = metric.unit_of(rows)
+        key = list(metric.keys)[-1]
+        grid = np.array([metric.values(line)[-1] for line in cells]) * scale
+        label = f"{metric.label} {metric.keys[key]}".strip() + (f" ({unit})" if unit else "")
+        _draw_cells(axes, grid, [[significant(value) for value in line] for line in grid], metric.is_better_low)
+        axes.set_title(label, fontsize=9, color=INK)
+    limits = [[main_limit(row) for row in line] for line in cells]
+    axes = panels[-1]
+    colours = [[to_rgb(colour_of(limit) if limit else "white") for limit in line] for line in limits]
+    axes.imshow(colours, aspect="auto")
+    for y, line in enumerate(limits):
+        for x, limit in enumerate(line):
+            axes.text(x, y, SHORT_NAMES.get(limit, limit), ha="center", va="center", fontsize=7,
+                      color=INK if limit in ("none", "") else "white")  # fmt: skip
+    axes.set_title("bound by (the limit with the largest share of time)", fontsize=9, color=INK)
+    for axes in panels:
+        axes.grid(False)
+        axes.set_xticks(range(len(axis_values[1])), [text_of(value) for value in axis_values[1]],
+                        rotation=0 if len(axis_values[1]) <= 6 else 45)  # fmt: skip
+        axes.set_yticks(range(len(axis_values[0])), [text_of(value) for value in axis_values[0]])
+        axes.set(xlabel=varied[1], ylabel=varied[0])
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    figure.suptitle(f"Sweep over {varied[0]} and {varied[1]}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+    return figure
+
+
+def _draw_cells(axes: Axes, grid: Floats, texts: Sequence[Sequence[str]], is_better_low: bool) -> None:
+    """A cell for each value, darker if better."""
+    known = grid[~np.isnan(grid)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    colours = "Blues_r" if is_better_low else "Blues"
+    axes.imshow(grid, aspect="auto", cmap=colours, vmin=low, vmax=max(high, low + 1e-12))
+    for y, line in enumerate(texts):
+        for x, text in enumerate(line):
+            place = (grid[y, x] - low) / (high - low) if high > low else 0.0
+            dark = 1 - place if is_better_low else place
+            axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark > 0.55 else INK)
+
+
+def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
+    """Throughput against TTFT p99 and TPOT p99: points by the limit that bound them, and the Pareto front, of points
+    that no other one beats in both."""
+    figure = Figure(figsize=(9.5, 4.8))
+    panels = figure.subplots(1, 2, sharey=True)
+    complete = [row for row in rows if is_complete(row)]
+    for axes, (key, name) in zip(panels, LATENCIES.items(), strict=True):
+        unit, scale = time_unit(number_in(row, key) for row in complete)
+        points = [(number_in(row, key), number_in(row, THROUGHPUT), row) for row in complete]
+        known = [(x * scale, y, row) for x, y, row in points if x is not None and y is not None]
+        for x, y, row in known:
+            axes.plot(x, y, "o", color=colour_of(main_limit(row) or "none"), markersize=5, zorder=2)
+        front = pareto_front([(x, y) for x, y, _ in known])
+        axes.plot([known[i][0] for i in front], [known[i][1] for i in front], "-", color=INK, linewidth=1.2, zorder=1)
+        xs = [x for x, _, _ in known]
+        if xs and min(xs) > 0 and max(xs) / min(xs) >= LOG_FROM_RATIO:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(x=0.12)
+        axes.autoscale_view()
+        axes.set_xlabel(f"{name} ({unit})")
+        axes.set_ylim(0, max((y for _, y, _ in known), default=1.0) * 1.15)
+        _label_front(axes, [known[i] for i in front], varied)
+        thousands(axes.xaxis)
+    panels[0].set_ylabel("output tokens/s")
+    thousands(panels[0].yaxis)
+    limits = dict.fromkeys(main_limit(row) or "none" for row in complete)
+    handles = [Line2D([], [], color=colour_of(limit), marker="o", linestyle="",
+                      label=f"bound by {LIMIT_NAMES.get(limit, limit)}") for limit in limits]  # fmt: skip
+    handles.append(Line2D([], [], color=INK, linewidth=1.2, label="Pareto front"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)
+    left_out = len(rows) - len(complete)
+    note = f"{left_out} points with failed requests are left out" if left_out else f"labels: {', '.join(varied)}"
+    title(panels[0], "Throughput against latency", note)
+    return figure
+
+
+def _label_front(axes: Axes, front: Sequence[tuple[float, float, SweepRow]], varied: Sequence[str]) -> None:
+    """Write the settings beside points of the front: the first, the last, and those far enough from a label before."""
+    if not front:
+        return
+    top = max(y for _, y, _ in front) or 1.0
+    labelled: list[float] = []
+    for index in (len(front) - 1, 0, *range(1, len(front) - 1)):
+        x, y, row = front[index]
+        if all(abs(y - other) > 0.06 * top for other in labelled):
+            labelled.append(y)
+            # No point is at the upper left of the front, but near the left edge there is no room.
+            is_at_edge = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] < 0.25
+            text = ", ".join(text_of(row[name]) for name in varied)
+            axes.annotate(text, (x, y), xytext=(0 if is_at_edge else -5, 6), textcoords="offset points", fontsize=7,
+                          color=INK, ha="left" if is_at_edge else "right",
+                          path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The positions of the points (latency, throughput) that no other point beats in both, by ascending latency."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1])):
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return front
+
+
+def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
+    """Which limit bound each point, as shares of its time: a bar a point."""
+    shown = rows[:MAX_BARS]
+    height, font_size = (0.22, 8) if len(shown) <= MAX_WIDE_BARS else (0.12, 5.5)
+    figure = Figure(figsize=(7.5, 1.2 + height * len(shown)))
+    axes = figure.subplots()
+    left = np.zeros(len(shown))
+    for limit, values in shares_by_limit(shown).items():
+        axes.barh(range(len(shown)), values, left=left, color=colour_of(limit), label=LIMIT_NAMES.get(limit, limit))
+        left += values
+    names = [", ".join(text_of(row[name]) for name in varied) for row in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=font_size)
+    axes.set(xlim=(0, 1), ylim=(len(shown) - 0.4, -0.6), xlabel="share of time")
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.grid(False)
+    figure.legend(loc="outside lower center", ncols=5)
+    more = f" (the first {len(shown)} of {len(rows)} points)" if len(rows) > len(shown) else ""
+    title(axes, f"What bound each point{more}", ", ".join(varied))
+    return figure

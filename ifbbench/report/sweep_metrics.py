@@ -1,0 +1,96 @@
+"""What the charts of a sweep share: metrics of its points, their limits, and how values of settings are written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ifbbench.report import time_unit
+from ifbbench.report.load import Floats
+from ifbbench.report.style import LIMIT_COLOURS, SERIES
+from ifbbench.report.sweep_table import SweepRow, number_in, shares
+
+THROUGHPUT, BOUND_BY = "output_throughput_tokens_per_s", "bound_by_time"
+# The number from which values of settings are abbreviated.
+LONG_FROM = 1e5
+LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+# The colours of p50 and p99, and of a limit of a user policy.
+PERCENTILES = ("#86BFE3", "#14507A")
+OWN_LIMIT = "#7A5195"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of the points. keys: column of the table to its name in a legend, empty for the only one. unit: of its
+    axis, None for seconds. colours: of each key."""
+
+    label: str
+    keys: dict[str, str]
+    unit: str | None = ""
+    scale: float = 1.0
+    colours: tuple[str, ...] = (SERIES[0],)
+    is_better_low: bool = False
+
+    def values(self, rows: Sequence[SweepRow]) -> list[list[float]]:
+        """The values of each key at the points; NaN, which is not drawn, where a point has none."""
+        known = [[number_in(row, key) for row in rows] for key in self.keys]
+        return [[float("nan") if value is None else value for value in of_key] for of_key in known]
+
+    def is_in(self, rows: Sequence[SweepRow]) -> bool:
+        """Whether any point has a value but 0."""
+        return any(value > 0 for values in self.values(rows) for value in values)
+
+    def unit_of(self, rows: Sequence[SweepRow]) -> tuple[str, float]:
+        """The unit of the axis, and the factor that values take."""
+        if self.unit is not None:
+            return self.unit, self.scale
+        return time_unit(value for values in self.values(rows) for value in values)
+
+
+METRICS = (
+    Metric("output tokens/s", {THROUGHPUT: ""}),
+    Metric("TTFT", {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}, None, colours=PERCENTILES, is_better_low=True),
+    Metric("TPOT", {"tpot_s.p50": "p50", "tpot_s.p99": "p99"}, None, colours=PERCENTILES, is_better_low=True),
+    Metric("goodput", {"goodput_share": ""}, "%", 100),
+    Metric("prefix hit rate", {"prefix_hit_rate": ""}, "%", 100),
+)
+
+
+def is_complete(row: SweepRow) -> bool:
+    """Whether no request of the point failed."""
+    return number_in(row, THROUGHPUT) is not None and not number_in(row, "requests.failed")
+
+
+def shares_by_limit(rows: Sequence[SweepRow]) -> dict[str, Floats]:
+    """The share of time that each limit bound at each point, `none` last."""
+    names = dict.fromkeys(name for row in rows for name in shares(row, BOUND_BY) if name != "none")
+    of_all = {name: np.array([shares(row, BOUND_BY).get(name, 0.0) for row in rows]) for name in (*names, "none")}
+    return {name: values for name, values in of_all.items() if values.any()}
+
+
+def main_limit(row: SweepRow) -> str:
+    """The limit that bound most of the time, `none` included; empty where the point has no figures."""
+    amounts = shares(row, BOUND_BY)
+    return max(amounts, key=amounts.__getitem__) if any(amounts.values()) else ""
+
+
+def colour_of(limit: str) -> str:
+    return LIMIT_COLOURS.get(limit, OWN_LIMIT)
+
+
+def ticks_of(rows: Sequence[SweepRow], name: str) -> list[Any]:
+    ticks = list(dict.fromkeys(row[name] for row in rows))
+    if all(number_in(row, name) is not None for row in rows):
+        ticks.sort(key=float)
+    return ticks
+
+
+def text_of(value: Any) -> str:
+    """A value of a setting: 250000 as 250k, 64000000 as 64M; five digits and fewer as they are, the end of a path."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value).rpartition("/")[2]
+    if abs(value) < LONG_FROM:
+        return f"{value:g}"
+    size, letter = next(pair for pair in LETTERS if float(f"{abs(value):.3g}") >= pair[0])
+    return f"{float(f'{value:.3g}') / size:g}{letter}"
