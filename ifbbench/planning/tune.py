@@ -29,8 +29,10 @@ MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
 MAX_PREFIX_ERROR = 0.1
 # Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
 # prefixes takes at most a third.
-WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.08, 7.0, 16.0, 1 / 3
+WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.08, 7.0, 20.0, 1 / 3
 FINALISTS = 3
+# Further starts: shares of the requests that run at once without a limit, and token budgets.
+SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
 PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
 # With max_rate, settings are compared at this many times the rate that the best ones so far reach.
 # ROUND_WORK: the share of the work that a round of comparing takes.
@@ -107,12 +109,12 @@ class Tuner:
         return self.found
 
     def _search(self) -> None:
-        whole, best = self.runs.total, None
+        best, prefix = None, FIRST_REQUESTS if self.runs.total > FIRST_REQUESTS else None
         self._progress.stage("first answer")
         deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
         starts = {tp: self._starts(tp) for tp, _ in deployments}
         for tp, replicas in deployments:
-            first = self._evaluate([Case(point, min(FIRST_REQUESTS, whole), replicas) for point in starts[tp]])
+            first = self._evaluate([Case(point, prefix, replicas) for point in starts[tp]])
             best = self.judge.best_of([best, *first])
         if best is None:
             raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
@@ -158,6 +160,7 @@ class Tuner:
         """Goodput or output throughput, of `replicas` that share the traffic."""
         work, left = self.runs.work, (self.allowed_work - self.runs.work) / deployments
         allowed, prefix = work + left, self._prefix(starts[0], replicas)
+        starts = [*starts, *self._spread(starts[0], replicas)]
         if prefix is not None:
             self._progress.stage(f"searching on the first {prefix:,} requests")
             limit = work + PREFIX_WORK * left
@@ -167,11 +170,22 @@ class Tuner:
             ranked.sort(key=self.judge.key, reverse=True)
             finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
         else:
-            finalists = starts
+            finalists = starts  # the whole trace is the only prefix
         self._progress.stage("searching on the whole trace")
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
         if best is not None and best == self.found.best:
             self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
+
+    def _spread(self, point: Settings, replicas: int) -> list[Settings]:
+        """With objectives, smaller limits to start from too: where few requests meet them, small changes of large limits
+        show no direction."""
+        (probe,) = self._candidates_of([Case(point, None, replicas)])
+        if probe is None or not self.goal.objectives or self.judge.is_perfect(probe):
+            return []
+        tp, peak = dict(point)["tp_size"], probe.summary["peak_scheduled_requests"]
+        batches = dict.fromkeys(max(peak // divisor, 1) for divisor in SPREAD_DIVISORS)
+        return [self.space.point(tp_size=tp, max_batch_size=batch, max_num_tokens=tokens)
+                for batch in batches for tokens in SPREAD_TOKENS]  # fmt: skip
 
     @property
     def allowed_work(self) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 
-from ifbbench.planning.repeat import CONFIDENCE, student_t
+from ifbbench.planning.confidence import CONFIDENCE, student_t
 from ifbbench.planning.tune_goal import Goal
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Settings

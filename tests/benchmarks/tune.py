@@ -25,7 +25,7 @@ BASE = {"device": "sim:h100-sxm", "model": "llama-3.1-8b"}
 CASES: dict[str, tuple[str, str, str | None, dict[str, Any]]] = {
     "azure": ("azure_conv_2023.csv", "goodput", "ttft=1s,tpot=25ms", {"max_num_samples": 3000, "time_scale": 0.3}),
     "mooncake": ("mooncake_synthetic.jsonl", "goodput", "ttft=10s,tpot=50ms",
-                 {"max_num_samples": 1000, "time_scale": 3.0}),
+                 {"max_num_samples": 300, "time_scale": 3.0, "enable_kv_cache_reuse": True}),
     "reserved": ("reserved.jsonl", "output_throughput", None, {"time_scale": 0.0, "reserve": "factor:8"}),
 }  # fmt: skip
 RATE = ("azure_conv_2023.csv", "max_rate", "ttft.p99=1s,tpot.p99=40ms", {"max_num_samples": 2000})
