@@ -53,8 +53,8 @@ def tune(
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.planning.sweep import prepare_directory
     from ifbbench.planning.tune import Tuner
+    from ifbbench.planning.tune_candidates import Goal
     from ifbbench.planning.tune_files import answer, record_best, write_answer, write_server_files
-    from ifbbench.planning.tune_goal import Goal
 
     clock, quiet = WallClock(), config.quiet
 
@@ -119,8 +119,7 @@ def _best_line(best: "Candidate", goal: Any) -> str:
 
 
 def _plot(tuning: "Tuning", directory: Path) -> None:
-    from ifbbench.planning.tune_files import latency, pareto, throughput
-    from ifbbench.report.tune_chart import Point, plot_candidates
+    from ifbbench.planning.tune_files import Point, latency, pareto, plot_candidates, throughput
 
     goal, best = tuning.goal, tuning.best
     assert best is not None
@@ -128,9 +127,9 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
     def point(one: "Candidate") -> Point:
         return Point(latency(one, goal), throughput(one), not goal.shortfalls(one.summary))
 
-    alike = [one for one in tuning.candidates if one.run.case.requests == best.run.case.requests]
+    alike = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
     first = goal.objectives[0] if goal.objectives else None
-    name = f"{first.latency.removesuffix('_s')} {first.statistic or 'p99'}" if first else "mean end-to-end latency"
+    name = f"{first.latency.removesuffix('_s').upper()} {first.statistic or 'p99'}" if first else "mean latency"
     named = {"recommended": point(best), **{one.name: point(one) for one in tuning.baselines}}
     plot_candidates(
         [point(one) for one in alike], [point(one) for one in pareto(alike, goal)], named, name.replace("_", " "),
@@ -148,7 +147,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
     table = plain_table("", "recommended", *(one["name"] for one in baselines), "matters")
     for name, value in best["settings"].items():
         effect = found["importance"].get(name)
-        matters = "given" if name in tuning.space.fixed else "" if effect is None else percent(effect["effect"])
+        matters = "given" if name in tuning.space.fixed else percent(effect["effect"]) if effect else ""
         others = [str(one["settings"].get(name, "")) for one in baselines]
         table.add_row(name, f"[bold]{value}[/bold]", *others, matters)
     if tuners := {name for one in baselines for name in one["settings"]} - set(best["settings"]):
@@ -169,7 +168,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
     if other := best["next_best"]:
         changed = ", ".join(f"{name} {value}" for name, value in other["changed"].items())
         loss = f"costs {other['loss']:.1%}" if not other["misses"] else f"misses {', '.join(other['misses'])}"
-        noise = ", which is within the noise: both are equal" if other["is_noise"] and not other["misses"] else ""
+        noise = f", less than other requests like these vary (±{other['noise']:.1%})" if other["is_noise"] else ""
         console.print(f"Next best: {changed or 'other tuning'}; it {loss}{noise}.", markup=False)
     work = found["work"]
     console.print(

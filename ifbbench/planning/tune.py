@@ -14,8 +14,7 @@ from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.heuristics import TUNERS, trtllm_bench_limits
-from ifbbench.planning.tune_candidates import Candidate, Judge
-from ifbbench.planning.tune_goal import Goal
+from ifbbench.planning.tune_candidates import Candidate, Goal, Judge
 from ifbbench.planning.tune_rate import MAX_FACTOR, find_max_rate, find_replicas
 from ifbbench.planning.tune_runs import Case, Runs
 from ifbbench.planning.tune_space import Settings, Space
@@ -29,7 +28,9 @@ MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
 MAX_PREFIX_ERROR = 0.1
 # Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
 # prefixes takes at most a third.
-WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.08, 7.0, 20.0, 1 / 3
+WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 7.0, 20.0, 1 / 3
+# In the end, settings that have not been changed alone are, by this step and in so many runs.
+IMPORTANCE_STEP, IMPORTANCE_RUNS = 1.9, 3
 FINALISTS = 3
 # Further starts: shares of the requests that run at once without a limit, and token budgets.
 SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
@@ -174,11 +175,15 @@ class Tuner:
         self._progress.stage("searching on the whole trace")
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
         if best is not None and best == self.found.best:
+            known = self.judge.importance(best, self._candidates.values(), self.space)
+            moves = [point for name, point in self.space.moves(best.run.case.settings, best.summary, IMPORTANCE_STEP)
+                     if known.get(name, {}).get("effect") is None]  # fmt: skip
+            self._evaluate([replace(best.run.case, settings=point) for point in moves[:IMPORTANCE_RUNS]])
             self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
 
     def _spread(self, point: Settings, replicas: int) -> list[Settings]:
-        """With objectives, smaller limits to start from too: where few requests meet them, small changes of large limits
-        show no direction."""
+        """With objectives, smaller limits to start from too: where few requests meet them, small changes of large
+        limits show no direction."""
         (probe,) = self._candidates_of([Case(point, None, replicas)])
         if probe is None or not self.goal.objectives or self.judge.is_perfect(probe):
             return []

@@ -1,13 +1,86 @@
-"""Candidates of a search: what the run of some settings means for the goal, which of them is better, and why."""
+"""The goal of a search, the candidates for it, and which of them is better, by how much and why."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ifbbench.planning.tune_goal import Goal, Summary
-from ifbbench.planning.tune_rate import MaxRate
+from ifbbench.errors import InputError
+from ifbbench.objectives import Objective, parse_objectives
 from ifbbench.planning.tune_runs import Run, Runs
 from ifbbench.planning.tune_space import Space
+
+if TYPE_CHECKING:
+    from ifbbench.planning.tune_rate import MaxRate
+
+GOALS = {
+    "goodput": ("goodput_requests_per_s", "requests/s that meet the objectives"),
+    "output_throughput": ("output_throughput_tokens_per_s", "output tokens/s"),
+    "max_rate": ("max_rate_requests_per_s", "requests/s"),
+    "cost": ("cost_per_million_output_tokens", "per million output tokens"),
+}
+OVERLOAD = "overloaded"
+FAILED = "failed requests"
+# Scores that differ by less are equal; the shorter mean latency decides then.
+EQUAL_SHARE = 1e-3
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """name: one of GOALS. objectives: of `--slo`. refused: requests that no setting of the search can run."""
+
+    name: str
+    objectives: tuple[Objective, ...]
+    refused: int = 0
+
+    @classmethod
+    def of(cls, name: str | None, slo: str | None) -> "Goal":
+        """The goal asked for; by default goodput if there is an objective of each request, else output throughput."""
+        objectives = parse_objectives(slo) if slo else ()
+        has_goodput = any(one.statistic is None for one in objectives)
+        if name == "goodput" and not has_goodput:
+            raise InputError("--goal goodput counts the requests that meet an objective of each request; give one, "
+                             "such as --slo ttft=1s, or choose --goal output_throughput.")  # fmt: skip
+        return cls(name or ("goodput" if has_goodput else "output_throughput"), objectives)
+
+    @property
+    def figure(self) -> str:
+        """The name of the figure that is maximised (or minimised: the cost)."""
+        return GOALS[self.name][0]
+
+    @property
+    def unit(self) -> str:
+        return GOALS[self.name][1]
+
+    @property
+    def needs_stable_queue(self) -> bool:
+        """Whether a queue that grows without bound is a failure."""
+        return self.name in ("max_rate", "cost")
+
+    def shortfalls(self, summary: Summary) -> dict[str, float]:
+        """What a run misses, each as the ratio of the value to its target, above 1. Goodput counts the requests that
+        miss an objective of each request itself."""
+        missed = {}
+        for one in self.objectives:
+            found = summary["slo"][one.name]
+            if not found["met"] and not (self.name == "goodput" and one.statistic is None):
+                missed[one.name] = found["value"] / one.target_s
+        requests = summary["requests"]
+        if (failed := requests["failed"] - self.refused) > 0:
+            missed[FAILED] = 1.0 + 100.0 * failed / requests["total"]
+        if self.needs_stable_queue and summary["overloaded"]:
+            offered = requests["completed"] / max(summary["duration_s"], 1e-9)
+            missed[OVERLOAD] = 1.0 + summary["queue_growth_requests_per_s"] / max(offered, 1e-9)
+        return missed
+
+    def rank(self, summary: Summary, score: float) -> tuple[float, float, float]:
+        """Larger is better: objectives first, then the score (a figure is equal within EQUAL_SHARE, a
+        cost is negative), then the mean latency."""
+        missed = sum(math.log(ratio) for ratio in self.shortfalls(summary).values())
+        level = score if score < 0 else round(math.log(score) / EQUAL_SHARE) if score else -math.inf
+        return -missed, level, -(summary["e2e_s"]["mean"] or math.inf)
 
 
 @dataclass(frozen=True)
@@ -21,7 +94,7 @@ class Candidate:
     gpus: int
     score: float
     name: str = ""
-    rate: MaxRate | None = None
+    rate: "MaxRate | None" = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -40,7 +113,7 @@ class Judge:
         self.runs = runs
         self.price = price
 
-    def candidate(self, run: Run, rate: MaxRate | None = None) -> Candidate | None:
+    def candidate(self, run: Run, rate: "MaxRate | None" = None) -> Candidate | None:
         """The candidate of a run; None if it failed."""
         case, summary = run.case, run.summary
         if run.error:
@@ -76,9 +149,10 @@ class Judge:
     def importance(
         self, best: Candidate, candidates: Iterable[Candidate], space: Space
     ) -> dict[str, dict[str, Any]]:
-        """For each setting the largest loss (`effect`) among the other values that ran (`values`), all else equal. No
-        other value runs where it is certain to change nothing."""
+        """For each setting the largest loss (`effect`) among the other values that ran (`values`), all else equal.
+        effect: None if no other value ran; 0 if none can change the schedule."""
         case, mine = best.run.case, dict(best.run.case.settings)
+        can_matter = {name for name, _ in space.moves(case.settings, best.summary, 1.4)}
         others = [one for one in candidates if replace(one.run.case, settings=case.settings) == case]
         importance: dict[str, dict[str, Any]] = {}
         for name in mine:
@@ -89,7 +163,8 @@ class Judge:
                 changed = {key for key, _ in set(one.run.case.settings) ^ set(case.settings)}
                 if changed == {name}:
                     values[str(one.settings[name])] = self._loss(best, one)
-            importance[name] = {"effect": max(values.values(), default=0.0), "values": values}
+            unknown = None if name in can_matter or name == "context_chunking_policy" else 0.0
+            importance[name] = {"effect": max(values.values(), default=unknown), "values": values}
         return importance
 
     def _loss(self, best: Candidate, other: Candidate) -> float:

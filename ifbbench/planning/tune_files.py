@@ -4,18 +4,21 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.planning.tune import Tuning
-from ifbbench.planning.tune_candidates import Candidate
-from ifbbench.planning.tune_goal import Goal
+from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.recording.metrics import PERCENTILES
 from ifbbench.replay.run import run_trace
+from ifbbench.report import time_unit
+from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
+from ifbbench.report.sweep_maps import pareto_front
 
 FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
@@ -33,8 +36,9 @@ def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) ->
     """The object of `tune --json`. findings: of the recorded run of the best candidate."""
     best, goal = tuning.best, tuning.goal
     assert best is not None
-    ranked = [one for one in tuning.candidates if one.run.case.requests == best.run.case.requests]
-    shown = {one.run.case: described(one, goal) for one in tuning.candidates}
+    ranked = [one for one in (*tuning.candidates, *tuning.baselines)
+              if one.run.case.requests == best.run.case.requests]  # fmt: skip
+    shown = {one.run.case: described(one, goal) for one in (*tuning.candidates, *tuning.baselines)}
     return {
         "goal": goal.name,
         "slo": {one.name: one.target_s for one in goal.objectives},
@@ -115,11 +119,8 @@ def _nearest(best: Candidate, goal: Goal) -> str:
 
 def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     """Those that no other one beats in both output throughput and the latency of the picture, in order of latency."""
-    front: list[Candidate] = []
-    for one in sorted(candidates, key=lambda one: (latency(one, goal), -throughput(one))):
-        if not front or throughput(one) > throughput(front[-1]):
-            front.append(one)
-    return front
+    places = pareto_front([(latency(one, goal), throughput(one)) for one in candidates])
+    return [candidates[place] for place in places]
 
 
 def throughput(one: Candidate) -> float:
@@ -245,3 +246,45 @@ def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
     path = directory / "tune.json"
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+# The picture.
+
+
+class Point(NamedTuple):
+    """A candidate: its latency (s), output tokens/s, and whether it meets the objectives."""
+
+    latency_s: float
+    tokens_per_s: float
+    meets: bool
+
+
+def plot_candidates(
+    points: Sequence[Point], front: Sequence[Point], named: dict[str, Point], latency_name: str,
+    target_s: float | None, subtitle: str, directory: Path,
+) -> Path:  # fmt: skip
+    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
+    unit, scale = time_unit([point.latency_s for point in points])
+    with styled():
+        figure = Figure(figsize=(7.2, 4.4))
+        axes = figure.add_subplot()
+        for meets, label, colour in ((False, "misses an objective", "#C4C4C4"), (True, "candidate", SERIES[0])):
+            some = [point for point in points if point.meets is meets]
+            axes.scatter([point.latency_s * scale for point in some], [point.tokens_per_s for point in some], s=22,
+                         color=colour, label=label if some else None, linewidths=0)  # fmt: skip
+        line = [point.latency_s * scale for point in front], [point.tokens_per_s for point in front]
+        axes.plot(*line, color=SERIES[0], linewidth=1.2, label="Pareto front")
+        for number, (name, point) in enumerate(named.items()):
+            at = (point.latency_s * scale, point.tokens_per_s)
+            axes.scatter(*at, s=80, facecolors="none", edgecolors=SERIES[number % 3 + 1], linewidths=1.6, label=name)
+        if target_s is not None:
+            axes.axvline(target_s * scale, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, label="objective")
+        axes.set_xlabel(f"{latency_name} ({unit})")
+        axes.set_ylabel("output tokens/s")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="x", color="#E3E3E3")
+        thousands(axes.yaxis)
+        axes.tick_params(colors=MUTED)
+        axes.legend(loc="lower right")
+        title(axes, "Throughput against latency of the settings that were tried", subtitle)
+        return save(figure, directory, "pareto")[0]

@@ -6,7 +6,7 @@ from math import sqrt
 from statistics import fmean, stdev
 
 from ifbbench.planning.confidence import CONFIDENCE, student_t
-from ifbbench.planning.tune_goal import Goal
+from ifbbench.planning.tune_candidates import Goal
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Settings
 

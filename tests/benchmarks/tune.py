@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main as cli
 from ifbbench.planning.tune import Tuner
-from ifbbench.planning.tune_goal import Goal
+from ifbbench.planning.tune_candidates import Goal
 from ifbbench.planning.tune_runs import Case
 from ifbbench.recording.run_directory import hardware
 from ifbbench.settings import from_mapping

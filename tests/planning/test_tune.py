@@ -9,9 +9,8 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.points import run_points
 from ifbbench.planning.tune import Tuner, Tuning
-from ifbbench.planning.tune_candidates import Candidate
+from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.planning.tune_files import answer, pareto, verdict
-from ifbbench.planning.tune_goal import Goal
 from ifbbench.planning.tune_rate import _bracket
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Space, idle_limits
@@ -153,7 +152,7 @@ def test_the_search_beats_its_baselines_and_stays_within_its_work(goodput):
 
 
 def test_the_search_is_within_two_percent_of_a_grid(goodput):
-    runs = goodput.runs.run([Case(point) for point in goodput.space.grid()[::3]])
+    runs = goodput.runs.run([Case(point) for point in goodput.space.grid()[::5]])
     assert goodput.best.score >= 0.98 * max(run.summary["goodput_requests_per_s"] for run in runs)
 
 
@@ -210,7 +209,7 @@ def test_a_device_that_is_not_simulated_is_refused():
 
 
 def test_the_highest_rate_agrees_with_a_fine_scan():
-    searching = tuner(goal="max_rate", slo="ttft.p99=300ms,tpot.p99=15ms", max_num_samples=150, max_batch_size=256,
+    searching = tuner(goal="max_rate", slo="ttft.p99=300ms,tpot.p99=15ms", max_num_samples=80, max_batch_size=256,
                       policy="guaranteed_no_evict", max_num_tokens=2048, enable_chunked_context=True)  # fmt: skip
     found = searching.run()
     assert found.best is not None
@@ -237,7 +236,8 @@ def test_a_bracket_holds_the_border(border, low):
 
 def test_the_cost_is_that_of_the_fewest_gpus_that_meet_the_objectives():
     found = tune(goal="cost", slo="ttft.p99=300ms,tpot.p99=12ms", request_rate=120, tp_size=1, max_batch_size=128,
-                 max_num_tokens=1024, policy="guaranteed_no_evict", enable_chunked_context=True, max_gpus=16)  # fmt: skip
+                 max_num_tokens=1024, policy="guaranteed_no_evict", enable_chunked_context=True,
+                 max_gpus=16)  # fmt: skip
     best = found.best
     assert best is not None
     assert not found.goal.shortfalls(best.summary)
@@ -251,7 +251,8 @@ def test_the_cost_is_that_of_the_fewest_gpus_that_meet_the_objectives():
 def test_a_candidate_over_more_of_the_trace_replaces_one_over_less():
     searching = tuner(slo="ttft=1s")
     point = searching.space.point()
-    short, whole = (searching.judge.candidate(run) for run in searching.runs.run([Case(point, 20), Case(point)]))
+    runs = searching.runs.run([Case(point, 20), Case(point)])
+    short, whole = (searching.judge.candidate(run) for run in runs)
     assert isinstance(short, Candidate)
     assert isinstance(whole, Candidate)
     assert searching.judge.evidence(whole) > searching.judge.evidence(short)
