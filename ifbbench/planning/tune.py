@@ -178,7 +178,9 @@ class Tuner:
             known = self.judge.importance(best, self._candidates.values(), self.space)
             moves = [point for name, point in self.space.moves(best.run.case.settings, best.summary, IMPORTANCE_STEP)
                      if known.get(name, {}).get("effect") is None]  # fmt: skip
-            self._evaluate([replace(best.run.case, settings=point) for point in moves[:IMPORTANCE_RUNS]])
+            others = self._evaluate([replace(best.run.case, settings=point) for point in moves[:IMPORTANCE_RUNS]])
+            best = self.judge.best_of([best, *others]) or best
+            self._announce(best)
             self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
 
     def _spread(self, point: Settings, replicas: int) -> list[Settings]:

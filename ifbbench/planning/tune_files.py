@@ -18,7 +18,7 @@ from ifbbench.recording.metrics import PERCENTILES
 from ifbbench.replay.run import run_trace
 from ifbbench.report import time_unit
 from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
-from ifbbench.report.sweep_maps import pareto_front
+from ifbbench.report.sweep_maps import LOG_FROM_RATIO, pareto_front
 
 FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
@@ -282,6 +282,10 @@ def plot_candidates(
         axes.set_xlabel(f"{latency_name} ({unit})")
         axes.set_ylabel("output tokens/s")
         axes.set_ylim(bottom=0)
+        known = [point.latency_s for point in points if point.latency_s > 0]
+        if known and max(known) > LOG_FROM_RATIO * min(known):
+            axes.set_xscale("log")
+        thousands(axes.xaxis)
         axes.grid(axis="x", color="#E3E3E3")
         thousands(axes.yaxis)
         axes.tick_params(colors=MUTED)

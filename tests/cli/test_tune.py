@@ -83,8 +83,8 @@ def test_tables_show_what_users_get_without_a_search(tmp_path):
 
 
 def test_impossible_objectives_end_with_status_1(tmp_path):
-    result = tune(tmp_path, "--slo", "ttft.p99=1us", "--goal", "output_throughput", "--max_num_samples", "30", "--quiet",
-                  "--json")  # fmt: skip
+    short = ["--max_num_samples", "30", "--quiet", "--json"]
+    result = tune(tmp_path, "--slo", "ttft.p99=1us", "--goal", "output_throughput", *short)
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert not found["recommendation"]["meets_slo"]
