@@ -92,7 +92,8 @@ def verdict(tuning: Tuning) -> str:
     best, goal = tuning.best, tuning.goal
     assert best is not None
     missed = goal.shortfalls(best.summary)
-    tried = [one for one in tuning.candidates if one.run.case.requests == best.run.case.requests]
+    tried = [one for one in (*tuning.candidates, *tuning.baselines)
+             if one.run.case.requests == best.run.case.requests]  # fmt: skip
     if missed:
         parts = [f"{name} is {100 * (ratio - 1):,.0f} % above its target" for name, ratio in missed.items()]
         return (f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}. Allow "
@@ -100,7 +101,8 @@ def verdict(tuning: Tuning) -> str:
     scores = [one.score for one in tried if not goal.shortfalls(one.summary)]
     largest = max(map(abs, scores), default=0.0)
     spread = (max(scores) - min(scores)) / largest if largest else 0.0
-    if goal.objectives and len(scores) == len(tried) and spread < 0.01 and not goal.needs_stable_queue:
+    all_meet = len(scores) == len(tried) > 1 and (goal.name != "goodput" or best.summary["goodput_share"] == 1.0)
+    if goal.objectives and all_meet and spread < 0.01 and not goal.needs_stable_queue:
         return ("Every setting that was tried meets the objectives, with the same result: the traffic decides, not the "
                 "settings. --goal max_rate finds how much more traffic they take.")
     if goal.name == "goodput":

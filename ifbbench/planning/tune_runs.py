@@ -65,7 +65,9 @@ class Runs:
 
     @property
     def rate_per_s(self) -> float | None:
-        """The mean rate of arrivals; None if all requests arrive at once."""
+        """The given rate of arrivals, else their mean rate; None if all requests arrive at once."""
+        if self.base.request_rate is not None:
+            return self.base.request_rate
         arrivals = columns_of(self.trace.requests).arrival_s
         span_s = arrivals[-1] - arrivals[0]
         return (len(arrivals) - 1) / span_s if span_s > 0 else None

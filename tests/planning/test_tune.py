@@ -198,6 +198,7 @@ def test_interrupting_keeps_the_best_so_far(monkeypatch):
     found = searching.run()
     assert found.best is not None
     assert not found.is_complete
+    assert "of the requests meet every objective" in verdict(found)
 
 
 def test_a_device_that_is_not_simulated_is_refused():
