@@ -165,6 +165,12 @@ class RunConfig:
     max_num_tokens: int = _scheduling(
         DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",
         elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch")
+    enable_batch_size_tuning: bool = _scheduling(
+        False, "Lower the batch size in each iteration to what the KV cache holds of the average active request.")
+    enable_max_num_tokens_tuning: bool = _scheduling(
+        False, "Lower the token budget in each iteration to what the average active request needs.")
+    dynamic_batch_moving_average_window: int = _scheduling(
+        128, "With tuning of batch size or tokens: average over the latest N lengths.", minimum=1, unit="requests")
     enable_chunked_context: bool | None = _scheduling(
         False, "Split prompts into context chunks that fill the token budget; not with --type v1, a contiguous cache, "
         "or --max_num_tokens below one chunk.", command_line_default=None,

@@ -58,12 +58,13 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
 
 def _as_batching_type_needs(config: RunConfig) -> RunConfig:
-    """Static batches (V1) have one policy, and no streaming, chunking, overlap or reuse."""
+    """Static batches (V1) have one policy, and no streaming, chunking, overlap, reuse or tuning of limits."""
     if config.type != BatchingType.V1:
         return config
     if config.policy != V1_POLICY:
         _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
-    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse"), False)
+    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
+                         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
     for name in off:
         if getattr(config, name):
             _log.warning("--type v1 turns --%s off.", name)
@@ -109,6 +110,9 @@ def _check_settings(config: RunConfig) -> None:
                          "choose another --policy (it then counts requests only) or a paged cache.")
     if is_contiguous and config.enable_chunked_context:
         raise InputError("--enable_chunked_context: works with a paged cache; leave it out, or --kv_cache_type.")
+    if is_contiguous and config.enable_batch_size_tuning:
+        raise InputError("--enable_batch_size_tuning: follows the blocks of a paged cache; leave it out, or "
+                         "--kv_cache_type.")
     has_windows = len(set(parse_windows(config.max_attention_window))) > 1
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or has_windows):
@@ -167,6 +171,9 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         reuse=ReuseRules(config.enable_kv_cache_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse),
         windows=layout.windows if is_limited else (),
         is_contiguous=layout.is_contiguous,
+        tunes_batch_size=config.enable_batch_size_tuning,
+        tunes_num_tokens=config.enable_max_num_tokens_tuning,
+        tuning_window=config.dynamic_batch_moving_average_window,
     )
 
 

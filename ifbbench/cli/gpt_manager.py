@@ -20,7 +20,6 @@ LOG_LEVELS = {
 }  # fmt: skip
 LORA = "adapters are not computed; every request runs the base model."
 KERNELS = "the kernels are those of ifbbench."
-TUNING = "limits stay as they are given."
 SPECULATIVE = "speculative decoding is not available, and figures without it would be those of another configuration."
 ENCODER = "encoder-decoder models are not available."
 _log = logging.getLogger("ifbbench")
@@ -66,8 +65,6 @@ OPTIONS = (
                   "is what true asks for.", is_flag=True),
     ForeignOption("kv_dont_onboard_blocks", "blocks in host memory are always copied to the device before they are "
                   "reused.", is_flag=True),
-    ForeignOption("enable_batch_size_tuning", TUNING, is_flag=True),
-    ForeignOption("enable_max_num_tokens_tuning", TUNING, is_flag=True),
     ForeignOption("multi_block_mode", KERNELS, is_flag=True),
     ForeignOption("enable_context_fmha_fp32_acc", KERNELS, is_flag=True),
     ForeignOption("cuda_graph_mode", "on a GPU, generation always runs from CUDA graphs.", is_flag=True),

@@ -38,7 +38,8 @@ class BatchingConfig:
     chunk_unit: None means no chunked context. vocab_size: token ids are checked against it; None without a model.
     enable_overlap: an iteration is scheduled and submitted before the tokens of the previous one are collected.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
-    num_blocks and num_host_blocks. is_contiguous: a cache without blocks.
+    num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
+    tuning_window: see DynamicLimits.
     """
 
     policy: str
@@ -58,6 +59,9 @@ class BatchingConfig:
     num_host_blocks: int = 0
     windows: tuple[WindowLayout, ...] = ()
     is_contiguous: bool = False
+    tunes_batch_size: bool = False
+    tunes_num_tokens: bool = False
+    tuning_window: int = 128
 
     def __post_init__(self) -> None:
         if self.enable_overlap and self.max_beam_width > 1:
@@ -73,6 +77,11 @@ class BatchingConfig:
         if self.is_contiguous:
             return CONTIGUOUS_POLICY
         return V1_POLICY if self.batching_type is BatchingType.V1 else self.policy
+
+    @property
+    def has_dynamic_limits(self) -> bool:
+        """Whether batch size or token budget change during a run."""
+        return self.tunes_batch_size or self.tunes_num_tokens
 
     @property
     def num_micro_batches(self) -> int:

@@ -65,6 +65,7 @@ class TokenGenerationLoop:
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
         is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.enable_overlap)
+        is_steady = is_steady and not config.has_dynamic_limits
         if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
             self._fast_forward = FastForward(
                 config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change
@@ -95,6 +96,8 @@ class TokenGenerationLoop:
             return True
 
         # Schedule: the capacity policy, then the micro-batch scheduler.
+        if self._scheduler.tune_limits is not None:
+            self._scheduler.tune_limits(self.active)
         plan = self._scheduler.plan()
         if plan.paused and self._in_flight:
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.

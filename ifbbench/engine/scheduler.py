@@ -1,11 +1,13 @@
 """The scheduling of one iteration: the capacity policy, then the micro-batch scheduler; and static batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ifbbench.engine.active import NO_ROWS, ActiveRequests, Rows
 from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.dynamic_limits import DynamicLimits
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import PolicyFailed
@@ -73,7 +75,11 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._chunk_unit = config.chunk_unit or 0
         is_steady = getattr(policy, "is_steady", False) and not getattr(policy, "may_pause", True)
-        self._may_repeat = is_steady and not config.reuse.enabled and not self.is_static
+        # Before each iteration, where limits are tuned; then no decision is certain to stand.
+        self.tune_limits: Callable[[ActiveRequests], None] | None = None
+        if config.has_dynamic_limits:
+            self.tune_limits = DynamicLimits(config, self._micro_batch).update
+        self._may_repeat = is_steady and not (config.reuse.enabled or self.is_static or self.tune_limits)
         # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
 

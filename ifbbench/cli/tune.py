@@ -1,0 +1,200 @@
+"""`ifbbench tune`: find the settings with which a simulated device serves a trace best."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ifbbench.cli.options import SettingsCommand, given_config, read_config_file
+from ifbbench.clock import WallClock
+from ifbbench.config import RunConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ifbbench.planning.tune import Tuning
+    from ifbbench.planning.tune_candidates import Candidate
+
+GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost")
+HELP = {
+    "output": "Directory of the answer, its files and the recorded run. Default: results/tune-<trace>.",
+    "overwrite": "Replace the answer in an existing directory.",
+    "seed": "Seed of arrivals that are drawn; the highest rate is also found with the next ones.",
+}
+
+
+@click.command(cls=SettingsCommand, setting_help=HELP)
+@click.argument("trace", required=False)
+@click.option("--goal", type=click.Choice(GOAL_NAMES), help="What is best: requests/s that meet every objective "
+              "(default with an objective of each request), output tokens/s (default without), the highest rate of "
+              "arrivals that meets them, or the cost of enough GPUs.")  # fmt: skip
+@click.option("--max-gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of all replicas together. Default: as "
+              "many as one replica needs; 64 for --goal cost.")  # fmt: skip
+@click.option("--gpu-hour-price", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+              metavar="X", help="With --goal cost: the price of a GPU for an hour, in any currency.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.pass_context
+def tune(
+    context: click.Context, /, trace: str | None, goal: str | None, max_gpus: int | None, gpu_hour_price: float,
+    as_json: bool, config_file: Path | None, **options: Any,
+) -> None:  # fmt: skip
+    """Find the best settings for TRACE on a simulated device, under the objectives of --slo.
+
+    Searched are max_batch_size, max_num_tokens, policy, chunked context and its policy, tokens_per_block, reuse of
+    blocks (if prompts share prefixes) and tp_size. A setting that is given is not searched.
+
+    Example: ifbbench tune chat --model llama-3.1-8b --device h100-sxm --slo ttft=1s --slo tpot=50ms
+    """
+    config = given_config(config_file, options)
+    from_file = read_config_file(config_file) if config_file else {}
+    fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
+
+    from ifbbench.cli.console import progress_line, report_console
+    from ifbbench.planning.sweep import prepare_directory
+    from ifbbench.planning.tune import Tuner
+    from ifbbench.planning.tune_candidates import Goal
+    from ifbbench.planning.tune_files import answer, record_best, write_answer, write_server_files
+
+    clock, quiet = WallClock(), config.quiet
+
+    def report_best(best: "Candidate") -> None:
+        if not quiet:
+            click.echo(f"{clock.now():.0f} s: {_best_line(best, wanted)}", err=True)
+
+    wanted = Goal.of(goal, config.slo)
+    with progress_line("tune", quiet) as progress:
+        tuner = Tuner(trace, config, fixed, wanted, max_gpus, gpu_hour_price, progress, report_best)
+        directory = Path(config.output) if config.output else Path("results") / f"tune-{tuner.runs.trace.name}"
+        prepare_directory(directory, config.overwrite)
+        tuning = tuner.run()
+        assert tuning.best is not None
+        progress.stage("recording the best run")
+        findings = record_best(tuning, directory)
+    found = answer(tuning, findings, command_of(trace, config, tuning))
+    write_answer(found, directory)
+    write_server_files(tuning.best.settings, directory)
+    _plot(tuning, directory)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif not quiet:
+        print_answer(found, tuning, report_console(highlight=False))
+        click.echo(f"Results are in {directory}: tune.json, pareto.png, run.yaml, trtllm-serve.yaml, "
+                   "gptManagerBenchmark.txt, vllm.txt, and the run in run/.")  # fmt: skip
+    if not tuning.is_complete:
+        click.echo("Interrupted: this is the best that was found so far.", err=True)
+        context.exit(130)
+    if not found["recommendation"]["meets_slo"]:
+        context.exit(1)
+
+
+def command_of(trace: str | None, config: RunConfig, tuning: "Tuning") -> list[str]:
+    """The words of the command that runs the recommendation."""
+    best = tuning.best
+    assert best is not None
+    values = {name: value for name, value in config.as_dict().items() if value != getattr(RunConfig(), name)}
+    values |= best.settings
+    if best.rate is not None and best.rate.low:
+        if config.request_rate is not None:
+            values["request_rate"] = config.request_rate * best.rate.low
+        else:
+            values["time_scale"] = config.time_scale / best.rate.low
+    words = ["ifbbench", "run", *([trace] if trace else [])]
+    for name, value in values.items():
+        if name in ("output", "overwrite", "quiet") or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no_'}{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def _best_line(best: "Candidate", goal: Any) -> str:
+    ran = "all requests" if best.run.case.requests is None else f"the first {best.run.case.requests:,} requests"
+    limits = ", ".join(f"{name} {best.settings[name]}" for name in ("max_batch_size", "max_num_tokens", "policy"))
+    missed = goal.shortfalls(best.summary)
+    figure = f"misses {', '.join(missed)}" if missed else f"{abs(best.score):,.4g} {goal.unit}"
+    return f"{figure} over {ran}, with {limits}"
+
+
+def _plot(tuning: "Tuning", directory: Path) -> None:
+    from ifbbench.planning.tune_files import Point, latency, pareto, plot_candidates, throughput
+
+    goal, best = tuning.goal, tuning.best
+    assert best is not None
+
+    def point(one: "Candidate") -> Point:
+        return Point(latency(one, goal), throughput(one), not goal.shortfalls(one.summary))
+
+    alike = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
+    first = goal.objectives[0] if goal.objectives else None
+    name = f"{first.latency.removesuffix('_s').upper()} {first.statistic or 'p99'}" if first else "mean latency"
+    named = {"recommended": point(best), **{one.name: point(one) for one in tuning.baselines}}
+    plot_candidates(
+        [point(one) for one in alike], [point(one) for one in pareto(alike, goal)], named, name.replace("_", " "),
+        first.target_s if first else None, f"{tuning.runs.trace.name} · {tuning.runs.base.model} · "
+        f"{tuning.runs.base.device} · goal {goal.name}", directory,
+    )  # fmt: skip
+
+
+def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") -> None:
+    """Print the recommendation beside what users get without a search."""
+    from ifbbench.report import percent, plain_table, significant
+
+    best, baselines = found["recommendation"], found["baselines"]
+    console.print(f"\n[bold]{found['verdict']}[/bold]")
+    table = plain_table("", "recommended", *(one["name"] for one in baselines), "matters")
+    for name, value in best["settings"].items():
+        effect = found["importance"].get(name)
+        matters = "given" if name in tuning.space.fixed else percent(effect["effect"]) if effect else ""
+        others = [str(one["settings"].get(name, "")) for one in baselines]
+        table.add_row(name, f"[bold]{value}[/bold]", *others, matters)
+    if tuners := {name for one in baselines for name in one["settings"]} - set(best["settings"]):
+        table.add_row("tuners", "", *("on" if tuners & set(one["settings"]) else "" for one in baselines), "")
+    for label, path, unit, scale in ROWS[tuning.goal.name] + LATENCY_ROWS:
+        values = [_at(one["figures"], path) for one in (best, *baselines)]
+        if any(value is not None for value in values):
+            interval = best["intervals_95"].get(path)
+            low, high = (significant(limit, scale) for limit in interval or (None, None))
+            between = f" [dim]({low}–{high})[/dim]" if interval else ""
+            first, *others = (f"{significant(value, scale)}{unit}" for value in values)
+            table.add_row(label, f"[bold]{first}[/bold]{between}", *others, "")
+    console.print(table)
+    console.print("[dim]In brackets: 95 % intervals for other requests like these. Matters: the largest loss among the "
+                  "values beside the best one.[/dim]")  # fmt: skip
+    if binding := found["binding"]:
+        console.print(f"\n{binding['advice']}", markup=False)
+    if other := best["next_best"]:
+        changed = ", ".join(f"{name} {value}" for name, value in other["changed"].items())
+        loss = f"costs {other['loss']:.1%}" if not other["misses"] else f"misses {', '.join(other['misses'])}"
+        noise = f", less than other requests like these vary (±{other['noise']:.1%})" if other["is_noise"] else ""
+        console.print(f"Next best: {changed or 'other tuning'}; it {loss}{noise}.", markup=False)
+    work = found["work"]
+    console.print(
+        f"[dim]{work['simulated_requests']:,} requests were simulated in {work['runs']} runs; a grid of "
+        f"{work['grid_points']} points takes {work['grid_requests']:,}.[/dim]"
+    )  # fmt: skip
+    console.print(f"\n{best['command']}", markup=False, soft_wrap=True)
+
+
+LATENCY_ROWS = [
+    ("TTFT p99", "ttft_s.p99", " s", 1.0), ("TPOT p99", "tpot_s.p99", " ms", 1e3), ("ITL p99", "itl_s.p99", " ms", 1e3),
+    ("end to end, mean", "e2e_s.mean", " s", 1.0),
+]  # fmt: skip
+THROUGHPUT = ("output tokens/s", "output_throughput_tokens_per_s", "", 1.0)
+ROWS = {
+    "goodput": [("goodput (requests/s)", "goodput_requests_per_s", "", 1.0),
+                ("share of requests", "goodput_share", " %", 100.0), THROUGHPUT],
+    "output_throughput": [THROUGHPUT],
+    "max_rate": [("highest rate (requests/s)", "max_rate_requests_per_s", "", 1.0), THROUGHPUT],
+    "cost": [("cost / million output tokens", "cost_per_million_output_tokens", "", 1.0), ("GPUs", "gpus", "", 1.0),
+             THROUGHPUT],
+}  # fmt: skip
+
+
+def _at(figures: dict[str, Any], path: str) -> float | None:
+    value: Any = figures
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, int | float) else None

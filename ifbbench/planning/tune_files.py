@@ -1,0 +1,296 @@
+"""What `ifbbench tune` hands over: the answer as JSON, ready files for servers, a run directory and a picture."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from ifbbench.analysis.findings import Findings
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.planning.tune import Tuning
+from ifbbench.planning.tune_candidates import Candidate, Goal
+from ifbbench.recording.metrics import PERCENTILES
+from ifbbench.replay.run import run_trace
+from ifbbench.report import time_unit
+from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
+from ifbbench.report.sweep_maps import LOG_FROM_RATIO, pareto_front
+
+FIGURES = (
+    "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
+    "overloaded", "pauses", "recomputed_tokens", "prefix_hit_rate", "peak_scheduled_requests",
+)  # fmt: skip
+LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
+STATISTICS = ("mean", "p50", "p90", "p99", "max")
+RATES = ("request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s")
+# Bootstrap of blocks of consecutive requests, because the latencies of neighbours depend on each other.
+BLOCKS, DRAWS, TAIL = 40, 200, 2.5
+Floats = NDArray[np.float64]
+
+
+def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) -> dict[str, Any]:
+    """The object of `tune --json`. findings: of the recorded run of the best candidate."""
+    best, goal = tuning.best, tuning.goal
+    assert best is not None
+    ranked = [one for one in (*tuning.candidates, *tuning.baselines)
+              if one.run.case.requests == best.run.case.requests]  # fmt: skip
+    shown = {one.run.case: described(one, goal) for one in (*tuning.candidates, *tuning.baselines)}
+    return {
+        "goal": goal.name,
+        "slo": {one.name: one.target_s for one in goal.objectives},
+        "recommendation": {
+            **described(best, goal),
+            "intervals_95": intervals(findings.run, goal) if findings else {},
+            "expected_error": best.summary.get("expected_error"),
+            "next_best": _next_best(best, tuning, findings),
+            "command": shlex.join(command),
+        },
+        "verdict": verdict(tuning),
+        "baselines": [{"name": one.name, **described(one, goal)} for one in tuning.baselines],
+        "candidates": [*shown.values()],
+        "pareto": [shown[one.run.case] for one in pareto(ranked, goal)],
+        "binding": binding(findings) if findings else {},
+        "importance": tuning.importance,
+        "work": {
+            "simulated_requests": tuning.runs.work, "trace_requests": tuning.runs.total, "runs": len(tuning.runs.done),
+            "grid_points": len(tuning.space.grid()),
+            "grid_requests": len(tuning.space.grid()) * tuning.runs.total, "complete": tuning.is_complete,
+        },
+    }  # fmt: skip
+
+
+def described(one: Candidate, goal: Goal) -> dict[str, Any]:
+    """A candidate: settings, figures of all replicas together, and what it misses. requests: None is all of them."""
+    summary, case = one.summary, one.run.case
+    figures: dict[str, Any] = {
+        name: summary[name] * (case.replicas if name in RATES and summary[name] else 1)
+        if isinstance(summary[name], float) else summary[name]
+        for name in FIGURES if name in summary
+    }  # fmt: skip
+    figures |= {name: {part: summary[name][part] for part in STATISTICS} for name in LATENCIES}
+    figures |= {"gpus": one.gpus, "replicas": case.replicas}
+    if goal.name == "max_rate":
+        figures["max_rate_requests_per_s"] = one.score if one.rate else None
+        if one.rate:
+            scale = one.score / one.rate.low if one.rate.low else 0.0
+            figures["max_rate_interval"] = [scale * factor for factor in one.rate.interval]
+            figures["max_rate_by_seed"] = [scale * factor for factor in one.rate.by_seed]
+            figures["time_scale"] = 1 / one.rate.low if one.rate.low else None
+    if goal.name == "cost":
+        figures["cost_per_million_output_tokens"] = -one.score
+    missed = goal.shortfalls(summary)
+    return {"settings": one.settings, "figures": figures, "requests": case.requests, "meets_slo": not missed,
+            "misses": missed}  # fmt: skip
+
+
+def verdict(tuning: Tuning) -> str:
+    """In one or two sentences: whether the objectives can be met, and whether the settings matter."""
+    best, goal = tuning.best, tuning.goal
+    assert best is not None
+    missed = goal.shortfalls(best.summary)
+    tried = [one for one in (*tuning.candidates, *tuning.baselines)
+             if one.run.case.requests == best.run.case.requests]  # fmt: skip
+    if missed:
+        parts = [f"{name} is {100 * (ratio - 1):,.0f} % above its target" for name, ratio in missed.items()]
+        return (f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}. Allow "
+                "more time, a lower rate, or more or faster GPUs.")
+    scores = [one.score for one in tried if not goal.shortfalls(one.summary)]
+    largest = max(map(abs, scores), default=0.0)
+    spread = (max(scores) - min(scores)) / largest if largest else 0.0
+    all_meet = len(scores) == len(tried) > 1 and (goal.name != "goodput" or best.summary["goodput_share"] == 1.0)
+    if goal.objectives and all_meet and spread < 0.01 and not goal.needs_stable_queue:
+        return ("Every setting that was tried meets the objectives, with the same result: the traffic decides, not the "
+                "settings. --goal max_rate finds how much more traffic they take.")
+    if goal.name == "goodput":
+        share = best.summary["goodput_share"]
+        if not share:
+            return "No request meets the objectives with any setting that was tried; " + _nearest(best, goal)
+        return f"{share:.1%} of the requests meet every objective."
+    return "The objectives are met." if goal.objectives else "There are no objectives; the goal alone decides."
+
+
+def _nearest(best: Candidate, goal: Goal) -> str:
+    parts = [f"the smallest {one.name} is {best.summary[one.latency]['min']:.4g} s, its target {one.target_s:.4g} s"
+             for one in goal.objectives if one.statistic is None and best.summary[one.latency]["min"] is not None]
+    return "; ".join(parts) + "."
+
+
+def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+    """Those that no other one beats in both output throughput and the latency of the picture, in order of latency."""
+    places = pareto_front([(latency(one, goal), throughput(one)) for one in candidates])
+    return [candidates[place] for place in places]
+
+
+def throughput(one: Candidate) -> float:
+    return one.run.case.replicas * float(one.summary["output_throughput_tokens_per_s"])
+
+
+def latency(one: Candidate, goal: Goal) -> float:
+    """The latency of the first objective, else mean end-to-end latency, in seconds."""
+    first = goal.objectives[0] if goal.objectives else None
+    value = one.summary[first.latency][first.statistic or "p99"] if first else one.summary["e2e_s"]["mean"]
+    return float(value or 0.0)
+
+
+def binding(findings: Findings) -> dict[str, Any]:
+    """What bound the run of the best candidate."""
+    return {
+        "by_time": findings.by_time, "waiting_s": findings.waiting_s, "idle": findings.advice.idle,
+        "advice": findings.advice.text,
+    }  # fmt: skip
+
+
+def intervals(run: RecordedRun, goal: Goal) -> dict[str, list[float]]:
+    """95 % intervals of the figures of a run, if other requests like these came."""
+    rows = sorted((row for row in run.row_of.values() if row.get("e2e_s") is not None), key=lambda row: row["index"])
+    if len(rows) < BLOCKS:
+        return {}
+    generator = np.random.default_rng(0)
+    blocks = np.array_split(np.arange(len(rows)), BLOCKS)
+    draws = [np.concatenate([blocks[block] for block in generator.integers(0, BLOCKS, BLOCKS)])
+             for _ in range(max(min(DRAWS, 20_000_000 // len(rows)), 20))]  # fmt: skip
+    found: dict[str, list[float]] = {}
+    for name in ("ttft_s", "tpot_s", "e2e_s", "queue_time_s"):
+        values = np.array([np.nan if row[name] is None else row[name] for row in rows])
+        for statistic in ("mean", "p50", "p99"):
+            drawn = [_statistic(values[draw], statistic) for draw in draws]
+            found[f"{name}.{statistic}"] = _interval(np.array(drawn))
+    if any(one.statistic is None for one in goal.objectives):
+        met = np.array([bool(row.get("slo_met")) for row in rows])
+        found["goodput_share"] = _interval(np.array([met[draw].mean() for draw in draws]))
+    return found
+
+
+def _statistic(values: Floats, name: str) -> float:
+    return float(np.nanmean(values) if name == "mean" else np.nanpercentile(values, PERCENTILES[name]))
+
+
+def _interval(drawn: Floats) -> list[float]:
+    low, high = np.percentile(drawn, (TAIL, 100 - TAIL))
+    return [float(low), float(high)]
+
+
+def _next_best(best: Candidate, tuning: Tuning, findings: Findings | None) -> dict[str, Any] | None:
+    """The best other settings of those that were measured alike, and what they cost. is_noise: whether the
+    difference is within the interval of the goal's figure."""
+    alike = [one for one in tuning.candidates
+             if (one.run.case.requests, one.rate is None) == (best.run.case.requests, best.rate is None)
+             and one.settings != best.settings]  # fmt: skip
+    if not alike:
+        return None
+    other, goal = alike[0], tuning.goal
+    loss = 1 - other.score / best.score if best.score else 0.0
+    changed = {name: value for name, value in other.settings.items() if best.settings.get(name) != value}
+    width = 0.0
+    if best.rate is not None and best.rate.low:
+        low, high = best.rate.interval
+        width = (high - low) / best.rate.low / 2
+    elif goal.name == "goodput" and findings and (interval := intervals(findings.run, goal).get("goodput_share")):
+        width = (interval[1] - interval[0]) / 2 / max(best.summary["goodput_share"], 1e-9)
+    return {"settings": other.settings, "changed": changed, "score": other.score, "loss": loss,
+            "misses": goal.shortfalls(other.summary), "noise": width, "is_noise": abs(loss) <= width}  # fmt: skip
+
+
+# Files.
+
+
+def record_best(tuning: Tuning, directory: Path) -> Findings:
+    """Run the best candidate again into `directory`/run, with everything recorded."""
+    assert tuning.best is not None
+    case, runs = tuning.best.run.case, tuning.runs
+    config = runs.config(case).with_values(output=str(directory / "run"), overwrite=True)
+    runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
+    run_trace(runs.trace_of(case), config)
+    return Findings(RecordedRun.load(directory / "run"))
+
+
+def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
+    """The settings for trtllm-serve, gptManagerBenchmark, vLLM and `ifbbench run --config`."""
+    import yaml
+
+    reuse, chunked = settings.get("enable_kv_cache_reuse", False), settings["enable_chunked_context"]
+    llm = {
+        "max_batch_size": settings["max_batch_size"], "max_num_tokens": settings["max_num_tokens"],
+        "tensor_parallel_size": settings["tp_size"], "enable_chunked_prefill": chunked,
+        "kv_cache_config": {"enable_block_reuse": reuse, "tokens_per_block": settings["tokens_per_block"]},
+        "scheduler_config": {
+            "capacity_scheduler_policy": settings["policy"].upper(),
+            "context_chunking_policy": settings["context_chunking_policy"].upper(),
+        },
+    }  # fmt: skip
+    gpt_manager = [
+        f"--max_batch_size {settings['max_batch_size']}", f"--max_num_tokens {settings['max_num_tokens']}",
+        f"--scheduler_policy {settings['policy']}", f"--enable_chunked_context {str(chunked).lower()}",
+        f"--enable_kv_cache_reuse {str(reuse).lower()}",
+    ]  # fmt: skip
+    no = {True: "", False: "no-"}
+    vllm = [
+        f"--max-num-seqs {settings['max_batch_size']}", f"--max-num-batched-tokens {settings['max_num_tokens']}",
+        f"--tensor-parallel-size {settings['tp_size']}", f"--block-size {settings['tokens_per_block']}",
+        f"--{no[chunked]}enable-chunked-prefill", f"--{no[reuse]}enable-prefix-caching",
+    ]  # fmt: skip
+    texts = {
+        "trtllm-serve.yaml": "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(llm),
+        "gptManagerBenchmark.txt": " ".join(gpt_manager) + "\n",
+        "vllm.txt": " ".join(vllm) + "\n",
+        "run.yaml": "# ifbbench run TRACE --config run.yaml\n" + yaml.safe_dump(dict(settings)),
+    }
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return [directory / name for name in texts]
+
+
+def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
+    path = directory / "tune.json"
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+# The picture.
+
+
+class Point(NamedTuple):
+    """A candidate: its latency (s), output tokens/s, and whether it meets the objectives."""
+
+    latency_s: float
+    tokens_per_s: float
+    meets: bool
+
+
+def plot_candidates(
+    points: Sequence[Point], front: Sequence[Point], named: dict[str, Point], latency_name: str,
+    target_s: float | None, subtitle: str, directory: Path,
+) -> Path:  # fmt: skip
+    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
+    unit, scale = time_unit([point.latency_s for point in points])
+    with styled():
+        figure = Figure(figsize=(7.2, 4.4))
+        axes = figure.add_subplot()
+        for meets, label, colour in ((False, "misses an objective", "#C4C4C4"), (True, "candidate", SERIES[0])):
+            some = [point for point in points if point.meets is meets]
+            axes.scatter([point.latency_s * scale for point in some], [point.tokens_per_s for point in some], s=22,
+                         color=colour, label=label if some else None, linewidths=0)  # fmt: skip
+        line = [point.latency_s * scale for point in front], [point.tokens_per_s for point in front]
+        axes.plot(*line, color=SERIES[0], linewidth=1.2, label="Pareto front")
+        for number, (name, point) in enumerate(named.items()):
+            at = (point.latency_s * scale, point.tokens_per_s)
+            axes.scatter(*at, s=80, facecolors="none", edgecolors=SERIES[number % 3 + 1], linewidths=1.6, label=name)
+        if target_s is not None:
+            axes.axvline(target_s * scale, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, label="objective")
+        axes.set_xlabel(f"{latency_name} ({unit})")
+        axes.set_ylabel("output tokens/s")
+        axes.set_ylim(bottom=0)
+        known = [point.latency_s for point in points if point.latency_s > 0]
+        if known and max(known) > LOG_FROM_RATIO * min(known):
+            axes.set_xscale("log")
+        thousands(axes.xaxis)
+        axes.grid(axis="x", color="#E3E3E3")
+        thousands(axes.yaxis)
+        axes.tick_params(colors=MUTED)
+        axes.legend(loc="lower right")
+        title(axes, "Throughput against latency of the settings that were tried", subtitle)
+        return save(figure, directory, "pareto")[0]
