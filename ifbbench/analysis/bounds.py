@@ -3,7 +3,7 @@
 The least time of the device is that of the best batching that the KV cache allows: every request needs an iteration for
 each of its output tokens, and holds its tokens in the cache in each of them, so that there are at least as many
 iterations as the longest output has tokens, and as many as all held blocks fill caches. The work is done in at least so
-many iterations, at the cost that `CostModel.least_ns` derives from its being convex. A measured device costs what a
+many iterations, at the cost that `LeastTime` derives from its being convex. A measured device costs what a
 linear fit of the run's own iterations says.
 
 No run ends before the work of the requests that arrive last is done after their arrival, nor before any request would

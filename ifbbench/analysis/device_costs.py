@@ -1,5 +1,6 @@
 """What iterations cost on the device of a recorded run: as it was simulated, or by a fit of its measured times."""
 
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple, Protocol
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from ifbbench.analysis.recorded import Floats
 from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.simulation.least_time import LeastTime
 from ifbbench.simulation.step_work import StepWork, StepWorks
 
 
@@ -33,7 +35,7 @@ class SimulatedDevice(NamedTuple):
     def least_s(self, work: StepWork, min_iterations: int) -> float:
         if not work.num_tokens:
             return 0.0
-        return self.cost_model.least_ns(work, max(min_iterations, 1)) / NANOSECONDS
+        return _least_time(self.cost_model).least_ns(work, max(min_iterations, 1)) / NANOSECONDS
 
 
 class MeasuredDevice(NamedTuple):
@@ -56,6 +58,11 @@ class MeasuredDevice(NamedTuple):
         counts = (max(min_iterations, 1), work.context_tokens, work.attention_pairs, work.generation_tokens,
                   work.generation_kv_tokens)  # fmt: skip
         return float(np.dot(counts, self.seconds)) if work.num_tokens else 0.0
+
+
+@cache
+def _least_time(cost_model: CostModel) -> LeastTime:
+    return LeastTime(cost_model)
 
 
 def _columns(works: StepWorks) -> list[Floats]:

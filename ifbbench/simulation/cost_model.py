@@ -1,7 +1,6 @@
 """The simulated device: a cost model of the transformer's operations, and an executor that takes the predicted time."""
 
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ KERNELS_OUTSIDE_LAYERS = 8
 # A logit is written in 16 bits, cast to 32 (read and written) and read to find the largest.
 SAMPLING_BYTES_PER_LOGIT = 12
 # The time of an iteration is rounded to whole nanoseconds.
-ROUNDING_NS = 0.5
 # In generation, the arithmetic of up to four query heads is hidden behind reading the key and value head that they
 # share; each further one adds this share of the reading time. One value fits Hopper, Ampere and Ada.
 HIDDEN_QUERY_HEADS = 4
@@ -105,8 +103,8 @@ class CostModel:
         further_heads = max(0, shard.query_size // shard.kv_size - HIDDEN_QUERY_HEADS)
         reading_s = self._kv_bytes_per_token / (share.generation_attention * hardware.memory_bandwidth)
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
-        self._tokens_ns = _Times(self._of_tokens)
-        self._outputs_ns = _Times(self._of_outputs)
+        self._tokens_ns = _Times(self.of_tokens)
+        self._outputs_ns = _Times(self.of_outputs)
 
     # The time of an iteration.
 
@@ -146,29 +144,6 @@ class CostModel:
         rounded: NDArray[np.float64] = np.rint(np.where(launched, np.maximum(busy, self._launch_ns), busy))
         return rounded
 
-    def least_ns(self, work: StepWork, min_iterations: int) -> float:
-        """A lower bound of the time of all iterations that do `work` together, if at least so many have outputs.
-        The time of tokens and that of outputs are convex functions of their numbers, so that iterations of equal size
-        cost least. How many cost least is searched for: a further one reads the weights again, but activations of
-        fewer tokens fit the cache. Times of attention are proportional to its work. With pipeline parallelism each
-        stage has at least its share."""
-        stages = self.shard.pp_size
-        tokens, outputs = work.num_tokens / stages, work.outputs / stages
-
-        def of_tokens(iterations: int) -> float:
-            return iterations * (_interpolated(self._tokens_ns, tokens / iterations) - ROUNDING_NS)
-
-        # The first number of iterations from which one more costs more. Each has a token at least.
-        range_of = range(min_iterations, max(min_iterations, work.num_tokens))
-        best = bisect_left(range_of, 0.0, key=lambda number: of_tokens(number + 1) - of_tokens(number))
-        least = of_tokens(min_iterations + best)
-        if outputs:
-            least += min_iterations * _interpolated(self._outputs_ns, outputs / min_iterations)
-        least += work.generation_kv_tokens * self._ns_per_kv_token / stages
-        if work.context_tokens:
-            least += self._context_attention_ns(work) / stages + self._context_ns
-        return max(least, 0.0)
-
     def host_ns(self, num_requests: int, context_tokens: int = 0) -> int:
         """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
         hardware = self.hardware
@@ -177,12 +152,12 @@ class CostModel:
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
         """The parts of `device_ns`, in the order of the forward pass."""
-        embedding, qkv, *others, kernel_starts = self._of_tokens(work.num_tokens)
+        embedding, qkv, *others, kernel_starts = self.of_tokens(work.num_tokens)
         # Preparation that only iterations with context need.
         context_s = self.hardware.constants.context_s if work.context_tokens else 0.0
         done = (
             embedding, qkv, self._context_attention(work), self._generation_attention(work), *others,
-            *self._of_outputs(work.outputs), kernel_starts, OperationCost("context start", 0, 0, context_s, "latency"),
+            *self.of_outputs(work.outputs), kernel_starts, OperationCost("context start", 0, 0, context_s, "latency"),
         )  # fmt: skip
         with_launches = work.context_tokens > 0 or not self._cuda_graphs
         waited = self._launch_ns / NANOSECONDS - sum(operation.seconds for operation in done)
@@ -191,7 +166,7 @@ class CostModel:
 
     # Operations that depend on the numbers of tokens and outputs only.
 
-    def _of_tokens(self, tokens: int) -> tuple[OperationCost, ...]:
+    def of_tokens(self, tokens: int) -> tuple[OperationCost, ...]:
         """Operations on all tokens, in the order of the forward pass."""
         shard, hidden = self.shard, self.shard.model.hidden_size
         # Two norms with residual, rotary embedding with cache write, and the activation, in each layer. What fits the
@@ -217,7 +192,7 @@ class CostModel:
             OperationCost("kernel starts", 0, 0, kernel_starts_s, "latency"),
         )
 
-    def _of_outputs(self, outputs: int) -> tuple[OperationCost, ...]:
+    def of_outputs(self, outputs: int) -> tuple[OperationCost, ...]:
         """Logits and sampling of `outputs` tokens. The weights of the output layer stay in 16 bits."""
         hidden, vocabulary = self.shard.model.hidden_size, self.shard.vocab_size
         moved = (hidden * vocabulary + outputs * (hidden + vocabulary)) * self.shard.compute_bytes
@@ -284,14 +259,6 @@ class CostModel:
         seconds = keys * self._ns_per_kv_token / NANOSECONDS
         moved = keys * self._kv_bytes_per_token
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
-
-
-def _interpolated(times: _Times, number: float) -> float:
-    """The time of a number of tokens between two whole ones, on the line between theirs."""
-    if number <= 1:
-        return times[1]
-    low = math.floor(number)
-    return times[low] + (number - low) * (times[low + 1] - times[low]) if number > low else times[low]
 
 
 class SimulatedExecutor:
