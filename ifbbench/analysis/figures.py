@@ -56,7 +56,7 @@ class Figure:
 
 def compared_figures(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, Figure]:
     """Each number of `summary.json` that both runs have, by its dotted name. paired: the traces are equal."""
-    flat = [dict(_numbers(run.data.summary or {})) for run in (a, b)]
+    flat = [dict(numbers_of(run.data.summary or {})) for run in (a, b)]
     intervals = _intervals(a, b, paired)
     return {
         name: Figure(value, flat[1][name], *intervals.get(name, ()))
@@ -88,11 +88,11 @@ def _intervals(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, Interv
     return found
 
 
-def _numbers(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Nested numbers by dotted names: `ttft_s.p99`."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}.")
+            yield from numbers_of(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + name, float(value)
 

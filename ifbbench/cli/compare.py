@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ifbbench.analysis.compare import Change, Comparison
     from ifbbench.analysis.figures import Figure
+    from ifbbench.analysis.repeats import RepeatsComparison
 
 FAILED = 1
 DECISIONS_SHOWN = 6
@@ -53,6 +54,7 @@ def compare(
     from ifbbench.analysis.compare import Comparison
     from ifbbench.analysis.figures import failed_condition
     from ifbbench.analysis.recorded import RecordedRun
+    from ifbbench.analysis.repeats import RepeatsComparison, is_repeats
     from ifbbench.cli.console import report_console
 
     listed = [*over, *(f"{name}={value}" for name, value in _lists(options).items())]
@@ -64,18 +66,34 @@ def compare(
         directories = [Path(path) for path in paths]
     if len(directories) < 2:
         raise click.UsageError("give at least two run directories, or a trace and several values of a setting.")
-    first, *others = [RecordedRun.load(directory) for directory in directories]
-    comparisons = [Comparison(first, other) for other in others]
+    comparisons: list[Comparison | RepeatsComparison]
+    if any(map(is_repeats, directories)):
+        if not all(map(is_repeats, directories)):
+            raise click.UsageError("repeats are compared with repeats only: give directories of `run --repeat`.")
+        comparisons = [RepeatsComparison(directories[0], other) for other in directories[1:]]
+    else:
+        first, *others = [RecordedRun.load(directory) for directory in directories]
+        comparisons = [Comparison(first, other) for other in others]
     reasons = [
         reason for comparison in comparisons for condition in conditions
         if (reason := failed_condition(condition, comparison.figures)) is not None
     ]  # fmt: skip
     if as_json:
-        documents = [comparison.as_dict(changes) | {"failed_conditions": reasons} for comparison in comparisons]
+        documents = [
+            (one.as_dict(changes) if isinstance(one, Comparison) else one.as_dict()) | {"failed_conditions": reasons}
+            for one in comparisons
+        ]
         click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
     else:
+        console = report_console(highlight=False)
         for comparison in comparisons:
-            _print(comparison, all_figures, changes, report_console(highlight=False))
+            if isinstance(comparison, Comparison):
+                _print(comparison, all_figures, changes, console)
+            else:
+                a, b = (f"[bold]{side}[/bold]" for side in (comparison.a, comparison.b))
+                counts = " and ".join(str(len(runs)) for runs in comparison.runs)
+                console.print(f"\n{a} (a) and {b} (b): {counts} repeats\n")
+                _print_figures(comparison, all_figures, console)
     if reasons:
         for reason in reasons:
             click.echo(f"Condition holds: {reason}", err=True)
@@ -114,8 +132,6 @@ def _run_all(
 
 
 def _print(comparison: "Comparison", all_figures: bool, changes: int, console: "Console") -> None:
-    from ifbbench.report import plain_table
-
     a, b = comparison.a.data, comparison.b.data
     console.print(f"\n[bold]{a.path}[/bold] (a) and [bold]{b.path}[/bold] (b)")
     for run, name in ((a, "a"), (b, "b")):
@@ -129,18 +145,24 @@ def _print(comparison: "Comparison", all_figures: bool, changes: int, console: "
     if different := comparison.different_settings:
         console.print("Settings: " + "; ".join(f"{name} {one} → {two}" for name, (one, two) in different.items()))
     console.print()
-    table = plain_table("Figure", numbers=["a", "b", "difference", "ratio"])
-    table.add_column("95 % interval of the difference")
-    names = comparison.figures if all_figures else [name for name in HEADLINES if name in comparison.figures]
-    for name in names:
-        table.add_row(name, *_cells(name, comparison.figures[name]))
-    console.print(table)
-    console.print()
+    _print_figures(comparison, all_figures, console)
     _print_divergence(comparison, console)
     gained, lost = comparison.changes(changes)
     for title, found in (("Gained most in b", gained), ("Lost most in b", lost)):
         if found:
             _print_changes(title, found, console)
+
+
+def _print_figures(comparison: "Comparison | RepeatsComparison", all_figures: bool, console: "Console") -> None:
+    from ifbbench.report import plain_table
+
+    table = plain_table("Figure", numbers=["a", "b", "difference", "ratio"])
+    table.add_column("95 % interval of the difference")
+    figures = comparison.figures
+    for name in figures if all_figures else [name for name in HEADLINES if name in figures]:
+        table.add_row(name, *_cells(name, figures[name]))
+    console.print(table)
+    console.print()
 
 
 def _cells(name: str, figure: "Figure") -> tuple[str, ...]:

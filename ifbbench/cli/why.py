@@ -136,6 +136,9 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
         named = ", ".join(f"{request_id} ({times} times)" for request_id, times in thrashing[:5])
         more = f" and {len(thrashing) - 5:,} more" if len(thrashing) > 5 else ""
         console.print(f"Paused again and again: {named}{more}.", soft_wrap=True)
+    if chains := ledger.chains():
+        longest = ", which was paused for ".join(map(str, chains[0]))
+        console.print(f"{count(len(chains))} chains of pauses; the longest: {longest}.", soft_wrap=True)
     numbers = ["blocks freed", "tokens again", "lost s", "gained s"]
     table = plain_table("Costliest pauses", "iteration", "victim", "made room for", numbers=numbers)
     for entry in sorted(ledger.entries, key=lambda one: -one.tokens_recomputed)[:PAUSES_SHOWN]:

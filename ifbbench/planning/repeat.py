@@ -6,12 +6,12 @@ from typing import Any
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.planning.confidence import summary_of
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
 from ifbbench.planning.points import FAILURES, in_one_line
 from ifbbench.planning.sweep import OnPoint, prepare_directory, remove_runs
 from ifbbench.recording.run_directory import REPEATS_FILE, RESULTS, write_json
 from ifbbench.replay.run import RunResult
+from ifbbench.report.confidence import summary_of
 from ifbbench.workload.load import load_trace
 
 RunOne = Callable[[str | None, RunConfig], RunResult]

@@ -18,12 +18,12 @@ from ifbbench import __version__
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.planning.confidence import summary_of
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.planning.points import PointResult, Report, RunPoint, outcome, run_all
 from ifbbench.recording.run_directory import RESULTS, git_revision, replace_file
 from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.report.confidence import summary_of
 from ifbbench.report.load import load_run
 from ifbbench.report.outputs import write_outputs
 from ifbbench.workload.load import in_memory, load_trace, read_source, reading_of

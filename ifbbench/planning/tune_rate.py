@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 
-from ifbbench.planning.confidence import CONFIDENCE, student_t
 from ifbbench.planning.tune_candidates import Goal
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Settings
+from ifbbench.report.confidence import CONFIDENCE, student_t
 
 # The rate is found to this share, while settings are compared and in the end. Around the border one rate may fail and a
 # higher one pass, so that a few more rates are tried above it in the end.

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.explain import iteration_facts, request_life
@@ -12,6 +13,7 @@ from ifbbench.analysis.figures import Figure, failed_condition
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.pauses import pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from tests.analysis.runs import SETTINGS, simulate, write_requests
 
@@ -157,3 +159,24 @@ def test_conditions_of_a_regression_gate(text: str, holds: bool) -> None:
 def test_other_conditions_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--fail-if"):
         failed_condition(text, {})
+
+
+def test_repeats_are_compared_by_their_means(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "run chat --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 30 --repeat 3 --quiet --output"
+    for name, rate in (("slow", "5"), ("fast", "40")):
+        done = CliRunner().invoke(main, [*words.split(), name, "--request_rate", rate])
+        assert done.exit_code == 0, done.output
+    compared = CliRunner().invoke(main, ["compare", "slow", "fast", "--json"])
+    assert compared.exit_code == 0, compared.output
+    found = json.loads(compared.output)
+    assert found["repeats"] == [3, 3]
+    figure = found["figures"]["ttft_s.mean"]
+    means = [json.loads((tmp_path / name / "summary.json").read_text())["ttft_s"]["mean"] for name in ("slow", "fast")]
+    assert [figure["a"], figure["b"]] == pytest.approx(means)
+    low, high = figure["interval_95"]
+    assert low < means[1] - means[0] < high
+    assert json.loads(CliRunner().invoke(main, ["compare", "slow", "slow", "--json"]).output)["identical"]
+    mixed = CliRunner().invoke(main, ["compare", "slow", "fast/repeat-1"])
+    assert mixed.exit_code == 2
+    assert "repeats are compared with repeats only" in mixed.output

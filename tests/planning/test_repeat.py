@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.planning.confidence import student_t, summary_of
 from ifbbench.planning.point_table import read_sweep
 from ifbbench.planning.repeat import run_repeats
 from ifbbench.replay.run import RunResult
+from ifbbench.report.confidence import student_t, summary_of
 
 
 @pytest.mark.parametrize(
