@@ -32,8 +32,8 @@ class RepeatsComparison:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """The mean of each number of `summary.json` over the repeats. The interval of a difference is Welch's, for sides
-        of different variances."""
+        """The mean of each number of `summary.json` over the repeats. The interval of a difference is Welch's, for
+        sides of different variances."""
         tables = [[dict(numbers_of(run.summary or {})) for run in runs] for runs in self.runs]
         found = {}
         for name in tables[0][0]:
