@@ -16,10 +16,10 @@ from ifbbench.report.style import (
     CAUSE_NAMES,
     INK,
     LIMIT,
+    LIMIT_DASHES,
     MUTED,
     PHASE_COLOURS,
     SERIES,
-    draw_limit,
     heading,
     legend_above,
 )
@@ -134,11 +134,11 @@ def _key(cells: pd.DataFrame, width: float) -> str:
     parts = [KEY[phase] for phase in KEY if phase in seen]
     paused = cells.loc[cells["phase"] == "paused", "cause"]
     if "paused" in seen:
-        parts.append("P‹3: paused to make room for 3" if paused.notna().any() else "P: paused")
+        parts.append("P→3: paused to make room for 3" if paused.notna().any() else "P: paused")
     causes = dict.fromkeys(cells.loc[cells["phase"] == "waiting", "cause"].dropna())
     names = [f"{CAUSE_LABELS.get(one, one)}: {CAUSE_NAMES.get(one, one)}" for one in causes]
     if names:
-        parts.append("grey: waiting for " + ", ".join(names).replace("line: behind", "line: (in line) behind"))
+        parts.append("waiting for  " + " · ".join(names))
     elif "waiting" in seen:
         parts.append("grey: waiting")
     lines, letters = [""], int(width * 17)
@@ -163,7 +163,7 @@ def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: fl
         if phase == "waiting" and isinstance(cause, str):
             label, size, ink = CAUSE_LABELS.get(cause, cause[:4]), letter_size - 1.5, MUTED
         elif phase == "paused" and cause is not None and cause == cause and len(str(cause)) <= LONGEST_ID:
-            label = f"P‹{cause}"
+            label = f"P→{cause}"
         halo = [withStroke(linewidth=3, foreground="white")] if hatch else None
         axes.text(iteration, row, label, ha="center", va="center", color=ink, fontsize=size, fontweight=weight,
                   path_effects=halo)  # fmt: skip
@@ -205,7 +205,7 @@ def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     axes.bar(where, used - context, width=0.94, color=PHASE_COLOURS["generation"], label="generation")
     axes.bar(where, context, bottom=used - context, width=0.94, color=PHASE_COLOURS["context"], label="context")
     _numbers(axes, where, used, columns)
-    draw_limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(used.max()))
+    _limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(used.max()))
     axes.set_ylabel("tokens\nin the batch")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     legend_above(axes, 2)
@@ -216,9 +216,21 @@ def _blocks_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     used = table["used_kv_cache_blocks"].fillna(0)
     axes.bar(table["iteration_counter"], used, width=0.94, color=SERIES[2], alpha=0.55)
     _numbers(axes, table["iteration_counter"], used, columns)
-    draw_limit(axes, "pool of", int(table["max_kv_cache_blocks"].max()), float(used.max()))
+    _limit(axes, "pool of", int(table["max_kv_cache_blocks"].max()), float(used.max()))
     axes.set_ylabel("KV blocks\nused")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+
+
+def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
+    """As draw_limit, with the name at the top: the numbers of the bars are at the line."""
+    near = limit is not None and limit <= 3 * highest
+    axes.set_ylim(0, max(highest, (limit or 0) if near else 0, 1.0) * 1.5)
+    if limit is None:
+        return
+    if near:
+        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=0.9)
+    axes.annotate(f"{name} {limit:,}" + ("" if near else " (above this scale)"), (1, 1), xycoords="axes fraction",
+                  xytext=(-3, -1), textcoords="offset points", color=LIMIT, fontsize=8, ha="right", va="top")  # fmt: skip
 
 
 def _numbers(axes: Axes, where: pd.Series, values: pd.Series, columns: int) -> None:

@@ -114,8 +114,8 @@ def draw_throughput(run: RunData) -> Figure:
     bins, iterations = TimeBins.of(run), run.iterations
     _rate(output, bins, output_tokens(run), "generation", "output tokens/s")
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
-    generation = bins.means(iterations["generation_requests"].to_numpy(dtype=float))
-    total = generation + bins.means(iterations["context_requests"].to_numpy(dtype=float))
+    total = bins.means(iterations["scheduled_requests"].to_numpy(dtype=float))
+    generation = np.maximum(total - bins.means(iterations["context_requests"].to_numpy(dtype=float)), 0.0)
     batch.stairs(total, bins.edges, baseline=generation, fill=True, color=PHASE_COLOURS["context"], linewidth=0,
                  label="in context phase")  # fmt: skip
     batch.stairs(generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0,

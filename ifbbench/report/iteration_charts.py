@@ -64,7 +64,7 @@ def draw_budget(run: RunData) -> Figure:
 def _axis_to_limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
     """Scale to the limit if the values come near it; else to the values, with the limit in words."""
     near = limit is not None and limit <= 3 * highest
-    axes.set_ylim(0, max((limit or 0) * 1.08 if near else 0.0, highest * 1.15, 1.0))
+    axes.set_ylim(0, max((limit or 0) * 1.2 if near else 0.0, highest * 1.25, 1.0))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     thousands(axes.yaxis)
     if limit is None:
@@ -72,10 +72,10 @@ def _axis_to_limit(axes: Axes, name: str, limit: int | None, highest: float) -> 
     share = percent(highest / limit)
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    axes.annotate(f"{name} {limit:,} · largest use {share}", (0, limit if near else 1),
-                  xycoords=("axes fraction", "data" if near else "axes fraction"), xytext=(4, -3),
-                  textcoords="offset points", color=LIMIT, fontsize=8, va="top",
-                  bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1})  # fmt: skip
+    axes.annotate(f"{name} {limit:,} · largest use {share}", (1, limit if near else 1),
+                  xycoords=("axes fraction", "data" if near else "axes fraction"), xytext=(-3, 3 if near else -3),
+                  textcoords="offset points", color=LIMIT, fontsize=8, ha="right",
+                  va="bottom" if near else "top")  # fmt: skip
 
 
 def _time_at(axes: Axes, values: Floats, weights: Floats, top: float, limit: int | None) -> None:

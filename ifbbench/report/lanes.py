@@ -46,7 +46,7 @@ def draw_lanes(run: RunData) -> Figure:
             axes.text((x0[place] + x1[place]) / 2, lanes[place], running["request_id"].iloc[place], ha="center",
                       va="center", fontsize=7, color=INK)  # fmt: skip
     axes.set(ylim=(count - 0.4, -0.6), ylabel="lane: requests that run at a time")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.grid(visible=False)
     names = {"context": faces[1][0], "generation": faces[0][0]}
     names |= {"recompute after a pause": INK} if paused_again.any() else {}

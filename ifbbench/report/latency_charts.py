@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
@@ -33,8 +34,8 @@ MARKS = (50, 90, 99)
 LOG_LATENCY_FROM_RATIO = 10
 RARE_RATIO = 15
 MAX_CURVE_POINTS = 2000
-# A stall is a gap of more than so many times the median one. So many of the longest are drawn as points.
-STALL_RATIO, MAX_POINTS = 5.0, 2000
+# A stall is a gap of more than so many times the median one.
+STALL_RATIO, POINTS_OF_A_BIN = 5.0, 12
 
 
 def draw_latency(run: RunData) -> Figure:
@@ -115,7 +116,7 @@ def draw_ttft(run: RunData) -> Figure:
     ttft_s, lengths = done["ttft_s"].to_numpy(dtype=float), done["prompt_len"].to_numpy(dtype=float)
     unit, scale = time_unit([float(np.median(ttft_s))] if len(ttft_s) else [])
     causes = _main_waits(done)
-    colours = cause_colours(causes)
+    colours = cause_colours(causes) | ({"none": "#8A8A8A"} if "none" in causes else {})
     size, opacity = (22, 0.85) if len(done) <= 400 else (8, 0.5) if len(done) <= 4000 else (4, 0.3)
     for cause, colour in reversed(colours.items()):
         chosen = causes == cause
@@ -136,6 +137,8 @@ def draw_ttft(run: RunData) -> Figure:
         legend_above(axes, min(len(colours) + 1, 5))
         for handle in axes.get_legend().legend_handles if axes.get_legend() else []:
             handle.set_alpha(1)
+            if isinstance(handle, PathCollection):
+                handle.set_sizes([25])
     axes.grid(visible=True, axis="both")
     for axis in (axes.xaxis, axes.yaxis):
         thousands(axis)
@@ -192,12 +195,14 @@ def draw_itl(run: RunData) -> Figure:
     counts = np.bincount(places, minlength=len(bins.edges_s) - 1)
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     ordered = gaps.seconds[order]
+    highest = 0.0
     for mark, colour, name in ((99, SERIES[1], "p99"), (50, SERIES[0], "p50")):
         positions = np.minimum(firsts + ((counts - 1) * mark // 100).clip(min=0), len(ordered) - 1)
         values = np.where(counts > 0, ordered[positions] * scale, np.nan)
+        highest = max(highest, float(np.nanmax(values)))
         shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=1.4, label=name)
     shares.set_ylabel(f"ITL ({unit})")
-    shares.set_ylim(bottom=0)
+    shares.set_ylim(0, highest * 1.12)
     thousands(shares.yaxis)
     legend_above(shares, 2)
     _stalls(figure, bins, gaps, median)
@@ -217,15 +222,20 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
         axes.set(yticks=[], ylabel="stalls")
         return
     total = len(chosen)
-    drawn = chosen[np.argsort(gaps.seconds[chosen])[-MAX_POINTS:]]
+    # Of each bin the longest ones: many others would hide them.
+    bin_of = np.searchsorted(bins.edges_s, gaps.end_s[chosen])
+    order = np.lexsort((-gaps.seconds[chosen], bin_of))
+    ordered_bins = bin_of[order]
+    drawn = chosen[order[np.arange(total) - np.searchsorted(ordered_bins, ordered_bins) < POINTS_OF_A_BIN]]
+    few = "" if len(drawn) == total else f"\n({POINTS_OF_A_BIN} longest of each bin)"
     unit, scale = time_unit([float(np.median(gaps.seconds[drawn]))])
     for over_pause, colour, name in ((False, SERIES[0], "while the request ran"), (True, SERIES[1], "over a pause")):
         points = drawn[gaps.over_pause[drawn] == over_pause]
         count = int((gaps.over_pause[chosen] == over_pause).sum())
         if count:
-            axes.plot(bins.scaled(gaps.end_s[points]), gaps.seconds[points] * scale, "o", color=colour, markersize=3,
+            axes.plot(bins.scaled(gaps.end_s[points]), gaps.seconds[points] * scale, "o", color=colour, markersize=4,
                       alpha=0.6, markeredgewidth=0, label=f"{name} ({count:,})", rasterized=True)  # fmt: skip
-    axes.set_ylabel(f"stalls ({unit})")
+    axes.set_ylabel(f"stalls ({unit}){few}")
     if gaps.seconds[drawn].max() / gaps.seconds[drawn].min() > LOG_FROM_RATIO:
         axes.set_yscale("log")
     else:
@@ -233,8 +243,8 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     thousands(axes.yaxis)
     longest = time_unit([float(gaps.seconds.max())])
     axes.set_title(
-        f"{total:,} gaps ({percent(total / len(gaps.seconds))}) are longer than {STALL_RATIO:.0f} × the median; "
-        f"the longest takes {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
+        f"{total:,} gaps ({percent(total / len(gaps.seconds))}) exceed {STALL_RATIO:.0f} × the median; "
+        f"the longest is {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
         fontsize=8.5, color=MUTED,
     )  # fmt: skip
     legend_above(axes, 2)

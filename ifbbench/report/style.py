@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from ifbbench.report import significant, time_unit
@@ -70,8 +71,9 @@ def save(
     """Write `figure` as `name`.png, `name`.svg and so on, without dates, so that equal figures are equal files."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.{kind}" for kind in formats]
+    resolution = {} if dpi is None else {"dpi": dpi}
     for path in paths:
-        figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or "figure")
+        figure.savefig(path, metadata=METADATA[path.suffix], **resolution)
         figure.set_layout_engine("none")  # the layout is the same in each format, and takes long
     return paths
 
@@ -103,7 +105,11 @@ def title(top: Axes, text: str, subtitle: str = "", room: float = 0) -> None:
 
 def retitle(figure: Figure, text: str) -> None:
     """Replace the bold title of a chart."""
-    next(axes for axes in figure.axes if axes.get_title(loc="left")).set_title(text, loc="left")
+    axes = next(axes for axes in figure.axes if axes.get_title(loc="left"))
+    own = axes.get_title(loc="left")
+    for item in axes.get_children():
+        if isinstance(item, Text) and item.get_text() == own:
+            item.set_text(text)
 
 
 def cause_colours(causes: Iterable[str]) -> dict[str, str]:
@@ -233,4 +239,5 @@ class TimeBins:
         """Name the time axis, which spans the run."""
         axes.set_xlabel(f"time since the start of the run ({self.unit[0]})")
         thousands(axes.xaxis)
-        axes.set_xlim(min(0.0, float(self.edges[0])), float(self.edges[-1]))
+        is_window = len(self.clock.numbers) > 0 and self.clock.numbers[0] > 0
+        axes.set_xlim(float(self.edges[0]) if is_window else min(0.0, float(self.edges[0])), float(self.edges[-1]))

@@ -1,5 +1,7 @@
 """The scheduler timeline: cells while letters are legible, else bars, or requests aligned at their arrival."""
 
+from collections.abc import Collection
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -36,7 +38,9 @@ DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recom
 # From the axis up: what a request holds resources for, then what it does not.
 STACKING_ORDER = ("generation", "context", "recompute", "skipped", "paused", "waiting")
 BAR_HEIGHT = 0.03
+PAUSE_MARK = "#B0006A"
 # Up to so many requests, a gap between their rows is visible, and a pause is marked.
+MAX_NAMED_ROWS = 40
 MAX_ROWS_WITH_GAPS, MAX_ROWS_WITH_MARKS = 120, 400
 # With more requests, or where the median request takes less than this share of the run, a bar would be a hairline.
 MAX_BARS = 1000
@@ -65,10 +69,13 @@ def _is_large(run: RunData, requests: int) -> bool:
     return bool(lives < HAIRLINE_SHARE * (clock.end_s[-1] - clock.start_s[0]))
 
 
-def phase_handles(run: RunData, seen: list[str]) -> list[Patch]:
-    """The key of the phases."""
+def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Patch]:
+    """The key of the phases. counts: with the number of pauses."""
     names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
-    return [Patch(color=PHASE_COLOURS[phase], label=name) for phase, name in names.items() if phase in seen]
+    pauses = int(run.iterations["pauses"].sum())
+    times = {"paused": f" ({pauses:,} time{'s' if pauses > 1 else ''})"} if pauses and counts else {}
+    return [Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, "")) for phase, name in names.items()
+            if phase in seen]  # fmt: skip
 
 
 def _draw_bars(run: RunData, requests: list[str]) -> Figure:
@@ -113,10 +120,14 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
     if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
         paused = run.spans[run.spans["phase"] == "paused"]
         axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows), ">",
-                  color="#8A5A00", markersize=5, markeredgecolor="white", markeredgewidth=0.5, zorder=3)  # fmt: skip
+                  color=PAUSE_MARK, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)  # fmt: skip
     axes.set(ylim=(len(requests) - 0.5, -0.5), ylabel="request, in trace order")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    thousands(axes.yaxis)
+    if len(requests) <= MAX_NAMED_ROWS:
+        axes.set_yticks(range(len(requests)), requests, fontsize=7 if len(requests) > MAX_NAMED_ROWS // 2 else 8)
+        axes.set_ylabel("request")
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        thousands(axes.yaxis)
     axes.grid(visible=False)
     if legend:
         handles = phase_handles(run, seen)
@@ -184,8 +195,8 @@ def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
     axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest",
                 extent=(0, reach * scale, len(order), 0))  # fmt: skip
     beyond = int((lives > reach).sum())
-    note = f"{beyond:,} longer requests are cut off at the right" if beyond else ""
-    axes.set_title(f"Each request from its arrival on  {note}", fontsize=9, color=INK)
+    note = f"; {beyond:,} longer requests are cut off at the right" if beyond else ""
+    axes.set_title(f"Each request from its arrival on{note}", fontsize=9, color=INK)
     axes.set(xlabel=f"time since the request's arrival ({unit})", ylabel="request, in order of arrival")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
