@@ -229,8 +229,9 @@ def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
         return
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=0.9)
-    axes.annotate(f"{name} {limit:,}" + ("" if near else " (above this scale)"), (1, 1), xycoords="axes fraction",
-                  xytext=(-3, -1), textcoords="offset points", color=LIMIT, fontsize=8, ha="right", va="top")  # fmt: skip
+    text = f"{name} {limit:,}" + ("" if near else " (above this scale)")
+    axes.annotate(text, (1, 1), xycoords="axes fraction", xytext=(-3, -1), textcoords="offset points", color=LIMIT,
+                  fontsize=8, ha="right", va="top")  # fmt: skip
 
 
 def _numbers(axes: Axes, where: pd.Series, values: pd.Series, columns: int) -> None:
