@@ -100,12 +100,21 @@ def print_run(directory: Path, steady_state: bool = False) -> None:
 @click.command(cls=Command)
 @click.argument("run", type=DIRECTORY)
 @click.option("--format", "export_format", type=click.Choice(EXPORT_FORMATS), default="csv", show_default=True,
-              help="CSV, or Parquet (needs the extra `parquet`).")
+              help="CSV, Parquet (needs the extra `parquet`), or a trace for ui.perfetto.dev.")  # fmt: skip
 def export(run: Path, export_format: str) -> None:
     """Write the tables of RUN into its directory `export`: iterations, requests, spans and trace.
 
-    The files written are listed.
+    With --format perfetto write one trace of iterations, requests, pauses and counters, for ui.perfetto.dev. The files
+    written are listed.
     """
+    if export_format == "perfetto":
+        from ifbbench.analysis.recorded import RecordedRun
+        from ifbbench.views.perfetto import write_trace
+
+        recorded = RecordedRun.load(run)
+        click.echo(write_trace(recorded, recorded.data.path / "export"))
+        return
+
     from ifbbench.report.export import export_tables, load_run
 
     for file in export_tables(load_run(run), export_format):
@@ -242,7 +251,7 @@ def _overlay(
 
 
 def _write_page(runs: Sequence[Path], directory: Path | None) -> Sequence[Path]:
-    from ifbbench.page.write import write_page
+    from ifbbench.views.page import write_page
 
     return [write_page(runs, directory or runs[0] / "charts")]
 

@@ -18,6 +18,7 @@ from ifbbench.analysis.rows import Id, Span
 from ifbbench.report.figures import figures
 from ifbbench.report.style import CAUSE_NAMES
 from ifbbench.report.tables import LIMIT_NAMES, settings_line
+from ifbbench.views.perfetto import batch_composition
 
 PHASES = ("context", "generation", "recompute", "paused", "waiting", "skipped")
 # Fields of a line of requests.jsonl that are numbers, which the page shows of a request.
@@ -140,11 +141,8 @@ def _add_spans(block: Block, run: RecordedRun, ids: list[Id], place: dict[Id, in
     block.add("span.cause", _integers(_cause(span, numbers, place) for span in spans))
     block.add("span.chunk_offset", np.cumsum([0, *(len(span.chunks) for span in spans)]))
     block.add("span.chunks", _integers(chain.from_iterable(span.chunks for span in spans)))
-    end = int(max(last.max(initial=0), run.iterations.number[-1]))
-    recorded = run.iterations.number
-    for name, phases in (("context", (0, 2)), ("generation", (1,))):
-        chosen = np.isin(phase, phases)
-        block.add(f"iteration.{name}", _covering(first[chosen], last[chosen], end)[recorded])
+    for name, values in zip(("context", "generation"), batch_composition(run), strict=True):
+        block.add(f"iteration.{name}", values)
     block.add("itl_quantiles_s", _itl_quantiles(run, of_request))
     return causes
 
@@ -158,14 +156,6 @@ def _cause(span: Span, numbers: dict[str, int], place: dict[Id, int]) -> int:
     if span.phase == "waiting":
         return numbers[str(span.cause)]
     return NO_REQUEST if span.cause is None else place.get(span.cause, NO_REQUEST)
-
-
-def _covering(first: NDArray[np.int64], last: NDArray[np.int64], end: int) -> NDArray[np.int64]:
-    """How many stretches contain each iteration up to `end`."""
-    steps = np.zeros(end + 2, np.int64)
-    np.add.at(steps, first, 1)
-    np.add.at(steps, last + 1, -1)
-    return np.asarray(steps.cumsum()[:-1])
 
 
 def _itl_quantiles(run: RecordedRun, of_request: list[list[Span]]) -> Floats:

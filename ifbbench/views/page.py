@@ -10,8 +10,8 @@ from typing import Any
 from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.errors import InputError
-from ifbbench.page.data import page_data
 from ifbbench.recording.run_directory import replace_file
+from ifbbench.views.page_data import page_data
 
 FILE = "run.html"
 SCRIPTS = ("data.js", "draw.js", "view.js", "panels.js", "main.js")
@@ -37,7 +37,7 @@ def write_page(directories: Sequence[Path], into: Path) -> Path:
 
 
 def _html(content: dict[str, Any]) -> str:
-    templates = files("ifbbench.page") / "templates"
+    templates = files("ifbbench.views") / "templates"
     title = " and ".join(dict.fromkeys(run["name"] for run in content["runs"]))
     # "<" cannot begin a tag in the data, and NaN is not JSON.
     data = json.dumps(_finite(content), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
