@@ -234,7 +234,8 @@ def _overlay(
     runs = _runs(paths)
     most = 2 if html else MAX_RUNS
     if not 2 <= len(runs) <= most:
-        raise InputError(f"--overlay: {len(runs)} runs; expected {'2' if html else f'2 to {most}'}. Name their directories.")
+        expected = "2" if html else f"2 to {most}"
+        raise InputError(f"--overlay: {len(runs)} runs; expected {expected}. Name their directories.")
     directory = how.directory or runs[0] / "charts"
     if html:
         return "page", partial(_write_page, runs, directory)

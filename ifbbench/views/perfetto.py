@@ -23,7 +23,7 @@ BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
 ENGINE, REQUESTS, ITERATIONS, FIRST_COUNTER, FIRST_REQUEST = 1, 2, 3, 10, 1000
 COUNTERS = ("KV blocks used", "tokens in the batch", "context requests", "generation requests", "requests waiting",
             "requests queued")  # fmt: skip
-NAMES = ("iteration", "context", "generation", "recompute", "paused", "waiting", "skipped", "takes the blocks of a pause")
+NAMES = ("iteration", "context", "generation", "recompute", "paused", "waiting", "skipped", "gets the blocks")
 NOTES = ("iteration", "last iteration", "tokens", "for", "bound by", "first left out", "prompt tokens", "output tokens")
 NAME_IDS = {name: number for number, name in enumerate(NAMES, start=1)}
 NOTE_IDS = {name: number for number, name in enumerate(NOTES, start=1)}
