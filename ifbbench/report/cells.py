@@ -109,7 +109,7 @@ def draw_cells(run: RunData, exact: bool = False) -> Figure:
     first, last = int(iterations.min()), int(iterations.max())
     letters = int(cells["label"].str.len().max()) if len(cells) else 1
     cell_width = 0.1 + 0.065 * max(letters, 4) if columns > WIDE else 0.17 + 0.085 * max(letters, 3)
-    height = CELL_HEIGHT * len(requests)
+    height = CELL_HEIGHT * max(len(requests), 1)
     with_cache = bool(run.iterations["max_kv_cache_blocks"].max() > 0)
     heights = [height, STRIP_HEIGHT] + [STRIP_HEIGHT] * with_cache
     figure = Figure(figsize=(max(7.5, columns * cell_width + 1.6), sum(heights) + 1.7))
@@ -189,7 +189,7 @@ def tint(colour: str, white: float) -> str:
 
 def _request_labels(axes: Axes, requests: list[str], run: RunData) -> None:
     axes.set_yticks(range(len(requests)), requests)
-    axes.set(ylim=(len(requests) - 0.4, -0.6), ylabel="request")
+    axes.set(ylim=(max(len(requests), 1) - 0.4, -0.6), ylabel="request")
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0, labelbottom=False)

@@ -134,10 +134,10 @@ def draw_ttft(run: RunData) -> Figure:
         if lengths.min() > 0 and lengths.max() / lengths.min() > LOG_FROM_RATIO:
             axes.set_xscale("log")
         _median_line(figure, lengths, ttft_s * scale, axes.get_xscale() == "log")
-        legend_above(axes, min(len(colours) + 1, 5))
-        for handle in axes.get_legend().legend_handles if axes.get_legend() else []:
-            handle.set_alpha(1)
+        legend = legend_above(axes, min(len(colours) + 1, 5))
+        for handle in legend.legend_handles:
             if isinstance(handle, PathCollection):
+                handle.set_alpha(1)
                 handle.set_sizes([25])
     axes.grid(visible=True, axis="both")
     for axis in (axes.xaxis, axes.yaxis):
@@ -202,7 +202,7 @@ def draw_itl(run: RunData) -> Figure:
         highest = max(highest, float(np.nanmax(values)))
         shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=1.4, label=name)
     shares.set_ylabel(f"ITL ({unit})")
-    shares.set_ylim(0, highest * 1.12)
+    shares.set_ylim(0, highest * 1.12 or 1.0)
     thousands(shares.yaxis)
     legend_above(shares, 2)
     _stalls(figure, bins, gaps, median)

@@ -89,7 +89,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     shares = [figure.add_subplot(grid[4 * place : 4 * place + 4, 1]) for place in range(3)]
     names = ("output\ntokens/s", "requests in\nthe batch", "requests\nwaiting", "KV blocks used\n(share of pool)")
     for place, (run, label, own) in enumerate(zip(runs, labels, bins, strict=True)):
-        style = {"color": COLOURS[place], "linestyle": LINES[place // len(SERIES)], "linewidth": 1.3}
+        style: dict[str, Any] = {"color": COLOURS[place], "linestyle": LINES[place // len(SERIES)], "linewidth": 1.3}
         table = run.iterations
         pool = table["max_kv_cache_blocks"].max()
         used = own.peaks(table["used_kv_cache_blocks"].to_numpy(dtype=float)) / pool if pool > 0 else None

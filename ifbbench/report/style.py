@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
@@ -71,9 +72,8 @@ def save(
     """Write `figure` as `name`.png, `name`.svg and so on, without dates, so that equal figures are equal files."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.{kind}" for kind in formats]
-    resolution = {} if dpi is None else {"dpi": dpi}
     for path in paths:
-        figure.savefig(path, metadata=METADATA[path.suffix], **resolution)
+        figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"])
         figure.set_layout_engine("none")  # the layout is the same in each format, and takes long
     return paths
 
@@ -120,10 +120,10 @@ def cause_colours(causes: Iterable[str]) -> dict[str, str]:
     return {name: colour for name, colour in (CAUSE_COLOURS | own).items() if name in found}
 
 
-def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None) -> None:
+def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None) -> Legend:
     """Put the legend over `axes`, from the right edge."""
     given = {} if handles is None else {"handles": handles}
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, borderaxespad=0.2, **given)
+    return axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, borderaxespad=0.2, **given)
 
 
 def stack(axes: Axes, edges: Floats, layers: Mapping[str, Floats], colours: Mapping[str, str],

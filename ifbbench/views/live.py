@@ -17,8 +17,8 @@ from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.tables import LIMIT_NAMES
 
-# So much of the end of iterations.jsonl is read: the last 50 to 100 iterations.
-TAIL_BYTES = 1 << 16
+# So much of the end of iterations.jsonl is read: the last 30 to 50 iterations.
+TAIL_BYTES = 1 << 15
 # TTFT is the median of so many requests that completed last.
 RECENT_REQUESTS = 100
 PAUSES_SHOWN = 3
