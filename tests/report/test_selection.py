@@ -23,7 +23,7 @@ def test_a_window_has_the_cells_of_its_iterations(tmp_path: Path) -> None:
     assert part.requests["request_id"].tolist() == ["1", "3", "4"]
     assert part.spans["produced"].fillna(0).sum() == sum(
         cell[0] == "G" for request in "134" for cell in DOCUMENTATION[request][2:6]
-    ) + 1  # the token at the end of R7
+    ) + 2  # the tokens at the ends of R7 and C1
 
 
 def test_times_choose_the_iterations_that_they_are_in(tmp_path: Path) -> None:
