@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from ifbbench.analysis.rows import Id, IterationRows, Span, TraceRow, find_row, iteration_decoder, read_rows
+from ifbbench.analysis.rows import Id, IterationRow, Span, TraceRow, find_row, read_rows
 from ifbbench.compressed import is_compressed
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
@@ -86,7 +86,7 @@ def read_iterations(path: Path) -> Iterations:
     limits, pairs = _Numbered(), _Numbered()
     pieces: list[tuple[NDArray[Any], ...]] = []
     pauses: list[PauseEvent] = []
-    for rows in read_rows(path, iteration_decoder(path)):
+    for rows in read_rows(path, Decoder(IterationRow)):
         details = [row.details for row in rows]
         left_out = [one.first_left_out for one in details]
         start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
@@ -124,7 +124,7 @@ class RecordedRun:
         yet."""
         run = cls(load_run(path))
         iterations = find_lines(run.data.path, "iterations")
-        if next(read_rows(iterations, iteration_decoder(iterations)), None) is None:
+        if next(read_rows(iterations, Decoder(IterationRow)), None) is None:
             raise InputError(f"{run.data.path}: no iteration is recorded. Run again, or wait for the first one.")
         return run
 
@@ -136,13 +136,13 @@ class RecordedRun:
     def iterations(self) -> Iterations:
         return read_iterations(find_lines(self.data.path, "iterations"))
 
-    def row_at(self, number: int) -> IterationRows | None:
+    def row_at(self, number: int) -> IterationRow | None:
         """The line of one iteration, found without reading the others if the file is plain; None if it is not
         recorded."""
         path = find_lines(self.data.path, "iterations")
         if not is_compressed(path):
-            return find_row(path, iteration_decoder(path), number)
-        rows = chain.from_iterable(read_rows(path, iteration_decoder(path)))
+            return find_row(path, Decoder(IterationRow), number)
+        rows = chain.from_iterable(read_rows(path, Decoder(IterationRow)))
         return next((row for row in rows if row.number == number), None)
 
     @cached_property

@@ -49,32 +49,6 @@ class IterationRow(Struct, gc=False):
     used_blocks: int | None = field(name="Used KV cache blocks", default=None)
 
 
-class _CacheStats(Struct, gc=False):
-    used_blocks: int | None = field(name="usedNumBlocks", default=None)
-
-
-class ExecutorIterationRow(Struct, gc=False):
-    """The same fields of a line in the form of TensorRT-LLM's executor."""
-
-    details: _Details = field(name="ifbbench")
-    number: int = field(name="iter")
-    active: int = field(name="numActiveRequests")
-    cache: _CacheStats | None = field(name="kvCacheStats", default=None)
-
-    @property
-    def used_blocks(self) -> int | None:
-        return None if self.cache is None else self.cache.used_blocks
-
-
-IterationRows = IterationRow | ExecutorIterationRow
-
-
-def iteration_decoder(path: Path) -> "Decoder[IterationRows]":
-    """A decoder for the form that the lines of a file have, by its first one."""
-    first = next(read_pieces(path), b"")[:SCANNED_BYTES].split(b"\n", 1)[0] if path.exists() else b""
-    return Decoder(ExecutorIterationRow) if b'"iter":' in first else Decoder(IterationRow)
-
-
 class Span(Struct):
     """A line of `spans.jsonl`: from iteration `first` to `last` the request did one thing; see SpanLine."""
 
@@ -104,7 +78,7 @@ class TraceRow(Struct, gc=False):
     priority: float = DEFAULT_PRIORITY
 
 
-Row = TypeVar("Row", IterationRows, Span, TraceRow)
+Row = TypeVar("Row", IterationRow, Span, TraceRow)
 
 
 def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
@@ -164,7 +138,7 @@ def _bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]
     return InputError(f"{path}: not as `ifbbench run` writes it. Run again.")
 
 
-def find_row(path: Path, decoder: "Decoder[IterationRows]", number: int) -> IterationRows | None:
+def find_row(path: Path, decoder: "Decoder[IterationRow]", number: int) -> IterationRow | None:
     """The row of iteration `number` of a plain file in which numbers ascend; None if it has none.
 
     By bisection down to SCANNED_BYTES, which are read line by line."""
