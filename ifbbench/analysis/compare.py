@@ -8,7 +8,7 @@ from typing import Any
 from ifbbench.analysis.explain import LIMIT_WORDS
 from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.rows import Id, IterationRow, Span
+from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 
 
@@ -185,7 +185,7 @@ def _in_words(decision: Decision) -> str:
     }[kind]
 
 
-def _state(row: IterationRow | None) -> str:
+def _state(row: AnyIterationRow | None) -> str:
     """What an iteration had and left out, in words."""
     if row is None:
         return "no such iteration"

@@ -16,6 +16,7 @@ LIMIT_WORDS = {
     "batch_size": "a batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks",
     "reuse_delay": "another request's prefix", "lora_pages": "LoRA pages", "static_batch": "the static batch to end",
     "beam_width": "a batch of its beam width", "in_flight": "its iteration in flight",
+    "concurrency": "a place under --concurrency",
 }  # fmt: skip
 
 
@@ -72,7 +73,8 @@ class Stretch:
 class RequestLife:
     """A request from its arrival to its end. row: its line of `requests.jsonl`, empty if it had not ended.
 
-    attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency.
+    attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency. least_s: a lower bound
+    of that latency, its time alone on the device; None if unknown.
     """
 
     request_id: Id
@@ -80,6 +82,7 @@ class RequestLife:
     row: dict[str, Any]
     stretches: list[Stretch]
     attribution_s: dict[str, float]
+    least_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -90,6 +93,7 @@ class RequestLife:
             "summary": " ".join(self.sentences()),
             "life": [stretch.as_dict() for stretch in self.stretches],
             "attribution_s": self.attribution_s,
+            "lower_bound_s": self.least_s,
         }
 
     def sentences(self) -> list[str]:
@@ -107,6 +111,8 @@ class RequestLife:
             f"Request {self.request_id} arrived at {self.arrival_s:.3f} s, had its first token after "
             f"{self.row['ttft_s']:.3f} s and its last after {e2e_s:.3f} s."
         )
+        if self.least_s is not None:
+            text += f" Alone on the device it takes at least {self.least_s:.3f} s."
         if largest is None or waited[largest] < 0.01 * e2e_s:
             return [text, "Nothing held it back for more than 1 % of that time."]
         sentences = [text, f"It waited or was paused for {sum(waited.values()) / e2e_s:.0%} of that time."]
@@ -127,7 +133,7 @@ def request_life(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> Reques
     """The stretches of one request: as its spans, with waiting behind others divided by who held the line."""
     row = run.row_of.get(request_id, {})
     spans, iterations = run.spans.get(request_id, []), run.iterations
-    arrival_s = float(row.get("arrival_s", run.trace[request_id].arrival_s))
+    arrival_s = run.arrival_s(request_id)
     # A span lasts until the next one begins, and the last one until the end.
     ends = [max(iterations.start_of(span.first), arrival_s) for span in spans[1:]]
     last_s = row.get("end_s")

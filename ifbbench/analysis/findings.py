@@ -1,45 +1,21 @@
-"""What bound a run, by iterations, by time and by waiting; its slowest requests; and which setting to change.
+"""What bound a run, by iterations, by time and by waiting; its slowest requests, its lower bound, and the advice."""
 
-The advice follows from the waiting: the limit that caused most of it is the one to raise, and the figure that this
-improves is the mean queue time. A limit is idle if the run shows that no decision depended on it, so that raising it
-changes nothing.
-"""
-
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF, RequestLife, request_life
+from ifbbench.analysis.advice import LIMITS, Advice, advise
+from ifbbench.analysis.bounds import Bounds, LowerBound
+from ifbbench.analysis.explain import LIMIT_WORDS, RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
+from ifbbench.errors import InputError
 
-LIMITS = ("batch_size", "num_tokens", "kv_blocks")
 NO_LIMIT = "none"
-# Waiting below this share of all requests' time is not worth a change of settings.
-NOTABLE_SHARE = 0.02
-HOW_TO_RAISE = {
-    "batch_size": "raise --max_batch_size",
-    "num_tokens": "raise --max_num_tokens",
-    "kv_blocks": "give the KV cache more blocks (--max_tokens_in_paged_kvcache or --kv_cache_free_gpu_mem_fraction, a "
-    "smaller --kv_cache_dtype, or more GPUs)",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to change. limit, setting: what to raise; None if nothing holds requests back. figure: of `summary.json`,
-    which that improves. idle: limits on which no decision of the run depended; raising them changes nothing."""
-
-    text: str
-    limit: str | None
-    setting: str | None
-    figure: str | None
-    idle: list[str]
 
 
 @dataclass(frozen=True)
@@ -100,6 +76,24 @@ class Findings:
     def ledger(self) -> PauseLedger:
         return pause_ledger(self.run)
 
+    @cached_property
+    def bounds(self) -> Bounds | str:
+        """The lower bounds of the run and its requests, or why they are unknown."""
+        try:
+            return Bounds(self.run)
+        except InputError as error:
+            return str(error)
+
+    @property
+    def lower_bound(self) -> LowerBound | str:
+        """Of the duration of the run, or why it is unknown."""
+        return self.bounds if isinstance(self.bounds, str) else self.bounds.of_run
+
+    def life(self, request_id: Id) -> RequestLife:
+        """What one request did and waited for, with the lower bound of its latency."""
+        least_s = None if isinstance(self.bounds, str) else self.bounds.request_s(request_id)
+        return replace(request_life(self.run, self.heads, request_id), least_s=least_s)
+
     def slowest(self, count: int) -> list[SlowRequest]:
         """The `count` requests of the longest end-to-end latency."""
         done = (row for row in self.run.row_of.values() if row.get("e2e_s") is not None)
@@ -108,63 +102,19 @@ class Findings:
 
     @cached_property
     def advice(self) -> Advice:
-        lost = {limit: self.waiting_s.get(limit, 0.0) for limit in LIMITS}
-        # A paused request waits for blocks too, and computes again what it lost.
-        rows = [row.get("attribution_s") or {} for row in self.run.row_of.values()]
-        lost["kv_blocks"] += sum(row.get("paused", 0.0) + row.get("recompute", 0.0) for row in rows)
-        total = sum(sum(row.values()) for row in rows)
-        limit = max(lost, key=lost.__getitem__)
-        idle = self._idle()
-        if not total or lost[limit] < NOTABLE_SHARE * total:
-            return Advice(_nothing_to_change(lost, total), None, None, None, idle)
-        share = lost[limit] / total
-        text = (
-            f"Requests waited for {LIMIT_WORDS[limit]} during {share:.0%} of their time; this limit bound "
-            f"{self.by_time.get(limit, 0.0):.0%} of the run's time. To shorten the queue time, {HOW_TO_RAISE[limit]}."
-        )
-        if idle:
-            text += f" Raising {_listed(SETTING_OF[one] for one in idle)} changes nothing: no decision depended on it."
-        if "batch_size" in idle and (peak := (self.run.data.summary or {}).get("peak_scheduled_requests")):
-            text += f" At most {peak:,} requests ran at a time."
-        return Advice(text, limit, SETTING_OF[limit], "queue_time_s.mean", idle)
-
-    def _idle(self) -> list[str]:
-        """Limits that no decision depended on, so that raising them changes nothing.
-
-        Limits of requests and tokens also decide how much memory is left for blocks and which prompts are refused; they
-        are idle only where neither can change. More active requests share a budget that is divided equally.
-        """
-        run, config = self.run, self.run.config
-        if any(row.get("outcome") == "failed" for row in run.row_of.values()):
-            return []
-        blocks = float(run.data.run.get("num_kv_blocks") or 0)
-        reuse = bool(config.get("enable_kv_cache_reuse"))
-        held = {*self.waiting_s, *run.iterations.limits, *(limit for _, limit in run.iterations.left_out_pairs)}
-        is_full = "batch_size" in held or run.iterations.active.max(initial=0) >= (config.get("max_batch_size") or 0)
-        blocks_matter = (
-            "kv_blocks" in held or bool(run.iterations.pauses)
-            or (reuse and run.iterations.used_blocks.max(initial=0.0) >= blocks)
-        )  # fmt: skip
-        takes_order = reuse or config.get("context_chunking_policy") == "equal_progress"
-        idle = {
-            "batch_size": "batch_size" not in held and not (is_full and takes_order),
-            "num_tokens": "num_tokens" not in held,
-            "kv_blocks": bool(blocks) and not blocks_matter and not reuse,
-        }
-        pool_is_given = config.get("max_tokens_in_paged_kvcache") is not None or not blocks_matter
-        return [limit for limit, is_idle in idle.items() if is_idle and (limit == "kv_blocks" or pool_is_given)]
+        return advise(self.run, self.waiting_s, self.by_time)
 
     def as_dict(self, slowest: int) -> dict[str, Any]:
         """For JSON."""
-        waited = self.waiting_s
+        waited, bound = self.waiting_s, self.lower_bound
         total = sum(waited.values()) or 1.0
         return {
             "run": str(self.run.data.path),
             "partial": self.run.data.partial,
             "bound_by": self.by_iterations,
             "bound_by_time": self.by_time,
-            "waiting_s": waited,
-            "waiting_by_limit": {limit: spent / total for limit, spent in waited.items()},
+            "waiting_by_limit": waited,
+            "waiting_shares": {limit: spent / total for limit, spent in waited.items()},
             "head_of_line_blocked_s": self.head_of_line_blocked_s,
             "head_of_line": [vars(blocker) for blocker in self.heads.blockers[:slowest]],
             "slowest": [vars(one) for one in self.slowest(slowest)],
@@ -175,6 +125,7 @@ class Findings:
                 "gained_s": sum(entry.gained_s for entry in self.ledger.entries),
                 "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
             },
+            "lower_bound": {"unknown": bound} if isinstance(bound, str) else bound.as_dict(),
             "advice": vars(self.advice),
         }
 
@@ -184,20 +135,7 @@ def _slow_request(life: RequestLife) -> SlowRequest:
     for stretch in life.stretches:
         cause = f"waiting for {LIMIT_WORDS.get(stretch.limit, stretch.limit)}" if stretch.limit else stretch.phase
         spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
-    cause = max(spent, key=spent.__getitem__)
+    # A run may be killed between writing the request and its spans.
+    cause, longest_s = max(spent.items(), key=lambda item: item[1], default=("not recorded", 0.0))
     e2e_s = life.row["e2e_s"]
-    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, spent[cause] / e2e_s if e2e_s else 0.0)
-
-
-def _nothing_to_change(lost: dict[str, float], total: float) -> str:
-    if not total:
-        return "No request was completed: there is nothing to advise from."
-    return (
-        f"Requests waited for limits during {sum(lost.values()) / total:.1%} of their time: no setting holds them "
-        "back. What remains is the time of the device."
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
+    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, longest_s / e2e_s if e2e_s else 0.0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ifbbench.analysis.recorded import PauseEvent, RecordedRun
+from ifbbench.analysis.recorded import NO_REQUEST, PauseEvent, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 
 THRASHING_PAUSES = 3
@@ -95,11 +95,12 @@ def pause_ledger(run: RecordedRun) -> PauseLedger:
 class _Pause:
     """What the victim's spans say of one of its pauses.
 
-    cached: positions in the cache when it was paused. computed: positions computed at any time before. span: of the
-    pause. again: of recomputation, up to the next pause. target: positions to compute until the next token.
+    held: positions that its blocks were for when it was paused; in the context phase, the whole prompt. computed:
+    positions computed at any time before. span: of the pause. again: of recomputation, up to the next pause. target:
+    positions to compute until the next token.
     """
 
-    cached: int
+    held: int
     computed: int
     span: Span
     again: list[Span]
@@ -127,7 +128,7 @@ def _pauses_of(run: RecordedRun, victim: Id) -> list[_Pause]:
         computed = max(computed, cached)
         end = places[number + 1] if number + 1 < len(places) else len(spans)
         again = [span for span in spans[place + 1 : end] if span.phase == "recompute"]
-        found.append(_Pause(cached, computed, spans[place], again, target))
+        found.append(_Pause(cached if ran else target, computed, spans[place], again, target))
         position = 0
     return found
 
@@ -144,11 +145,19 @@ def _entry(run: RecordedRun, event: PauseEvent, pause: _Pause, nth: int) -> Ledg
     has_blocks = bool(run.data.run.get("num_kv_blocks"))
     is_own = event.beneficiary == event.victim
     return LedgerEntry(
-        event.iteration, time_s, event.victim, event.beneficiary, "kv_blocks",
-        -(-pause.cached // int(size)) if has_blocks and size else None,
+        event.iteration, time_s, event.victim, event.beneficiary, _cause(run, event),
+        -(-pause.held // int(size)) if has_blocks and size else None,
         max(min(tokens - new, pause.computed), 0), ends_s - time_s,
         0.0 if is_own else _ran_s(run, run.spans.get(event.beneficiary, ()), time_s, resumed_s), nth,
     )  # fmt: skip
+
+
+def _cause(run: RecordedRun, event: PauseEvent) -> str:
+    """The limit for which the beneficiary did not fit. Recorded is that of the first request left out, which mostly is
+    a victim of the same iteration; otherwise it was KV blocks."""
+    code = int(run.iterations.left_out[run.iterations.position(event.iteration)])
+    request_id, limit = run.iterations.left_out_pairs[code] if code != NO_REQUEST else (None, "kv_blocks")
+    return limit if request_id == event.victim else "kv_blocks"
 
 
 def _ran_s(run: RecordedRun, spans: Sequence[Span], from_s: float, until_s: float) -> float:

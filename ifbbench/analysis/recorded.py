@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from ifbbench.analysis.rows import Id, IterationRow, Span, TraceRow, find_row, read_rows
+from ifbbench.analysis.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
 from ifbbench.compressed import is_compressed
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
@@ -62,11 +62,21 @@ class Iterations:
 
     def start_of(self, iteration: int) -> float:
         """When an iteration began (s); interpolated for one that was not recorded."""
-        return float(np.interp(iteration, self.number, self.start_s))
+        return self._interpolated(iteration, self.start_s)
 
     def end_of(self, iteration: int) -> float:
         """When an iteration ended (s); interpolated for one that was not recorded."""
-        return float(np.interp(iteration, self.number, self.end_s))
+        return self._interpolated(iteration, self.end_s)
+
+    def _interpolated(self, iteration: int, times_s: Floats) -> float:
+        """As np.interp, which converts all of `number` each time."""
+        right = min(int(self.number.searchsorted(iteration)), len(self.number) - 1)
+        after = int(self.number[right])
+        if right == 0 or after <= iteration:
+            return float(times_s[right])
+        before = int(self.number[right - 1])
+        share = (iteration - before) / (after - before)
+        return float(times_s[right - 1] + share * (times_s[right] - times_s[right - 1]))
 
     def position(self, iteration: int) -> int:
         """The element of `iteration`, or of the last recorded one before it."""
@@ -86,7 +96,7 @@ def read_iterations(path: Path) -> Iterations:
     limits, pairs = _Numbered(), _Numbered()
     pieces: list[tuple[NDArray[Any], ...]] = []
     pauses: list[PauseEvent] = []
-    for rows in read_rows(path, Decoder(IterationRow)):
+    for rows in read_rows(path, iteration_decoder(path)):
         details = [row.details for row in rows]
         left_out = [one.first_left_out for one in details]
         start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
@@ -123,9 +133,12 @@ class RecordedRun:
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
         yet."""
         run = cls(load_run(path))
-        iterations = find_lines(run.data.path, "iterations")
-        if next(read_rows(iterations, Decoder(IterationRow)), None) is None:
-            raise InputError(f"{run.data.path}: no iteration is recorded. Run again, or wait for the first one.")
+        path_of_lines = find_lines(run.data.path, "iterations")
+        iterations = read_rows(path_of_lines, iteration_decoder(path_of_lines))
+        if next(chain.from_iterable(iterations), None) is None:
+            failed = sum(row["outcome"] == "failed" for row in run.row_of.values())
+            why = f"{failed} requests failed; `ifbbench report {path}` says why" if failed else "no request ran yet"
+            raise InputError(f"{run.data.path}: no iteration is recorded ({why}). Expected a run with an iteration.")
         return run
 
     @property
@@ -136,13 +149,13 @@ class RecordedRun:
     def iterations(self) -> Iterations:
         return read_iterations(find_lines(self.data.path, "iterations"))
 
-    def row_at(self, number: int) -> IterationRow | None:
+    def row_at(self, number: int) -> AnyIterationRow | None:
         """The line of one iteration, found without reading the others if the file is plain; None if it is not
         recorded."""
         path = find_lines(self.data.path, "iterations")
         if not is_compressed(path):
-            return find_row(path, Decoder(IterationRow), number)
-        rows = chain.from_iterable(read_rows(path, Decoder(IterationRow)))
+            return find_row(path, iteration_decoder(path), number)
+        rows = chain.from_iterable(read_rows(path, iteration_decoder(path)))
         return next((row for row in rows if row.number == number), None)
 
     @cached_property
@@ -161,8 +174,11 @@ class RecordedRun:
 
     @cached_property
     def trace(self) -> "dict[Id, TraceRow]":
-        """The requests as replayed, in order of arrival."""
-        rows = read_rows(find_lines(self.data.path, "trace"), Decoder(TraceRow))
+        """The requests as replayed, in order of arrival. InputError if the file is missing."""
+        path = find_lines(self.data.path, "trace")
+        if not path.exists():
+            raise InputError(f"{path}: missing; expected the requests as replayed. Restore the file, or run again.")
+        rows = read_rows(path, Decoder(TraceRow))
         return {row.request_id: row for row in chain.from_iterable(rows)}
 
     @cached_property
@@ -176,6 +192,10 @@ class RecordedRun:
         """The line of `requests.jsonl` of each request that ended."""
         lines = read_lines(find_lines(self.data.path, "requests"), REQUEST_FIELDS)
         return {line["request_id"]: line for line in lines}
+
+    def arrival_s(self, request_id: Id) -> float:
+        """When a request arrived, on the clock of the run."""
+        return float(self.row_of.get(request_id, {}).get("arrival_s", self.trace[request_id].arrival_s))
 
     def known_id(self, text: str) -> Id:
         """The request id that a user wrote as `text`; InputError if the run has no such request."""

@@ -1,9 +1,10 @@
 """Lines of the files of a run as analyses need them: typed rows, in large pieces, or one found by bisection."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from os import SEEK_END
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import DecodeError as NotJson
 from msgspec import Struct, ValidationError, field
@@ -49,7 +50,24 @@ class IterationRow(Struct, gc=False):
     used_blocks: int | None = field(name="Used KV cache blocks", default=None)
 
 
-class Span(Struct):
+class _CacheStatistics(Struct, gc=False):
+    used_blocks: int | None = field(name="usedNumBlocks", default=None)
+
+
+class ExecutorRow(Struct, gc=False):
+    """The same of a line with the executor's statistics (`--iteration_stats_format trtllm`)."""
+
+    details: _Details = field(name="ifbbench")
+    number: int = field(name="iter")
+    active: int = field(name="numActiveRequests")
+    cache: _CacheStatistics | None = field(name="kvCacheStats", default=None)
+
+    @property
+    def used_blocks(self) -> int | None:
+        return None if self.cache is None else self.cache.used_blocks
+
+
+class Span(Struct, gc=False):
     """A line of `spans.jsonl`: from iteration `first` to `last` the request did one thing; see SpanLine."""
 
     request_id: Id
@@ -60,6 +78,7 @@ class Span(Struct):
     cause: Id | None = None
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
+    first_output: int = 0
 
     @property
     def waits_for(self) -> str | None:
@@ -76,9 +95,20 @@ class TraceRow(Struct, gc=False):
     output_len: int = 0
     prompt_len: int = 0
     priority: float = DEFAULT_PRIORITY
+    beam_width: int = 1
 
 
-Row = TypeVar("Row", IterationRow, Span, TraceRow)
+AnyIterationRow = IterationRow | ExecutorRow
+Row = TypeVar("Row", IterationRow, ExecutorRow, Span, TraceRow)
+
+
+def iteration_decoder(path: Path) -> "Decoder[Any]":
+    """The decoder of the lines of this `iterations.jsonl`, IterationRow or ExecutorRow, by its first line."""
+    first = b""
+    if path.exists():
+        with suppress(EOFError, DamagedFile):
+            first = next(read_pieces(path), b"").partition(b"\n")[0]
+    return Decoder(ExecutorRow if b'"numActiveRequests"' in first else IterationRow)
 
 
 def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
@@ -89,14 +119,15 @@ def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
     rest, line_number = b"", 1
     try:
         for piece in _large_pieces(path):
-            rest += piece
-            end = rest.rfind(b"\n") + 1
-            lines, rest = rest[:end], rest[end:]
+            piece = rest + piece
+            end = piece.rfind(b"\n") + 1
+            rest = piece[end:]
             try:
-                yield decoder.decode_lines(lines)
+                rows = decoder.decode_lines(memoryview(piece)[:end])
             except (ValidationError, NotJson):
-                raise _bad_line(path, lines, line_number, decoder) from None
-            line_number += lines.count(b"\n")
+                raise _bad_line(path, piece[:end], line_number, decoder) from None
+            yield rows
+            line_number += len(rows)
     except EOFError:
         pass  # cut off behind the last whole line
     except DamagedFile as error:
@@ -138,7 +169,7 @@ def _bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]
     return InputError(f"{path}: not as `ifbbench run` writes it. Run again.")
 
 
-def find_row(path: Path, decoder: "Decoder[IterationRow]", number: int) -> IterationRow | None:
+def find_row(path: Path, decoder: "Decoder[Any]", number: int) -> AnyIterationRow | None:
     """The row of iteration `number` of a plain file in which numbers ascend; None if it has none.
 
     By bisection down to SCANNED_BYTES, which are read line by line."""

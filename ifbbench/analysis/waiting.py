@@ -17,6 +17,10 @@ import numpy as np
 from ifbbench.analysis.recorded import HEAD_OF_LINE, NO_REQUEST, QUEUE, Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 
+PAUSED = "paused"
+# The limit that only the micro-batch scheduler has.
+MICRO_BATCH_LIMIT = "num_tokens"
+
 
 class Held(NamedTuple):
     """From iteration `first` to `last` a request was held by `limit`: itself at the head of the line if `behind` is
@@ -101,6 +105,7 @@ class HeadsOfLine:
         for place, heads in enumerate(self._heads):
             first = self._starts[place]
             last = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else behind.last_iteration
+            last = min(last, behind.last_iteration)  # of a killed run, heads may be recorded further than others
             for position, head in enumerate(heads):
                 next_rank = heads[position + 1].rank if position + 1 < len(heads) else None
                 # All wait behind a single head; to choose among several takes a look at each request.
@@ -142,9 +147,10 @@ class HeadsOfLine:
             firsts = iterations.number[changes].tolist()
             pairs = [None if code == NO_REQUEST else iterations.left_out_pairs[code]
                      for code in iterations.left_out[changes].tolist()]  # fmt: skip
-        # Those that another scheduler left out have a span of their own.
+        # Those that another scheduler left out have a span of their own; so have the paused, which do not fit.
         held = sorted(
-            (span for spans in self._run.spans.values() for span in spans if is_own_wait(span, spans)),
+            (span for spans in self._run.spans.values() for span in spans
+             if span.phase == PAUSED or is_own_wait(span, spans)),
             key=lambda span: span.first,
         )  # fmt: skip
         bounds = sorted({*firsts, *(span.first for span in held), *(span.last + 1 for span in held)})
@@ -158,9 +164,13 @@ class HeadsOfLine:
                 open_spans.append(held[next_span])
                 next_span += 1
             open_spans = [span for span in open_spans if span.last >= bound]
-            found = {span.request_id: str(span.cause) for span in open_spans}
+            found = {span.request_id: str(span.cause) for span in open_spans if span.phase != PAUSED}
             if place >= 0 and (pair := pairs[place]) is not None:
                 found[pair[0]] = pair[1]
+            paused = [span.request_id for span in open_spans if span.phase == PAUSED]
+            if paused and not any(limit != MICRO_BATCH_LIMIT for limit in found.values()):
+                # The first of them holds the line of the capacity scheduler.
+                found[min(paused, key=lambda one: rank.get(one, NO_REQUEST))] = "kv_blocks"
             heads.append(sorted(Head(rank.get(one, NO_REQUEST), one, limit) for one, limit in found.items()))
         return bounds, heads
 

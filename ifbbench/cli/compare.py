@@ -58,7 +58,7 @@ def compare(
     listed = [*over, *(f"{name}={value}" for name, value in _lists(options).items())]
     if listed:
         directories = _run_all(paths, listed, config_file, options, as_json)
-    elif any(value is not None for value in options.values()) or config_file is not None:
+    elif any(value not in (None, ()) for value in options.values()) or config_file is not None:
         raise click.UsageError("settings are for a new run: give several values of one, such as --policy A,B.")
     else:
         directories = [Path(path) for path in paths]

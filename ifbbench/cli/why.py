@@ -12,6 +12,7 @@ from ifbbench.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ifbbench.analysis.bounds import LowerBound
     from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
     from ifbbench.analysis.findings import Findings
 
@@ -42,7 +43,7 @@ def why(
     if pauses_csv is not None and pauses_csv.exists() and not overwrite:
         raise InputError(f"--pauses-csv {pauses_csv}: already exists; add --overwrite, or give another file.")
 
-    from ifbbench.analysis.explain import iteration_facts, request_life
+    from ifbbench.analysis.explain import iteration_facts
     from ifbbench.analysis.findings import Findings
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.cli.console import report_console
@@ -56,7 +57,7 @@ def why(
             raise InputError(f"--pauses-csv {pauses_csv}: cannot be written ({error.strerror}).") from error
     console = report_console(highlight=False)
     if request_id is not None:
-        life = request_life(recorded, findings.heads, recorded.known_id(request_id))
+        life = findings.life(recorded.known_id(request_id))
         _print_json(life.as_dict()) if as_json else _print_life(life, console)
     elif iteration is not None:
         facts = iteration_facts(recorded, iteration)
@@ -114,6 +115,7 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         console.print(table)
         console.print()
     _print_ledger(findings, console)
+    _print_lower_bound(findings.lower_bound, console)
     console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
 
 
@@ -144,6 +146,25 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
         )  # fmt: skip
     console.print(table)
     console.print()
+
+
+def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
+    from ifbbench.report import bar, percent, plain_table, significant
+
+    if isinstance(bound, str):
+        console.print(f"No lower bound of the duration: {bound}\n", soft_wrap=True, markup=False)
+        return
+    from ifbbench.analysis.bounds import PART_NAMES
+
+    table = plain_table("Where the time went, against the least possible", numbers=["s", "share"])
+    table.add_column("")
+    for name, spent in bound.parts_s.items():
+        share = spent / bound.duration_s if bound.duration_s else 0.0
+        if spent > 0:
+            table.add_row(PART_NAMES[name], significant(spent), percent(share), f"[cyan]{bar(share)}[/cyan]")
+    table.add_row("[bold]in all[/bold]", significant(bound.duration_s), "", "")
+    console.print(table)
+    console.print(f"{bound.sentence}\n", soft_wrap=True, markup=False)
 
 
 def _print_life(life: "RequestLife", console: "Console") -> None:

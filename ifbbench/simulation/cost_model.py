@@ -1,6 +1,7 @@
 """The simulated device: a cost model of the transformer's operations, and an executor that takes the predicted time."""
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
-from ifbbench.simulation.step_work import StepWork
+from ifbbench.simulation.step_work import StepWork, StepWorks
 
 NANOSECONDS = 1e9
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
@@ -24,6 +25,8 @@ ALL_REDUCES_PER_LAYER = 2
 KERNELS_OUTSIDE_LAYERS = 8
 # A logit is written in 16 bits, cast to 32 (read and written) and read to find the largest.
 SAMPLING_BYTES_PER_LOGIT = 12
+# The time of an iteration is rounded to whole nanoseconds.
+ROUNDING_NS = 0.5
 # In generation, the arithmetic of up to four query heads is hidden behind reading the key and value head that they
 # share; each further one adds this share of the reading time. One value fits Hopper, Ampere and Ada.
 HIDDEN_QUERY_HEADS = 4
@@ -121,6 +124,45 @@ class CostModel:
         at_least = 0.0 if self._cuda_graphs else self._launch_ns
         rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)
         return rounded
+
+    def times_ns(self, works: StepWorks) -> NDArray[np.float64]:
+        """`device_ns` of many iterations at once, [iterations], exactly; 0 of those without work."""
+        numbers, rows = np.unique(works.context_tokens + works.generation_tokens, return_inverse=True)
+        busy = np.array([self._tokens_ns[number] if number else 0.0 for number in numbers.tolist()])[rows]
+        numbers, rows = np.unique(works.outputs, return_inverse=True)
+        busy += np.array([self._outputs_ns[number] for number in numbers.tolist()])[rows]
+        busy += works.generation_kv_tokens * self._ns_per_kv_token
+        has_context = works.context_tokens > 0
+        by_pairs, by_keys = works.attention_pairs * self._ns_per_pair, works.context_kv_tokens
+        attention_ns = np.maximum(by_pairs, by_keys * self._ns_per_context_kv_token)
+        busy += np.where(has_context, attention_ns + self._context_ns, 0.0)
+        launched = has_context | (works.generation_tokens > 0 if not self._cuda_graphs else False)
+        rounded: NDArray[np.float64] = np.rint(np.where(launched, np.maximum(busy, self._launch_ns), busy))
+        return rounded
+
+    def least_ns(self, work: StepWork, min_iterations: int) -> float:
+        """A lower bound of the time of all iterations that do `work` together, if at least so many have outputs.
+
+        The time of tokens and that of outputs are convex functions of their numbers, so that iterations of equal size
+        cost least. How many cost least is searched for: a further one reads the weights again, but activations of
+        fewer tokens fit the cache. Times of attention are proportional to its work. With pipeline parallelism each
+        stage has at least its share."""
+        stages = self.shard.pp_size
+        tokens, outputs = work.num_tokens / stages, work.outputs / stages
+
+        def of_tokens(iterations: int) -> float:
+            return iterations * (_interpolated(self._tokens_ns, tokens / iterations) - ROUNDING_NS)
+
+        # The first number of iterations from which one more costs more. Each has a token at least.
+        range_of = range(min_iterations, max(min_iterations, work.num_tokens))
+        best = bisect_left(range_of, 0.0, key=lambda number: of_tokens(number + 1) - of_tokens(number))
+        least = of_tokens(min_iterations + best)
+        if outputs:
+            least += min_iterations * _interpolated(self._outputs_ns, outputs / min_iterations)
+        least += work.generation_kv_tokens * self._ns_per_kv_token / stages
+        if work.context_tokens:
+            least += self._context_attention_ns(work) / stages + self._context_ns
+        return max(least, 0.0)
 
     def host_ns(self, num_requests: int) -> int:
         """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
@@ -224,6 +266,14 @@ class CostModel:
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
 
 
+def _interpolated(times: _Times, number: float) -> float:
+    """The time of a number of tokens between two whole ones, on the line between theirs."""
+    if number <= 1:
+        return times[1]
+    low = math.floor(number)
+    return times[low] + (number - low) * (times[low + 1] - times[low]) if number > low else times[low]
+
+
 class SimulatedExecutor:
     """A device that executes batches in order, each in the time that `cost_model` predicts.
 
@@ -239,9 +289,9 @@ class SimulatedExecutor:
         self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
     ) -> None:
         """windows: see `StepWork.of_windows`."""
-        self._cost_model = cost_model
+        self.cost_model = cost_model
         self._stages = cost_model.shard.pp_size
-        self._windows = tuple(windows)
+        self.windows = tuple(windows)
         self._clock = clock
         self._device_free_ns = 0
         self._finish_ns: deque[int] = deque()
@@ -249,18 +299,18 @@ class SimulatedExecutor:
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
         requests = len(batch.context) + len(batch.slots)
-        work = StepWork.of_windows(batch, self._windows)
+        work = StepWork.of_windows(batch, self.windows)
         if self._stages > 1:
             work = work.part(min(self._stages, requests))
-        self._clock.advance(self._cost_model.host_ns(requests))
+        self._clock.advance(self.cost_model.host_ns(requests))
         start_ns = max(self._clock.now_ns, self._device_free_ns)
-        self._device_free_ns = start_ns + self._cost_model.device_ns(work)
+        self._device_free_ns = start_ns + self.cost_model.device_ns(work)
         self._finish_ns.append(self._device_free_ns)
 
     def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
         """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
         alone generate. Only with one attention window for all layers."""
-        ((window, _),) = self._windows
+        ((window, _),) = self.windows
         count = len(positions)
         parts = min(self._stages, count)
         if window is None:
@@ -268,8 +318,8 @@ class SimulatedExecutor:
         else:
             lengths = positions + np.arange(1, steps + 1)[:, None]
             kv_tokens = np.minimum(lengths, window).sum(axis=1)
-        device_ns = self._cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
-        return self._cost_model.host_ns(count), device_ns
+        device_ns = self.cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
+        return self.cost_model.host_ns(count), device_ns
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""

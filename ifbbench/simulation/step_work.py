@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ifbbench.engine.batch import Batch
 from ifbbench.simulation.shard import Shard
@@ -101,6 +102,18 @@ class StepWork(NamedTuple):
         return cls(
             tokens, count, pairs, kv_tokens, generation_tokens, generation_kv_tokens, generation_tokens + num_last
         )
+
+
+class StepWorks(NamedTuple):
+    """The work of many iterations: the fields of StepWork, [iterations] each."""
+
+    context_tokens: NDArray[np.int64]
+    context_requests: NDArray[np.int64]
+    attention_pairs: NDArray[np.int64]
+    context_kv_tokens: NDArray[np.int64]
+    generation_tokens: NDArray[np.int64]
+    generation_kv_tokens: NDArray[np.int64]
+    outputs: NDArray[np.int64]
 
 
 class LeastWork(NamedTuple):

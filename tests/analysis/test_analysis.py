@@ -1,8 +1,7 @@
 """Analyses of recorded runs: they agree with the files of the run, and with each other."""
 
 import json
-import random
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,54 +12,13 @@ from ifbbench.analysis.figures import Figure, failed_condition
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.pauses import pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.replay.run import run_trace
-
-POOL_TOKENS = 4_000
-COUNT = 60
-
-
-def write_requests(path: Path, seed: int, count: int = COUNT, rate: float = 40.0, longest: int = 900) -> Path:
-    """Requests of random lengths that arrive at `rate` a second; the reserved output is larger than the actual one."""
-    draw = random.Random(seed)
-    now, lines = 0.0, []
-    for index in range(count):
-        now += draw.expovariate(rate)
-        output = draw.randint(1, 200)
-        row = {
-            "request_id": 1000 + index, "arrival_s": now, "prompt_len": draw.randint(1, longest),
-            "max_new_tokens": output + draw.randint(0, 150), "output_len": output,
-        }  # fmt: skip
-        lines.append(json.dumps(row))
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def simulate(tmp_path: Path, name: str, trace: Path, **settings) -> RecordedRun:
-    values = {
-        "device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_tokens_in_paged_kvcache": POOL_TOKENS,
-        "max_seq_len": 2048, "output": str(tmp_path / name), "enable_chunked_context": True, "max_num_tokens": 1024,
-    } | settings  # fmt: skip
-    run_trace(str(trace), RunConfig(**values))
-    return RecordedRun.load(tmp_path / name)
+from tests.analysis.runs import SETTINGS, simulate, write_requests
 
 
 @pytest.fixture(scope="module", params=range(3))
 def trace(request, tmp_path_factory) -> Path:
     return write_requests(tmp_path_factory.mktemp("traces") / "trace.jsonl", seed=request.param)
-
-
-SETTINGS = {
-    "guaranteed_no_evict": {"policy": "guaranteed_no_evict"},
-    "max_utilization": {"policy": "max_utilization"},
-    "unchunked": {"policy": "guaranteed_no_evict", "enable_chunked_context": False},
-    "small batch": {"policy": "guaranteed_no_evict", "max_batch_size": 4},
-    "small budget": {"policy": "max_utilization", "max_num_tokens": 96},
-    "static": {"type": "v1", "max_batch_size": 8},
-    "all at once": {"policy": "max_utilization", "time_scale": 0.0},
-    "two passes": {"type": "UIFB", "policy": "max_utilization"},
-}
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
@@ -79,7 +37,7 @@ def test_the_life_of_each_request_adds_up_to_its_time(run: RecordedRun) -> None:
         for one, following in zip(life.stretches, life.stretches[1:], strict=False):
             assert one.end_s == following.start_s
         assert sum(life.attribution_s.values()) == pytest.approx(row["e2e_s"], abs=1e-9)
-        by_phase: Counter[str] = Counter()
+        by_phase: dict[str, float] = defaultdict(float)
         for stretch in life.stretches:
             by_phase[stretch.phase] += stretch.duration_s
         for phase in ("context", "generation", "paused", "recompute", "skipped"):
@@ -94,7 +52,7 @@ def test_waiting_is_charged_once(run: RecordedRun) -> None:
         for spans in run.spans.values() for span in spans if span.waits_for is not None
     )  # fmt: skip
     assert sum(findings.waiting_s.values()) == pytest.approx(waited, rel=1e-9)
-    exact: Counter[str] = Counter()
+    exact: dict[str, float] = defaultdict(float)
     for spans in run.spans.values():
         for span in spans:
             if span.waits_for is None:
@@ -128,6 +86,14 @@ def test_the_ledger_accounts_for_every_recomputed_token(run: RecordedRun) -> Non
         of_victims[entry.victim] += entry.tokens_recomputed
     for request_id, row in run.row_of.items():
         assert of_victims[request_id] == row["recomputed_tokens"]
+
+
+def test_the_ledger_accounts_for_the_tokens_that_policies_differ_by(tmp_path: Path, trace: Path) -> None:
+    one = simulate(tmp_path, "one", trace, policy="guaranteed_no_evict")
+    other = simulate(tmp_path, "other", trace, policy="max_utilization")
+    computed = [sum(span.tokens for spans in run.spans.values() for span in spans) for run in (one, other)]
+    assert pause_ledger(one).entries == []
+    assert computed[1] - computed[0] == pause_ledger(other).tokens_recomputed > 0
 
 
 def test_iterations_are_explained_as_recorded(run: RecordedRun) -> None:

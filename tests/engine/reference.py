@@ -108,8 +108,12 @@ class Limits:
 
 @dataclass
 class Fitting:
+    """beneficiaries: of each pause, the request that did not fit. causes: of each pause, what that one lacked."""
+
     requests: list[Entry] = field(default_factory=list)
     paused: list[Entry] = field(default_factory=list)
+    beneficiaries: list[Entry] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
 
 
 def _pages_fit(tasks: set[int], entry: Entry, limits: Limits) -> bool:
@@ -188,6 +192,9 @@ def max_utilization(entries: list[Entry], cache: Cache, limits: Limits) -> Fitti
             break
         end = started[-1]
         fitting.paused.append(entries[end])
+        fitting.beneficiaries.append(entry)
+        is_full = len(fitting.requests) == limits.max_num_requests
+        fitting.causes.append("batch_size" if is_full else "kv_blocks")
         for block in entries[end].blocks:
             references[block] -= 1
             scheduling_free += references[block] == 0

@@ -28,9 +28,10 @@ def random_run(seed: int, directory: Path) -> None:
     for index in range(draw.randint(25, 60)):
         arrival_s += draw.expovariate(rate)
         output = draw.choice([1, draw.randint(2, 20), draw.randint(2, 120)])
-        row = {"request_id": 2 * index + 1, "arrival_s": arrival_s, "prompt_len": draw.choice([1, 30, 200, 400]),
-               "output_len": output, "max_new_tokens": output + draw.randint(0, 30),
-               "priority": draw.choice(priorities)}  # fmt: skip
+        row: dict[str, Any] = {
+            "request_id": 2 * index + 1, "arrival_s": arrival_s, "prompt_len": draw.choice([1, 30, 200, 400]),
+            "output_len": output, "max_new_tokens": output + draw.randint(0, 30), "priority": draw.choice(priorities),
+        }  # fmt: skip
         if draw.random() < 0.08:
             row["prompt_len"] = 5_000
         if (name := draw.choice(classes)) is not None:
@@ -68,8 +69,9 @@ class Recorded:
     """The three tables of a run, and what follows from them."""
 
     def __init__(self, directory: Path) -> None:
-        self.requests = table(directory, "requests").set_index("request_id")
-        self.spans = table(directory, "spans").sort_values(["request_id", "first_iteration"])
+        # The cells of a data frame have no type of their own.
+        self.requests: Any = table(directory, "requests").set_index("request_id")
+        self.spans: Any = table(directory, "spans").sort_values(["request_id", "first_iteration"])
         iterations = table(directory, "iterations")
         details = pd.DataFrame(iterations.pop("ifbbench").tolist())
         self.iterations = pd.concat([iterations, details], axis=1)
@@ -80,7 +82,7 @@ class Recorded:
         self.token_s = {request: self.tokens_of(request) for request in self.done.index}
         self.gaps = {request: np.diff(times) for request, times in self.token_s.items()}
 
-    def spans_of(self, request: int) -> pd.DataFrame:
+    def spans_of(self, request: Any) -> Any:
         return self.spans[self.spans["request_id"] == request]
 
     def tokens_of(self, request: int) -> list[float]:
@@ -91,7 +93,7 @@ class Recorded:
             times += self.end_s[span.last_iteration - produced + 1 : span.last_iteration + 1].tolist()
         return times
 
-    def attribution_of(self, request: int) -> dict[str, float]:
+    def attribution_of(self, request: Any) -> dict[str, float]:
         """Seconds of each phase; waiting by cause, iteration by iteration."""
         parts: dict[str, float] = {}
 
@@ -117,7 +119,7 @@ class Recorded:
         done = chosen[chosen["outcome"] == "completed"]
         prompt, output = int(done["prompt_len"].sum()), int(done["output_len"].sum())
         gaps = [gap for request in done.index for gap in self.gaps[request]]
-        found = {
+        found: dict[str, Any] = {
             "requests": {"total": len(chosen), "completed": len(done), "failed": len(chosen) - len(done)},
             "request_throughput_per_s": len(done) / span_s,
             "output_throughput_tokens_per_s": output / span_s,

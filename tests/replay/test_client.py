@@ -1,4 +1,5 @@
 """The client of a replay: which requests it hands out when, with concurrency and emulated static batches."""
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ class Engine:
     """Takes what it is handed and answers when `answer` is called; counts how often there was nothing to take."""
 
     def __init__(self, *arrivals_s, streaming=False, **options):
-        self.clock = VirtualClock()
+        self.clock: Any = VirtualClock()  # of any kind
         self.client = ReplayClient(trace_at(*arrivals_s, streaming=streaming), self.clock, make_request, **options)
         self.active: list[Request] = []
         self.looks = 0

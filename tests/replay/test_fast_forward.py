@@ -176,7 +176,7 @@ def test_sessions_together_are_as_one_by_one(
         for index, (request, (*_, after, think)) in enumerate(zip(trace, rows, strict=True))
     ]
     trace = replace(trace, requests=requests)
-    options = {"concurrency": concurrency, "keeps_arrivals": keeps_arrivals, "duration_s": duration_s}
+    options: dict[str, Any] = {"concurrency": concurrency, "keeps_arrivals": keeps_arrivals, "duration_s": duration_s}
     config, folder = config_of(**changes), tmp_path_factory.mktemp("runs")
     run(trace, config, folder / "apart", together=False, **options)
     recorder = run(trace, config, folder / "together", together=True, **options)

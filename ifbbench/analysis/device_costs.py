@@ -1,0 +1,84 @@
+"""What iterations cost on the device of a recorded run: as it was simulated, or by a fit of its measured times."""
+
+from itertools import combinations
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ifbbench.analysis.recorded import Floats
+from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.simulation.step_work import StepWork, StepWorks
+
+
+class Device(Protocol):
+    """What iterations cost on the device of a run."""
+
+    def times_s(self, works: StepWorks) -> Floats:
+        """Seconds of each iteration of this work; 0 of those without work."""
+        ...
+
+    def least_s(self, work: StepWork, min_iterations: int) -> float:
+        """A lower bound of the time of `work` in at least so many iterations with outputs."""
+        ...
+
+
+class SimulatedDevice(NamedTuple):
+    """The cost model that a run was simulated with."""
+
+    cost_model: CostModel
+
+    def times_s(self, works: StepWorks) -> Floats:
+        return self.cost_model.times_ns(works) / NANOSECONDS
+
+    def least_s(self, work: StepWork, min_iterations: int) -> float:
+        if not work.num_tokens:
+            return 0.0
+        return self.cost_model.least_ns(work, max(min_iterations, 1)) / NANOSECONDS
+
+
+class MeasuredDevice(NamedTuple):
+    """A linear fit of measured iterations. seconds: for each unit of the columns of `_columns`."""
+
+    seconds: Floats
+
+    @classmethod
+    def fitted(cls, works: StepWorks, measured_s: Floats) -> "MeasuredDevice":
+        """The least squares fit without negative coefficients."""
+        columns = np.stack(_columns(works), axis=1)
+        return cls(_nonnegative_least_squares(columns, measured_s))
+
+    def times_s(self, works: StepWorks) -> Floats:
+        columns: Floats = np.stack(_columns(works), axis=1)
+        times: Floats = (columns * self.seconds).sum(axis=1)
+        return times
+
+    def least_s(self, work: StepWork, min_iterations: int) -> float:
+        counts = (max(min_iterations, 1), work.context_tokens, work.attention_pairs, work.generation_tokens,
+                  work.generation_kv_tokens)  # fmt: skip
+        return float(np.dot(counts, self.seconds)) if work.num_tokens else 0.0
+
+
+def _columns(works: StepWorks) -> list[Floats]:
+    """What a fit of measured times depends on: 1 of an iteration with work, and the sums of its work."""
+    runs = works.context_tokens + works.generation_tokens > 0
+    return [column.astype(np.float64) for column in (
+        runs, works.context_tokens, works.attention_pairs, works.generation_tokens, works.generation_kv_tokens
+    )]  # fmt: skip
+
+
+def _nonnegative_least_squares(columns: Floats, values: Floats) -> Floats:
+    """min ‖columns x − values‖ with x ≥ 0: the best of the solutions on all subsets of the few columns."""
+    scale = np.maximum(columns.max(axis=0), 1e-300)
+    scaled = columns / scale
+    squares, products = scaled.T @ scaled, scaled.T @ values
+    best, best_error = np.zeros(columns.shape[1]), 0.0
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in combinations(range(columns.shape[1]), count):
+            picked = list(chosen)
+            solution = np.linalg.lstsq(squares[np.ix_(picked, picked)], products[picked], rcond=None)[0]
+            error = float(solution @ squares[np.ix_(picked, picked)] @ solution - 2 * products[picked] @ solution)
+            if (solution >= 0).all() and error < best_error:
+                best, best_error = np.zeros(columns.shape[1]), error
+                best[picked] = solution
+    fitted: Floats = best / scale
+    return fitted
