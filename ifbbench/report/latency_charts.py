@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
 from ifbbench.recording.spans import limit_waited_for
 from ifbbench.report import percent, significant, time_unit
@@ -69,7 +69,7 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_LATENCY_FROM_RATIO
     if logarithmic:
         shares.set_xscale("log")
-        shares.xaxis.set_minor_formatter(NullFormatter())
+        shares.xaxis.set_minor_locator(NullLocator())
     thousands(shares.xaxis)
     low, high = float(values[0]), float(values[-1])
     high_value = high
@@ -82,7 +82,7 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     if np.max(counts) > RARE_RATIO * len(values) / bins:
         # A few long stalls among many short gaps are visible on a logarithmic axis only.
         shape.set_yscale("log")
-        shape.yaxis.set_minor_formatter(NullFormatter())
+        shape.yaxis.set_minor_locator(NullLocator())
         shape.set_ylim(bottom=0.5)
         thousands(shape.yaxis)
     # As percentiles are computed: straight between neighbouring values. The curve of many values needs few of them.
@@ -129,10 +129,12 @@ def draw_ttft(run: RunData) -> Figure:
     else:
         if ttft_s.min() > 0 and ttft_s.max() / ttft_s.min() > LOG_FROM_RATIO:
             axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.set_ylim(0, float(ttft_s.max()) * scale * 1.1 or 1.0)
         if lengths.min() > 0 and lengths.max() / lengths.min() > LOG_FROM_RATIO:
             axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
         _median_line(figure, lengths, ttft_s * scale, axes.get_xscale() == "log")
         legend = legend_above(axes, min(len(colours) + 1, 5))
         for handle in legend.legend_handles:

@@ -40,7 +40,7 @@ CAUSE_NAMES = {
     "batch_size": "batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit",
     "head_of_line": "behind another request", "paused": "paused", "static_batch": "end of the static batch",
     "reuse_delay": "another request's prefix", "lora_pages": "LoRA pages", "beam_width": "a batch of its beam width",
-    "in_flight": "its iteration in flight",
+    "in_flight": "its iteration in flight", "concurrency": "place under --concurrency",
 }  # fmt: skip
 FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
@@ -72,9 +72,14 @@ def save(
     """Write `figure` as `name`.png, `name`.svg and so on, without dates, so that equal figures are equal files."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.{kind}" for kind in formats]
-    for path in paths:
-        figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"])
-        figure.set_layout_engine("none")  # the layout is the same in each format, and takes long
+    # The layout is the same in each format. With a layout engine, every file would be drawn twice.
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
+    with mpl.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
+        figure.set_layout_engine(None)
+        for path in paths:
+            fast = {"pil_kwargs": {"compress_level": 3}} if path.suffix == ".png" else {}
+            figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
     return paths
 
 

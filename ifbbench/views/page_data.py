@@ -93,9 +93,8 @@ def _add_requests(block: Block, run: RecordedRun, ids: list[Id]) -> dict[str, An
     rows = [run.row_of.get(one, {}) for one in ids]
     for name in REQUEST_NUMBERS[1:]:
         block.add(f"request.{name}", np.array([_number(row.get(name)) for row in rows]))
-    arrivals = [row.get("arrival_s") if row else run.trace[one].arrival_s if one in run.trace else None
-                for one, row in zip(ids, rows, strict=True)]  # fmt: skip
-    block.add("request.arrival_s", np.array([_number(value) for value in arrivals]))
+    known = [run.arrival_s(one) if one in run.row_of or one in run.trace else None for one in ids]
+    block.add("request.arrival_s", np.array([_number(value) for value in known]))
     outcomes = list(dict.fromkeys(str(row.get("outcome", "running")) for row in rows))
     classes = list(dict.fromkeys(str(row["class"]) if row.get("class") else "" for row in rows))
     block.add("request.outcome", [outcomes.index(str(row.get("outcome", "running"))) for row in rows])
