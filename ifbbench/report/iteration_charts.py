@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ifbbench.report import percent, significant
+from ifbbench.report.cells import tint
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     CAUSE_NAMES,
@@ -26,6 +27,8 @@ from ifbbench.report.timeline import PHASE_NAMES
 
 BOUND_NAMES = CAUSE_NAMES | {"none": "no limit"}
 HISTOGRAM_BINS = 40
+# Prefix of the cause of requests that stand behind another one, which a limit held.
+BEHIND = "behind "
 
 
 def draw_budget(run: RunData) -> Figure:
@@ -99,26 +102,55 @@ def draw_queue(run: RunData) -> Figure:
     spans = run.spans[run.spans["phase"].isin(["waiting", "paused"])]
     causes = spans["cause"].where(spans["phase"] == "waiting", "paused").fillna("none").astype(str)
     layers = {cause: bins.covered(spans[causes == cause]) for cause in causes.unique()}
-    colours = cause_colours(layers)
+    layers = _by_head(layers, bins, run)
+    colours = cause_colours({cause.removeprefix(BEHIND) for cause in layers})
+    colours = {kind + cause: tint(colour, 0.5) if kind else colour for cause, colour in colours.items()
+               for kind in ("", BEHIND) if kind + cause in layers}  # fmt: skip
     widths = np.diff(bins.edges_s)
     waited_s = {cause: float((values * widths).sum()) for cause, values in layers.items()}
     total_s = sum(waited_s.values()) or 1.0
-    names = {cause: f"{CAUSE_NAMES.get(cause, cause)} ({percent(waited_s[cause] / total_s)})" for cause in layers}
+    names = {cause: f"{_cause_name(cause)} ({percent(waited_s[cause] / total_s)})" for cause in layers}
     total = stack(axes, bins.edges, {cause: layers[cause] for cause in colours}, colours, names)
     axes.set_ylabel("requests that wait")
     axes.set_ylim(0, max(1.0, float(total.max()) * 1.1))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     thousands(axes.yaxis)
     if layers:
-        legend_above(axes, min(len(layers), 5))
+        legend_above(axes, min(len(layers), 3))
         mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
         axes.annotate(f"mean {significant(mean)}", (1, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
                       textcoords="offset points", color=INK, fontsize=8, va="center")  # fmt: skip
     else:
         axes.text(0.5, 0.5, "no request waited for a limit", transform=axes.transAxes, ha="center", color=MUTED)
     bins.label(axes)
-    heading(axes, "Queue by cause", run, legend=True)
+    title_rows = -(-len(layers) // 3)
+    heading(axes, "Queue by cause", run, legend=True, rows=title_rows)
     return figure
+
+
+def _cause_name(cause: str) -> str:
+    limit = cause.removeprefix(BEHIND)
+    name = CAUSE_NAMES.get(limit, limit)
+    return name if limit == cause else f"behind one that waits for {name}"
+
+
+def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[str, Floats]:
+    """`layers` with the requests behind another one by the limit that held that one, the limit of the iteration.
+
+    A request that is not active yet waits for a batch slot only if no other limit bound the iteration."""
+    bound = run.iterations["bound_by"].fillna("none").astype(str)
+    times = {limit: bins.means((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
+    whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
+    slots = times.get("batch_size", 0.0) + times.get("none", 0.0)
+    queued, behind = (layers.pop(name, np.zeros(len(whole))) for name in ("batch_size", "head_of_line"))
+    held = np.maximum(whole - times.get("none", 0.0), 1e-12)
+    layers["batch_size"] = queued * slots / whole
+    for limit, time in times.items():
+        if limit != "none":
+            of_queue = 0.0 if limit == "batch_size" else queued * time / whole
+            layers[BEHIND + limit] = behind * time / held + of_queue
+    layers["head_of_line"] = np.where(held > 1e-12, 0.0, behind)
+    return {cause: values for cause, values in layers.items() if values.any()}
 
 
 def draw_bound(run: RunData) -> Figure:

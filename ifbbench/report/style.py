@@ -83,10 +83,10 @@ def save(
     return paths
 
 
-def heading(top: Axes, what: str, run: RunData, legend: bool = False) -> None:
+def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int = 1) -> None:
     """Put over the topmost axes of a chart: what it shows, of which trace, model and device, and the run's limits.
 
-    legend: there is a row of a legend above the axes."""
+    legend: there is a legend above the axes, of `rows` rows."""
     config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
     where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
     names = ("max_batch_size", "max_num_tokens")
@@ -96,7 +96,7 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False) -> None:
     parts += ["partial run"] if run.partial else []
     parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
     of = ", ".join(filter(None, (trace.get("name") or run.name, where)))
-    title(top, f"{what}: {of}", " · ".join(str(part) for part in parts if part), 15 if legend else 0)
+    title(top, f"{what}: {of}", " · ".join(str(part) for part in parts if part), 15 * max(rows, 1) if legend else 0)
 
 
 def title(top: Axes, text: str, subtitle: str = "", room: float = 0) -> None:
