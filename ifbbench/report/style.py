@@ -46,6 +46,7 @@ FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None, "Creator": "ifbbench"}, ".pdf": {"CreationDate": None},
 }  # fmt: skip
+POSITION_DIGITS = 5
 MAX_BINS = 150
 MAX_SINGLE_ITERATIONS = 200
 
@@ -77,8 +78,12 @@ def save(
         engine.execute(figure)
     with mpl.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
         figure.set_layout_engine(None)
+        for axes in figure.axes:
+            # The solver's last digits differ from one layout to the next.
+            left, bottom, width, height = (round(part, POSITION_DIGITS) for part in axes.get_position().bounds)
+            axes.set_position((left, bottom, width, height))
         for path in paths:
-            fast = {"pil_kwargs": {"compress_level": 3}} if path.suffix == ".png" else {}
+            fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if path.suffix == ".png" else {}
             figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
     return paths
 

@@ -97,7 +97,8 @@ def test_many_requests_are_counted_by_phase_and_aligned_at_their_arrival(tmp_pat
 def test_lanes_hold_one_request_at_a_time(tmp_path: Path) -> None:
     run = load_run(write_large_run(tmp_path / "large", requests=60, iterations=400))
     (bars,) = draw_lanes(run).axes[0].collections
-    boxes = sorted((path.vertices[0][1], path.vertices[0][0], path.vertices[1][0]) for path in bars.get_paths())
+    corners = [np.asarray(path.vertices, dtype=float) for path in bars.get_paths()]
+    boxes = sorted((float(box[0, 1]), float(box[0, 0]), float(box[1, 0])) for box in corners)
     for (lane, _, end), (next_lane, start, _) in pairwise(boxes):
         assert lane != next_lane or start >= end - 1e-9
 

@@ -57,7 +57,7 @@ def opened(browser: Any) -> Iterator[Any]:
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: request.url == path.as_uri() or problems.append(request.url))
+        page.on("request", lambda request: problems.extend({request.url} - {path.as_uri()}))
         page.goto(path.as_uri())
         page.wait_for_function("document.documentElement.dataset.readyMs", timeout=READY_MS)
         return page
