@@ -65,7 +65,12 @@ class HeadsOfLine:
 
     def __init__(self, run: RecordedRun, from_spans: bool = False) -> None:
         self._run = run
-        self._starts, self._heads = self._stretches(from_spans)
+        self._starts, self._heads = self._found(from_spans)
+
+    @property
+    def stretches(self) -> tuple[list[int], list[list[Head]]]:
+        """The first iteration of each stretch, and the heads in it by rank."""
+        return self._starts, self._heads
 
     def holding(self, span: Span) -> Iterator[Held]:
         """What held the request of `span`, a span of waiting, in order of time."""
@@ -130,7 +135,7 @@ class HeadsOfLine:
                     own[key] = own.get(key, 0.0) + seconds
         return own
 
-    def _stretches(self, from_spans: bool) -> tuple[list[int], list[list[Head]]]:
+    def _found(self, from_spans: bool) -> tuple[list[int], list[list[Head]]]:
         """The first iteration of each stretch, and the heads in it by rank."""
         rank = self._run.rank
         # The first request left out of each iteration: in runs of equal ones.

@@ -1,6 +1,6 @@
 """What commands print to: the console of tables, and the progress of long operations."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
@@ -34,7 +34,10 @@ def report_console(highlight: bool = True) -> "Console":
 
 
 class StageProgress:
-    """The stage of a command, how much of it is done, and the time that the rest will take at the same rate."""
+    """The stage of a command, how much of it is done, and the time that the rest will take at the same rate.
+
+    details: returns what to print in place of the text of the last update, once some of the stage is done.
+    """
 
     def __init__(self, label: str) -> None:
         self._clock = WallClock()
@@ -42,6 +45,7 @@ class StageProgress:
         self._stage, self._started_s = "", 0.0
         self._completed, self._text = 0, ""
         self._total: int | None = None
+        self.details: Callable[[], str] | None = None
 
     def stage(self, label: str) -> None:
         self._stage, self._started_s = label, self._clock.now()
@@ -84,7 +88,8 @@ class LineProgress(StageProgress):
         """Print where the command is."""
         self._due_s = self._clock.now() + LINE_INTERVAL_S
         done = f"{self._completed:,} of {self._total:,} ({self._completed / self._total:.0%})" if self._total else ""
-        click.echo(", ".join(filter(None, (self.title, done, self.remaining, self._text))), err=True)
+        text = (self.details and self._completed and self.details()) or self._text
+        click.echo(", ".join(filter(None, (self.title, done, self.remaining, text))), err=True)
 
     def close(self) -> None:
         """End the thread."""

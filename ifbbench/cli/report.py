@@ -1,10 +1,11 @@
 """`ifbbench report`, `plot`, `export` and `schema`: tables, charts and files of what was run."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +14,14 @@ from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import REPEATS_FILE
 
+if TYPE_CHECKING:
+    from ifbbench.report.charts import Output
+
 DIRECTORY = click.Path(path_type=Path)
-EXPORT_FORMATS = ("csv", "parquet")
+EXPORT_FORMATS = ("csv", "parquet", "perfetto")
+# Of charts. matplotlib is imported only when something is drawn.
+FORMATS = ("png", "svg", "pdf")
+DEFAULT_FORMATS = ("png", "svg")
 Drawing = tuple[str, Callable[[], Sequence[Path]]]
 """What is drawn, and the function that draws it and returns the files that it wrote."""
 
@@ -93,12 +100,21 @@ def print_run(directory: Path, steady_state: bool = False) -> None:
 @click.command(cls=Command)
 @click.argument("run", type=DIRECTORY)
 @click.option("--format", "export_format", type=click.Choice(EXPORT_FORMATS), default="csv", show_default=True,
-              help="CSV, or Parquet (needs the extra `parquet`).")
+              help="CSV, Parquet (needs the extra `parquet`), or a trace for ui.perfetto.dev.")  # fmt: skip
 def export(run: Path, export_format: str) -> None:
     """Write the tables of RUN into its directory `export`: iterations, requests, spans and trace.
 
-    The files written are listed.
+    With --format perfetto write one trace of iterations, requests, pauses and counters, for ui.perfetto.dev. The files
+    written are listed.
     """
+    if export_format == "perfetto":
+        from ifbbench.analysis.recorded import RecordedRun
+        from ifbbench.views.perfetto import write_trace
+
+        recorded = RecordedRun.load(run)
+        click.echo(write_trace(recorded, recorded.data.path / "export"))
+        return
+
     from ifbbench.report.export import export_tables, load_run
 
     for file in export_tables(load_run(run), export_format):
@@ -118,15 +134,51 @@ def schema(file: str | None) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
-def plot(paths: tuple[Path, ...]) -> None:
+@click.argument("paths", metavar="PATH...", nargs=-1, type=DIRECTORY)
+@click.option("--only", metavar="NAME,…", help="Draw these charts only; see --list.")
+@click.option("--list", "list_charts", is_flag=True, help="List the charts, and draw nothing.")
+@click.option("--html", is_flag=True, help="Write the run page instead: one HTML file with an interactive timeline.")
+@click.option("--overlay", is_flag=True, help="Draw all runs into common charts, or onto one page.")
+@click.option("--from", "begin", metavar="N|SECONDSs", help="Start at an iteration (120) or a time (3.5s).")
+@click.option("--to", "end", metavar="N|SECONDSs", help="End with an iteration (160) or at a time (800ms).")
+@click.option("--requests", metavar="ID,…", help="Draw these requests of the timeline only, such as 3,8-12.")
+@click.option("--exact", is_flag=True, help="Draw the timeline with a cell for each request and iteration.")
+@click.option("--title", metavar="TEXT", help="Title of the charts, in place of their own.")
+@click.option("--format", "formats", metavar="FORMAT,…", default=",".join(DEFAULT_FORMATS), show_default=True,
+              help="Formats of the charts: png, svg, pdf.")  # fmt: skip
+@click.option("--dpi", type=click.IntRange(30, 1200), help="Pixels per inch of PNG files. Default: 150.")
+@click.option("--output", type=DIRECTORY, help="Directory of the files. Default: charts in each run directory.")
+def plot(
+    paths: tuple[Path, ...], only: str | None, list_charts: bool, html: bool, overlay: bool, begin: str | None,
+    end: str | None, requests: str | None, exact: bool, title: str | None, formats: str, dpi: int | None,
+    output: Path | None,
+) -> None:  # fmt: skip
     """Draw the charts of each run at or below PATH, and of each sweep that PATH is.
 
-    Charts go into the directory of what they show; the files written are listed.
+    Charts go into the directory of what they show; the files written are listed. With --overlay and --html, PATH can be
+    several runs that are compared.
     """
-    from ifbbench.cli.console import progress_line
+    if list_charts:
+        _list_charts()
+        return
+    if not paths:
+        raise click.UsageError("Missing argument 'PATH...'; name a run directory, a sweep or a directory of runs.")
 
-    drawings = [drawing for path in paths for drawing in _drawings(path)]
+    from ifbbench.cli.console import progress_line
+    from ifbbench.report.charts import Output
+
+    names = _names("--only", only, _chart_names(overlay)) if only else ()
+    kinds = _names("--format", formats, FORMATS)
+    if exact and not names:
+        names = ("timeline",)
+    how = Output(output, kinds, dpi, title)
+    selection = {"begin": begin, "end": end, "requests": requests}
+    if overlay:
+        drawings = [_overlay(paths, how, names, selection, html)]
+    elif html:
+        drawings = [(run.name, partial(_write_page, [run], output)) for run in _runs(paths)]
+    else:
+        drawings = [drawing for path in paths for drawing in _drawings(path, how, names, selection, exact)]
     written: list[Path] = []
     with progress_line("plot", quiet=False) as progress:
         progress.stage("drawing")
@@ -137,14 +189,89 @@ def plot(paths: tuple[Path, ...]) -> None:
         click.echo(file)
 
 
-def _drawings(path: Path) -> list[Drawing]:
+def _chart_names(overlay: bool) -> dict[str, str]:
+    """The charts of one run, or of several, and what each shows."""
+    from ifbbench.report.charts import CHARTS
+    from ifbbench.report.overlay import OVERLAYS
+
+    return dict(OVERLAYS) if overlay else {name: chart.shows for name, chart in CHARTS.items()}
+
+
+def _list_charts() -> None:
+    from ifbbench.cli.console import report_console
+    from ifbbench.report import plain_table
+
+    table = plain_table("Chart", "shows")
+    for name, shows in _chart_names(False).items():
+        table.add_row(name, shows)
+    for name, shows in _chart_names(True).items():
+        table.add_row(name, f"with --overlay: {shows}")
+    table.add_row("run.html", "with --html: the run page, one interactive file")
+    report_console(highlight=False).print(table)
+
+
+def _names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """The names in a list such as `png,svg`; InputError for one that is not known."""
+    names = tuple(dict.fromkeys(part.strip().replace("-", "_") for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option} {text}: {name!r} is not known; expected {', '.join(known)}.")
+    return names
+
+
+def _runs(paths: Sequence[Path]) -> list[Path]:
+    from ifbbench.report.load import find_runs
+
+    return list(dict.fromkeys(run for path in paths for run in find_runs(path)))
+
+
+def _overlay(
+    paths: Sequence[Path], how: "Output", names: Sequence[str], selection: dict[str, Any], html: bool
+) -> Drawing:
+    """The drawing of several runs together; into `charts` of the first one by default."""
+    from ifbbench.report.overlay import MAX_RUNS
+
+    runs = _runs(paths)
+    most = 2 if html else MAX_RUNS
+    if not 2 <= len(runs) <= most:
+        expected = "2" if html else f"2 to {most}"
+        raise InputError(f"--overlay: {len(runs)} runs; expected {expected}. Name their directories.")
+    directory = how.directory or runs[0] / "charts"
+    if html:
+        return "page", partial(_write_page, runs, directory)
+
+    def draw() -> Sequence[Path]:
+        from ifbbench.report.load import load_run
+        from ifbbench.report.overlay import plot_overlay
+        from ifbbench.report.selection import select
+
+        loaded = [select(load_run(run), **selection) for run in runs]
+        return plot_overlay(loaded, replace(how, directory=directory), names)
+
+    return "overlay", draw
+
+
+def _write_page(runs: Sequence[Path], directory: Path | None) -> Sequence[Path]:
+    from ifbbench.views.page import write_page
+
+    return [write_page(runs, directory or runs[0] / "charts")]
+
+
+def _drawings(
+    path: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool
+) -> list[Drawing]:
     from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
     from ifbbench.report.load import find_runs
 
     table = read_sweep(path) if (path / SWEEP_FILE).is_file() else None
     is_without_runs = table is not None and not any(path.rglob("run.json"))
-    runs: list[Drawing] = [(run.name, partial(_draw_run, run)) for run in ([] if is_without_runs else find_runs(path))]
-    if table is None:
+    found = [] if is_without_runs else find_runs(path)
+    runs: list[Drawing] = []
+    for run in found:
+        # Runs of equal names must not replace each other's files.
+        directory = how.directory / run.name if how.directory and len(found) > 1 else how.directory
+        runs.append((run.name, partial(_draw_run, run, replace(how, directory=directory), names, selection, exact)))
+    if names or table is None:
         return runs
     if not table.finished:
         raise InputError(f"{path}: every point of the sweep failed; see the column `error` of {SWEEP_FILE}.")
@@ -157,8 +284,11 @@ def _drawings(path: Path) -> list[Drawing]:
     return [(path.name, draw_sweep), *runs]
 
 
-def _draw_run(directory: Path) -> Sequence[Path]:
+def _draw_run(
+    directory: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool
+) -> Sequence[Path]:
     from ifbbench.report.charts import plot_run
     from ifbbench.report.load import load_run
+    from ifbbench.report.selection import select
 
-    return plot_run(load_run(directory))
+    return plot_run(select(load_run(directory), **selection), only=names, exact=exact, output=how)

@@ -184,10 +184,11 @@ def _report_sweep(result: "SweepResult", quiet: bool, as_json: bool) -> None:
 
 def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
     """Run with the progress of a command called `label`, and write the files for other tools."""
-    from ifbbench.cli.console import progress_line
+    from ifbbench.cli.watch import run_progress
     from ifbbench.replay.run import run_trace
 
-    with progress_line(label, config.quiet) as progress:
+    with run_progress(label, config.quiet) as (progress, follow):
         return run_trace(
-            trace, config, progress, owns_process=True, on_recorded=partial(write_run_outputs, config=config)
-        )
+            trace, config, progress, owns_process=True, on_recording=follow,
+            on_recorded=partial(write_run_outputs, config=config),
+        )  # fmt: skip

@@ -51,11 +51,12 @@ class RunFailed(IfbbenchError):
 
 def run_trace(
     source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
-    on_recorded: Callable[[Path], None] | None = None,
+    on_recording: Callable[[Path], None] | None = None, on_recorded: Callable[[Path], None] | None = None,
 ) -> RunResult:  # fmt: skip
     """Replay `source` (see `load_trace`) with `config`.
 
-    owns_process: see `build_engine`. on_recorded: is called with the run directory when the recording has ended, also
+    owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
+    on_recorded: is called with the run directory when the recording has ended, also
     that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
     trace = load_trace(source, config, progress)
@@ -68,6 +69,8 @@ def run_trace(
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
         client = _client(trace, engine)
         recorder = _recorder(trace, engine, client, directory)
+        if on_recording:
+            on_recording(directory)
         try:
             summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
             if config.enable_steady_state:

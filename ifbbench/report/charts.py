@@ -1,21 +1,29 @@
-"""The charts of a run, as PNG and SVG."""
+"""The charts of a run, as PNG, SVG or PDF."""
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
-from ifbbench.report import percent, significant, time_unit
-from ifbbench.report.figures import figures, inter_token_gaps, output_tokens
+from ifbbench.report import percent, significant
+from ifbbench.report.cells import draw_cells
+from ifbbench.report.figures import figures, output_tokens
+from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
+from ifbbench.report.lanes import draw_lanes
+from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
+    FORMATS,
     INK,
     LIMIT,
-    LIMIT_COLOURS,
     LIMIT_DASHES,
     MUTED,
     PHASE_COLOURS,
@@ -23,6 +31,7 @@ from ifbbench.report.style import (
     TimeBins,
     draw_limit,
     heading,
+    retitle,
     save,
     styled,
     thousands,
@@ -30,15 +39,27 @@ from ifbbench.report.style import (
 from ifbbench.report.tables import LIMIT_NAMES
 from ifbbench.report.timeline import draw_timeline
 
-# Percentiles that the chart of latencies marks.
-MARKS = (50, 90, 99)
-LOG_FROM_RATIO = 10
+WAITING_COLOURS = {**dict(zip(("batch_size", "num_tokens", "kv_blocks"), SERIES, strict=False)), "none": "#C4C4C4"}
 
 
-def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
-    """Draw the charts of `run` into `directory`, by default `charts` in the run directory; return the files written.
+@dataclass(frozen=True)
+class Output:
+    """How charts are written. directory: None for `charts` in the run directory. title: in place of the chart's own."""
 
-    They are throughput, kv_cache (not for a contiguous cache), latency and timeline, each as .png and .svg.
+    directory: Path | None = None
+    formats: tuple[str, ...] = FORMATS
+    dpi: float | None = None
+    title: str | None = None
+
+
+def plot_run(
+    run: RunData, directory: Path | None = None, *, only: Collection[str] = (), exact: bool = False,
+    output: Output | None = None,
+) -> list[Path]:  # fmt: skip
+    """Draw the charts of `run`, those called `only` or all, into `directory`, by default `charts` in the run directory;
+    return the files written.
+
+    exact: the timeline with a cell for each request and iteration. There is no chart of blocks of a contiguous cache.
     InputError if the run has no iteration to draw.
     """
     if run.iterations.empty:
@@ -46,12 +67,21 @@ def plot_run(run: RunData, directory: Path | None = None) -> list[Path]:
             f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw; expected those of a "
             "run that began its work. Run again, or name another run."
         )
-    charts = {"throughput": draw_throughput, "latency": draw_latency, "timeline": draw_timeline}
-    if run.iterations["max_kv_cache_blocks"].max() > 0:
-        charts["kv_cache"] = draw_kv_cache
-    directory = directory or run.path / "charts"
+    output = output or Output(directory)
+    charts = {name: chart.draw for name, chart in CHARTS.items() if not only or name in only}
+    if not run.iterations["max_kv_cache_blocks"].max() > 0:
+        charts.pop("kv_cache", None)
+    if exact and "timeline" in charts:
+        charts["timeline"] = partial(draw_cells, exact=True)
     with styled():
-        return [path for name, draw in sorted(charts.items()) for path in save(draw(run), directory, name)]
+        return [path for name, draw in sorted(charts.items()) for path in save_chart(draw(run), run, name, output)]
+
+
+def save_chart(figure: Figure, run: RunData, name: str, output: Output) -> list[Path]:
+    """Write one chart; returns its files."""
+    if output.title:
+        retitle(figure, output.title)
+    return save(figure, output.directory or run.path / "charts", name, output.formats, output.dpi)
 
 
 def draw_throughput(run: RunData) -> Figure:
@@ -63,8 +93,8 @@ def draw_throughput(run: RunData) -> Figure:
     bins, iterations = TimeBins.of(run), run.iterations
     _rate(output, bins, output_tokens(run), "generation", "output tokens/s")
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
-    generation = bins.means(iterations["generation_requests"].to_numpy(dtype=float))
-    total = generation + bins.means(iterations["context_requests"].to_numpy(dtype=float))
+    total = bins.means(iterations["scheduled_requests"].to_numpy(dtype=float))
+    generation = np.maximum(total - bins.means(iterations["context_requests"].to_numpy(dtype=float)), 0.0)
     batch.stairs(total, bins.edges, baseline=generation, fill=True, color=PHASE_COLOURS["context"], linewidth=0,
                  label="in context phase")  # fmt: skip
     batch.stairs(generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0,
@@ -84,7 +114,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     """Requests that have arrived and do not run, by the limit that bound the iteration."""
     number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
     shares = figures(run).get("waiting_by_limit") or {}
-    for limit, colour in LIMIT_COLOURS.items():
+    for limit, colour in WAITING_COLOURS.items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
             share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""
@@ -151,61 +181,23 @@ def draw_kv_cache(run: RunData) -> Figure:
     return figure
 
 
-def draw_latency(run: RunData) -> Figure:
-    """TTFT of each request at the left, every gap between tokens (ITL) at the right."""
-    figure = Figure(figsize=(9, 5))
-    grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
-    ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
-    _distribution(grid[0, 0], grid[1, 0], ttft, "TTFT", "requests", SERIES[0])
-    if run.recorded_every > 1:
-        _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
-    else:
-        _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[2])
-    grid[1, 0].set_ylabel("share of values up to here")
-    heading(grid[0, 0], "Latency", run)
-    figure.align_ylabels(grid[:, 0])
-    return figure
+@dataclass(frozen=True)
+class Chart:
+    """A chart of one run, and what it shows."""
+
+    draw: Callable[[RunData], Figure]
+    shows: str
 
 
-def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted: str, colour: str) -> None:
-    unit, scale = time_unit([float(np.median(seconds))] if seconds.size else [])
-    values = np.sort(seconds) * scale
-    shape.set_ylabel(counted)
-    shape.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    thousands(shape.yaxis)
-    shares.set_xlabel(f"{name} ({unit})")
-    shares.set_ylim(0, 1.06)
-    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    if not values.size:
-        shares.text(0.5, 0.5, f"no {counted}", transform=shares.transAxes, ha="center", color=MUTED)
-        return
-    logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_FROM_RATIO
-    if logarithmic:
-        shares.set_xscale("log")
-        shares.xaxis.set_minor_formatter(NullFormatter())
-    thousands(shares.xaxis)
-    low, high = float(values[0]), float(values[-1])
-    if low == high:
-        low, high = low * 0.95, high * 1.05 or 1.0
-    # More bins for more values; even ones, and on a logarithmic axis evenly growing ones.
-    bins = int(np.clip(np.sqrt(values.size), 6, 60))
-    edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
-    shape.hist(values, bins=list(edges), color=colour)
-    shares.ecdf(values, color=colour, linewidth=1.6)
-    percentiles = np.percentile(values, MARKS)
-    shares.plot(percentiles, np.array(MARKS) / 100, "o", color=INK, markersize=4, zorder=3)
-    texts = [f"p{mark} {significant(value)} {unit}" for mark, value in zip(MARKS, percentiles, strict=True)]
-    shares.set_title(" · ".join(texts), fontsize=8.5, color=MUTED)
-
-
-def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
-    """Thinned statistics lack the time of each token: the percentiles of summary.json stand in their place."""
-    why = f"not drawn: only one of {run.recorded_every}\niterations has its time recorded"
-    shape.text(0.5, 0.5, why, transform=shape.transAxes, ha="center", va="center", color=MUTED)
-    known = {mark: ((run.summary or {}).get("itl_s") or {}).get(f"p{mark}") for mark in MARKS}
-    unit, scale = time_unit(known.values())
-    texts = [f"p{mark} {significant(value, scale)} {unit}" for mark, value in known.items() if value is not None]
-    shares.set_title(" · ".join(texts), fontsize=8.5, color=MUTED)
-    shares.set_xlabel("ITL")
-    for axes in (shape, shares):
-        axes.set(xticks=[], yticks=[])
+CHARTS: Mapping[str, Chart] = MappingProxyType({
+    "timeline": Chart(draw_timeline, "what each request did, from its arrival to its end"),
+    "lanes": Chart(draw_lanes, "the requests that run at a time, a lane each"),
+    "throughput": Chart(draw_throughput, "requests waiting, tokens per second and the batch over time"),
+    "budget": Chart(draw_budget, "how much of max_num_tokens and max_batch_size iterations used"),
+    "queue": Chart(draw_queue, "how many requests wait, by what each waits for"),
+    "bound": Chart(draw_bound, "the limit that bound each stretch of time"),
+    "kv_cache": Chart(draw_kv_cache, "KV blocks used, and pauses"),
+    "latency": Chart(draw_latency, "distributions of TTFT and ITL"),
+    "ttft": Chart(draw_ttft, "TTFT against prompt length, by what the request waited for"),
+    "itl": Chart(draw_itl, "gaps between tokens over time, with stalls"),
+})  # fmt: skip

@@ -62,11 +62,38 @@ def token_iterations(run: RunData) -> dict[str, Integers]:
     return {request: np.concatenate(parts) for request, parts in stretches.items()}
 
 
+@dataclass(frozen=True)
+class TokenGaps:
+    """Every gap between consecutive output tokens of a request, of all requests pooled.
+
+    end_s: when the later token came. over_pause: whether the request was paused in it.
+    """
+
+    seconds: Floats
+    end_s: Floats
+    over_pause: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, run: RunData) -> "TokenGaps":
+        """The gaps of `run`."""
+        spans, clock = _producing(run), IterationClock.of(run)
+        counts = spans["produced"].to_numpy(dtype=np.int64)
+        last = spans["last_iteration"].to_numpy(dtype=np.int64)
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        iterations = np.repeat(last + 1 - ends, counts) + np.arange(total)
+        times_s = clock.ends(iterations)
+        request = np.repeat(pd.factorize(spans["request_id"])[0], counts)
+        begins = np.zeros(total, bool)
+        begins[(ends - counts)[counts > 0]] = True
+        recomputes = np.repeat((spans["phase"] == "recompute").to_numpy(), counts) & begins
+        same = request[1:] == request[:-1]
+        return cls(np.diff(times_s)[same], times_s[1:][same], recomputes[1:][same])
+
+
 def inter_token_gaps(run: RunData) -> Floats:
     """Every gap between consecutive output tokens of a request, of all requests pooled, in seconds."""
-    clock = IterationClock.of(run)
-    gaps = [np.diff(clock.ends(produced)) for produced in token_iterations(run).values()]
-    return np.concatenate(gaps) if gaps else np.empty(0)
+    return TokenGaps.of(run).seconds
 
 
 def output_tokens(run: RunData) -> Floats:

@@ -1,5 +1,6 @@
 """What all charts share: fonts and colours, headings, limits, and the axis of time."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from ifbbench.report import significant, time_unit
@@ -20,18 +24,35 @@ INK = "#222222"
 MUTED = "#6B6B6B"
 GRID = "#E3E3E3"
 PHASE_COLOURS = {
-    "context": "#14507A", "generation": "#86BFE3", "recompute": "#D55E00", "paused": "#F7D9A0", "waiting": "#E4E4E4",
-    "skipped": "#C4C4C4",
+    "context": "#14507A", "generation": "#86BFE3", "recompute": "#D55E00", "paused": "#F0C000", "waiting": "#DEDEDE",
+    "skipped": "#B9A3CF",
 }  # fmt: skip
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 LIMIT_COLOURS = {"batch_size": SERIES[0], "num_tokens": SERIES[1], "kv_blocks": SERIES[2], "none": "#C4C4C4"}
+# A colour for each limit that requests wait for. Reasons of a user's policy take those of OTHER_CAUSES.
+CAUSE_COLOURS = {
+    "batch_size": "#0072B2", "num_tokens": "#D55E00", "kv_blocks": "#009E73", "none": "#C9C9C9",
+    "head_of_line": "#9FB8CC", "paused": "#F0C000", "static_batch": "#B9A3CF",
+}  # fmt: skip
+OTHER_CAUSES = ("#CC79A7", "#7A5C3E", "#56B4E9", "#4D4D4D")
+CAUSE_NAMES = {
+    "batch_size": "batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit",
+    "head_of_line": "behind another request", "paused": "paused", "static_batch": "end of the static batch",
+    "reuse_delay": "another request's prefix", "lora_pages": "LoRA pages", "beam_width": "a batch of its beam width",
+    "in_flight": "its iteration in flight", "concurrency": "place under --concurrency",
+}  # fmt: skip
+FORMATS = ("png", "svg")
+METADATA: dict[str, dict[str, str | None]] = {
+    ".png": {"Software": None}, ".svg": {"Date": None, "Creator": "ifbbench"}, ".pdf": {"CreationDate": None},
+}  # fmt: skip
+POSITION_DIGITS = 5
 MAX_BINS = 150
 MAX_SINGLE_ITERATIONS = 200
 
 STYLE: Any = {
-    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.titlelocation": "left",
+    "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 9, "text.color": INK, "axes.titlelocation": "left",
     "axes.labelcolor": INK, "axes.edgecolor": "#9A9A9A", "axes.linewidth": 0.8, "axes.spines.top": False,
     "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
     "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelsize": 8, "ytick.labelsize": 8,
@@ -47,33 +68,84 @@ def styled() -> Any:
     return mpl.rc_context(STYLE)
 
 
-def save(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Write `figure` as `name`.png and `name`.svg, without dates, so that equal figures are equal files."""
+def save(
+    figure: Figure, directory: Path, name: str, formats: Sequence[str] = FORMATS, dpi: float | None = None
+) -> list[Path]:
+    """Write `figure` as `name`.png, `name`.svg and so on, without dates, so that equal figures are equal files."""
     directory.mkdir(parents=True, exist_ok=True)
-    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
-    figure.savefig(png, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None, "Creator": "ifbbench"})
-    return [png, svg]
+    paths = [directory / f"{name}.{kind}" for kind in formats]
+    # The layout is the same in each format. With a layout engine, every file would be drawn twice.
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
+    with mpl.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
+        figure.set_layout_engine(None)
+        for axes in figure.axes:
+            # The solver's last digits differ from one layout to the next.
+            left, bottom, width, height = (round(part, POSITION_DIGITS) for part in axes.get_position().bounds)
+            axes.set_position((left, bottom, width, height))
+        for path in paths:
+            fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if path.suffix == ".png" else {}
+            figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
+    return paths
 
 
-def heading(top: Axes, what: str, run: RunData) -> None:
-    """Put over the topmost axes of a chart: what it shows, of which run, and the run's policy and limits."""
-    config = run.config
+def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int = 1) -> None:
+    """Put over the topmost axes of a chart: what it shows, of which trace, model and device, and the run's limits.
+
+    legend: there is a legend above the axes, of `rows` rows."""
+    config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
+    where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
     names = ("max_batch_size", "max_num_tokens")
     parts = [config.get("policy"), *(f"{name} {config[name]}" for name in names if config.get(name))]
     parts += ["chunked context"] if config.get("enable_chunked_context") else []
+    parts += ["V1 static batches"] if config.get("type") == "v1" else []
     parts += ["partial run"] if run.partial else []
     parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
-    title(top, f"{what}: {run.name}", " · ".join(str(part) for part in parts if part))
+    of = ", ".join(filter(None, (trace.get("name") or run.name, where)))
+    title(top, f"{what}: {of}", " · ".join(str(part) for part in parts if part), 15 * max(rows, 1) if legend else 0)
 
 
-def title(top: Axes, text: str, subtitle: str = "") -> None:
-    """Put a bold title and a grey subtitle over `top`, both from its left edge."""
-    top.set_title(text, fontsize=11.5, fontweight="bold", color=INK, pad=24 if subtitle else 10)
-    note = top.annotate(subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points",
+def title(top: Axes, text: str, subtitle: str = "", room: float = 0) -> None:
+    """Put a bold title and a grey subtitle over `top`, both from its left edge. room: points left free below them."""
+    top.set_title(text, fontsize=11.5, fontweight="bold", color=INK, pad=(24 if subtitle else 10) + room)
+    note = top.annotate(subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 10 + room), textcoords="offset points",
                         color=MUTED, fontsize=8.5)  # fmt: skip
     # The title's padding is its room; in the layout, a long one would squeeze the axes.
     note.set_in_layout(False)
+
+
+def retitle(figure: Figure, text: str) -> None:
+    """Replace the bold title of a chart."""
+    axes = next(axes for axes in figure.axes if axes.get_title(loc="left"))
+    own = axes.get_title(loc="left")
+    for item in axes.get_children():
+        if isinstance(item, Text) and item.get_text() == own:
+            item.set_text(text)
+
+
+def cause_colours(causes: Iterable[str]) -> dict[str, str]:
+    """A colour for each cause of waiting, the known ones first."""
+    found = set(causes)
+    others = sorted(found - CAUSE_COLOURS.keys())
+    own = {name: OTHER_CAUSES[place % len(OTHER_CAUSES)] for place, name in enumerate(others)}
+    return {name: colour for name, colour in (CAUSE_COLOURS | own).items() if name in found}
+
+
+def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None) -> Legend:
+    """Put the legend over `axes`, from the right edge."""
+    given = {} if handles is None else {"handles": handles}
+    return axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, borderaxespad=0.2, **given)
+
+
+def stack(axes: Axes, edges: Floats, layers: Mapping[str, Floats], colours: Mapping[str, str],
+          names: Mapping[str, str]) -> Floats:  # fmt: skip
+    """Draw `layers`, values of each bin, one upon the other; returns their sums."""
+    below = np.zeros(len(edges) - 1)
+    for name, values in layers.items():
+        axes.stairs(below + values, edges, baseline=below, fill=True, color=colours[name], linewidth=0,
+                    label=names.get(name, name))  # fmt: skip
+        below = below + values
+    return below
 
 
 def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> None:
@@ -153,6 +225,19 @@ class TimeBins:
         """Per-iteration values (a count of requests) averaged over the time of each bin; 0 between iterations."""
         return self.rates(values * (self.clock.end_s - self.clock.start_s))
 
+    def covered(self, spans: pd.DataFrame) -> Floats:
+        """How many of `spans` cover a moment of each bin, on average."""
+        starts = self.clock.starts(spans["first_iteration"])
+        # A span lasts until the next iteration begins; the last one until its end.
+        ends = np.maximum(self.clock.starts(spans["last_iteration"] + 1), self.clock.ends(spans["last_iteration"]))
+        gathered = np.zeros(len(self.edges_s))
+        for times, sign in ((starts, 1.0), (ends, -1.0)):
+            ordered = np.sort(times)
+            sums = np.concatenate([[0.0], np.cumsum(ordered)])
+            before = np.searchsorted(ordered, self.edges_s, side="right")
+            gathered += sign * (before * self.edges_s - sums[before])
+        return np.asarray(np.maximum(np.diff(gathered) / np.diff(self.edges_s), 0.0))
+
     def peaks(self, values: Floats) -> Floats:
         """The largest per-iteration value of each bin; a bin in which no iteration ended keeps the value before it."""
         bins = np.clip(np.searchsorted(self.edges_s, self.clock.end_s) - 1, 0, len(self.edges_s) - 2)
@@ -165,4 +250,5 @@ class TimeBins:
         """Name the time axis, which spans the run."""
         axes.set_xlabel(f"time since the start of the run ({self.unit[0]})")
         thousands(axes.xaxis)
-        axes.set_xlim(min(0.0, float(self.edges[0])), float(self.edges[-1]))
+        is_window = len(self.clock.numbers) > 0 and self.clock.numbers[0] > 0
+        axes.set_xlim(float(self.edges[0]) if is_window else min(0.0, float(self.edges[0])), float(self.edges[-1]))

@@ -1,34 +1,32 @@
-"""The scheduler timeline, a row a request: cells with letters while they are legible, otherwise bars over time."""
+"""The scheduler timeline: cells while letters are legible, else bars, or requests aligned at their arrival."""
+
+from collections.abc import Collection
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
-from matplotlib.patheffects import withStroke
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import find_lines
-from ifbbench.report.load import RunData
-from ifbbench.report.style import INK, LIMIT, MUTED, PHASE_COLOURS, TimeBins, draw_limit, heading, thousands
+from ifbbench.report import time_unit
+from ifbbench.report.cells import draw_cells, fits_cells, request_order
+from ifbbench.report.figures import IterationClock
+from ifbbench.report.load import Floats, RunData
+from ifbbench.report.style import (
+    INK,
+    MUTED,
+    PHASE_COLOURS,
+    TimeBins,
+    draw_limit,
+    heading,
+    legend_above,
+    stack,
+    thousands,
+)
 
-MAX_ROWS_WITH_LETTERS = 16
-MAX_COLUMNS_WITH_LETTERS = 64
-CHUNK_LETTERS = {"context": "C", "recompute": "R"}
-CELL_COLUMNS = ["request_id", "iteration", "label", "phase"]
-CELL_HEIGHT = 0.36
-TOKENS_HEIGHT = 1.15
-# With more columns than this, cells and letters become smaller, so that the chart still fits a page.
-WIDE = 24
-KEY = {
-    "context": "C: context (tokens)", "generation": "G: generation (step)", "recompute": "R: recompute (tokens)",
-    "paused": "P: paused", "waiting": "grey: waiting", "skipped": "pale: skipped",
-}  # fmt: skip
-# Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
-REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
 PHASE_NAMES = {
     "context": "context", "generation": "generation", "recompute": "recompute after a pause", "paused": "paused",
     "waiting": "waiting", "skipped": "generation skipped",
@@ -37,136 +35,47 @@ PHASE_NAMES = {
 STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
 # Later ones are drawn over earlier ones, so that the common and long phases do not hide the rare and short.
 DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recompute")
+# From the axis up: what a request holds resources for, then what it does not.
+STACKING_ORDER = ("generation", "context", "recompute", "skipped", "paused", "waiting")
 BAR_HEIGHT = 0.03
+PAUSE_MARK = "#B0006A"
+# Up to so many requests, a gap between their rows is visible, and a pause is marked.
+MAX_NAMED_ROWS = 40
+MAX_ROWS_WITH_GAPS, MAX_ROWS_WITH_MARKS = 120, 400
+# With more requests, or where the median request takes less than this share of the run, a bar would be a hairline.
+MAX_BARS = 1000
+HAIRLINE_SHARE = 1 / 60
+FEW = 60
 # Beyond this an SVG of outlines is slow to open; the bars alone become an image in it.
 MAX_SPANS_AS_OUTLINES = 20_000
+# Of the picture of requests from their arrival: rows and columns of cells, and the percentile of E2E that it reaches.
+ALIGNED_ROWS, ALIGNED_COLUMNS, REACHED = 500, 700, 99.0
 
 
 def draw_timeline(run: RunData) -> Figure:
-    """One row a request, one column an iteration; on an axis of time if there are too many of either for letters."""
-    numbers, requests = run.iterations["iteration_counter"], request_order(run)
-    columns = int(numbers.max() - numbers.min()) + 1
-    small = columns <= MAX_COLUMNS_WITH_LETTERS and len(requests) <= MAX_ROWS_WITH_LETTERS
-    return _draw_cells(run, requests) if small else _draw_bars(run, requests)
+    """One row a request, one column an iteration; on an axis of time if there are too many of either for letters; of
+    many requests how many are in each phase, and what each did from its arrival on."""
+    if fits_cells(run):
+        return draw_cells(run)
+    requests = request_order(run)
+    return _draw_many(run, requests) if _is_large(run, len(requests)) else _draw_bars(run, requests)
 
 
-def request_order(run: RunData) -> list[str]:
-    """Every request of the run, a row each: by index in the trace, then those that ran when it was killed."""
-    first_seen = run.spans.sort_values("first_iteration", kind="stable")["request_id"]
-    return list(dict.fromkeys([*run.requests["request_id"], *first_seen]))
+def _is_large(run: RunData, requests: int) -> bool:
+    if requests > MAX_BARS or requests <= FEW:
+        return requests > MAX_BARS
+    lives = run.completed["e2e_s"].median()
+    clock = IterationClock.of(run)
+    return bool(lives < HAIRLINE_SHARE * (clock.end_s[-1] - clock.start_s[0]))
 
 
-def timeline_cells(run: RunData) -> pd.DataFrame:
-    """One row a request and iteration: `request_id`, `iteration`, `label`, `phase`, as the timeline draws them.
-
-    Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step; `P` paused;
-    empty while waiting or skipped. Requests are in the order of their rows.
-    """
-    spans = run.spans
-    if not len(spans):
-        return pd.DataFrame(columns=CELL_COLUMNS)
-    lengths = (spans["last_iteration"] - spans["first_iteration"] + 1).to_numpy(dtype=int)
-    fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks"))
-    labels: list[str] = []
-    for request, phase, first_output, chunks, length in zip(*fields, lengths.tolist(), strict=True):
-        if phase in CHUNK_LETTERS:
-            known = len(chunks) if isinstance(chunks, list) else 0
-            if known != length:
-                raise InputError(
-                    f"{find_lines(run.path, 'spans')}: request {request}: {known} chunks for a {phase} span of "
-                    f"{length} iterations; expected one chunk size an iteration. Record the run again."
-                )
-            labels += [f"{CHUNK_LETTERS[phase]}{chunk}" for chunk in chunks]
-        elif phase == "generation":
-            labels += [f"G{int(first_output) + step}" for step in range(length)]
-        else:
-            labels += ["P" if phase == "paused" else ""] * length
-    cells = spans.loc[spans.index.repeat(lengths), ["request_id", "phase", "first_iteration"]]
-    cells["iteration"] = cells.pop("first_iteration").to_numpy() + np.concatenate([np.arange(n) for n in lengths])
-    cells["label"] = labels
-    cells["row"] = cells["request_id"].map({request: row for row, request in enumerate(request_order(run))})
-    return cells.sort_values(["row", "iteration"], ignore_index=True)[CELL_COLUMNS]
-
-
-def _draw_cells(run: RunData, requests: list[str]) -> Figure:
-    """Cells with letters above, the tokens in the batch of each iteration below."""
-    cells, iterations = timeline_cells(run), run.iterations["iteration_counter"]
-    first, last = int(iterations.min()), int(iterations.max())
-    columns, letters = last - first + 1, int(cells["label"].str.len().max())
-    cell_width = 0.1 + 0.065 * max(letters, 3) if columns > WIDE else 0.17 + 0.085 * max(letters, 2)
-    height = CELL_HEIGHT * len(requests)
-    figure = Figure(figsize=(max(7.5, columns * cell_width + 1.6), height + TOKENS_HEIGHT + 1.5))
-    grid, tokens = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height, TOKENS_HEIGHT]})
-    _cells(grid, cells, requests, letter_size=7 if columns > WIDE else 8.5)
-    _request_labels(grid, requests, run)
-    _tokens_by_iteration(tokens, run)
-    tokens.set(xlim=(first - 0.5, last + 0.5), xlabel="iteration")
-    tokens.xaxis.set_major_locator(MaxNLocator(nbins=columns, integer=True))
-    heading(grid, "Scheduler timeline", run)
-    seen = set(cells["phase"])
-    figure.supxlabel("     ".join(KEY[phase] for phase in KEY if phase in seen), fontsize=8, color=MUTED)
-    return figure
-
-
-def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: float) -> None:
-    rows = {request: row for row, request in enumerate(requests)}
-    for request, iteration, label, phase in cells.itertuples(index=False):
-        row = rows[request]
-        fill, ink = _cell_colours(phase, REQUEST_COLOURS[row % len(REQUEST_COLOURS)])
-        hatch = "////" if phase == "paused" else None
-        axes.add_patch(
-            Rectangle((iteration - 0.47, row - 0.42), 0.94, 0.84, facecolor=fill, hatch=hatch,
-                      edgecolor="#D8D8D8" if hatch else fill, linewidth=0.6 if hatch else 0)
-        )  # fmt: skip
-        weight = "bold" if phase in ("context", "recompute", "paused") else "normal"
-        halo = [withStroke(linewidth=3, foreground="white")] if hatch else None
-        axes.text(iteration, row, label, ha="center", va="center", color=ink, fontsize=letter_size, fontweight=weight,
-                  path_effects=halo)  # fmt: skip
-
-
-def _cell_colours(phase: str, colour: str) -> tuple[str, str]:
-    """Colours of the cell and its letters, for a request with this colour."""
-    return {
-        "context": (colour, "white"),
-        "recompute": (_tint(colour, -0.45), "white"),
-        "generation": (_tint(colour, 0.68), INK),
-        "paused": ("white", colour),
-        "skipped": (_tint(colour, 0.9), colour),
-    }.get(phase, (PHASE_COLOURS["waiting"], INK))
-
-
-def _tint(colour: str, white: float) -> str:
-    """`colour` mixed with `white` (0 to 1) of white; a negative share mixes with black."""
-    target = 1.0 if white > 0 else 0.0
-    red, green, blue = (part + (target - part) * abs(white) for part in to_rgb(colour))
-    return to_hex((red, green, blue))
-
-
-def _request_labels(axes: Axes, requests: list[str], run: RunData) -> None:
-    axes.set_yticks(range(len(requests)), requests)
-    axes.set(ylim=(len(requests) - 0.4, -0.6), ylabel="request")
-    axes.grid(visible=False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.tick_params(length=0, labelbottom=False)
-    for request in run.requests.loc[run.requests["outcome"] == "failed", "request_id"]:
-        axes.text(0.003, requests.index(request), "failed", transform=axes.get_yaxis_transform(), color=LIMIT,
-                  va="center", fontsize=8)  # fmt: skip
-
-
-def _tokens_by_iteration(axes: Axes, run: RunData) -> None:
-    table = run.iterations
-    where, used = table["iteration_counter"], table["budget_used"].fillna(0)
-    context = table["total_context_tokens"].fillna(0).clip(upper=used)
-    axes.bar(where, used - context, width=0.94, color=PHASE_COLOURS["generation"], label="generation")
-    axes.bar(where, context, bottom=used - context, width=0.94, color=PHASE_COLOURS["context"], label="context")
-    halo = [withStroke(linewidth=2.5, foreground="white")]
-    for iteration, tokens in zip(where, used, strict=True):
-        axes.annotate(f"{tokens:.0f}", (iteration, tokens), xytext=(0, 2), textcoords="offset points", ha="center",
-                      fontsize=7.5, color=MUTED, path_effects=halo)  # fmt: skip
-    draw_limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(used.max()))
-    axes.set_ylabel("tokens\nin the batch")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Patch]:
+    """The key of the phases. counts: with the number of pauses."""
+    names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
+    pauses = int(run.iterations["pauses"].sum())
+    times = {"paused": f" ({pauses:,} time{'s' if pauses > 1 else ''})"} if pauses and counts else {}
+    return [Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, "")) for phase, name in names.items()
+            if phase in seen]  # fmt: skip
 
 
 def _draw_bars(run: RunData, requests: list[str]) -> Figure:
@@ -174,39 +83,141 @@ def _draw_bars(run: RunData, requests: list[str]) -> Figure:
     bins, height = TimeBins.of(run), float(np.clip(BAR_HEIGHT * len(requests), 3.5, 9))
     figure = Figure(figsize=(12, height + 2.6))
     phases, tokens = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height, 1.3]})
-    _bars(phases, bins, run, requests)
-    used = run.iterations["budget_used"].to_numpy(dtype=float)
-    context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
-    generation, total = bins.means(used - context), bins.means(used)
-    tokens.stairs(total, bins.edges, baseline=generation, fill=True, color=PHASE_COLOURS["context"], linewidth=0)
-    tokens.stairs(generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
-    draw_limit(tokens, "max_num_tokens", run.config.get("max_num_tokens"), float(total.max()))
-    tokens.set_ylabel("tokens in the batch,\nmean over time")
-    tokens.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    draw_bars(phases, bins, run, requests)
+    _tokens(tokens, bins, run)
     bins.label(tokens)
-    heading(phases, "Scheduler timeline", run)
+    heading(phases, "Scheduler timeline", run, legend=True)
     return figure
 
 
-def _bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str]) -> None:
+def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
+    used = run.iterations["budget_used"].to_numpy(dtype=float)
+    context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
+    layers = {"generation": bins.means(used - context), "context": bins.means(context)}
+    total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
+    draw_limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(total.max()))
+    axes.set_ylabel("tokens in the batch,\nmean over time")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+
+
+def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], legend: bool = True) -> None:
+    """A row a request, a bar a span."""
     rows = {request: row for row, request in enumerate(requests)}
     seen = [phase for phase in DRAWING_ORDER if (run.spans["phase"] == phase).any()]
+    height = 0.78 if len(requests) <= MAX_ROWS_WITH_GAPS else 1.0
     for phase in seen:
         spans = run.spans[run.spans["phase"] == phase]
         left = bins.scaled(bins.clock.starts(spans["first_iteration"]))
         right = bins.scaled(bins.clock.ends(spans["last_iteration"]))
-        top = spans["request_id"].map(rows).to_numpy(dtype=float) - 0.5
-        corners = [(left, top), (right, top), (right, top + 1), (left, top + 1)]
+        top = spans["request_id"].map(rows).to_numpy(dtype=float) - height / 2
+        corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
         outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
         colour = PHASE_COLOURS[phase]
         # A hairline in the bar's own colour keeps a context of one short iteration visible.
-        width = 0.5 if phase in ("context", "recompute") else 0.0
+        width = 0.5 if phase in ("context", "recompute", "paused") else 0.0
         axes.add_collection(PolyCollection(list(outlines), facecolors=colour, edgecolors=colour, linewidths=width,
                                            rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES))  # fmt: skip
+    if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
+        paused = run.spans[run.spans["phase"] == "paused"]
+        axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows), ">",
+                  color=PAUSE_MARK, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)  # fmt: skip
     axes.set(ylim=(len(requests) - 0.5, -0.5), ylabel="request, in trace order")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    thousands(axes.yaxis)
+    if len(requests) <= MAX_NAMED_ROWS:
+        axes.set_yticks(range(len(requests)), requests, fontsize=7 if len(requests) > MAX_NAMED_ROWS // 2 else 8)
+        axes.set_ylabel("request")
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        thousands(axes.yaxis)
     axes.grid(visible=False)
-    names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
-    handles = [Patch(color=PHASE_COLOURS[phase], label=name) for phase, name in names.items() if phase in seen]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), borderaxespad=0.2)
+    if legend:
+        handles = phase_handles(run, seen)
+        legend_above(axes, len(handles), handles)
+
+
+def _draw_many(run: RunData, requests: list[str]) -> Figure:
+    """How many requests are in each phase and the tokens in the batch over time; below, what each request did from its
+    arrival on."""
+    bins = TimeBins.of(run)
+    figure = Figure(figsize=(12, 9))
+    grid = figure.add_gridspec(3, 1, height_ratios=[2.2, 1.2, 4])
+    counts = figure.add_subplot(grid[0])
+    tokens = figure.add_subplot(grid[1], sharex=counts)
+    aligned = figure.add_subplot(grid[2])
+    seen = draw_population(counts, bins, run)
+    counts.tick_params(labelbottom=False)
+    handles = phase_handles(run, seen)
+    legend_above(counts, len(handles), handles)
+    _tokens(tokens, bins, run)
+    bins.label(tokens)
+    _aligned(aligned, run, requests)
+    heading(counts, "Scheduler timeline", run, legend=True)
+    figure.align_ylabels()
+    return figure
+
+
+def draw_population(axes: Axes, bins: TimeBins, run: RunData, highest: float | None = None) -> list[str]:
+    """Requests in each phase over time, one upon the other; returns the phases that there are."""
+    layers = {phase: bins.covered(run.spans[run.spans["phase"] == phase]) for phase in STACKING_ORDER}
+    layers = {phase: values for phase, values in layers.items() if values.any()}
+    total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
+    axes.set_ylabel("requests in\nthe system")
+    axes.set_ylim(0, (highest or float(total.max()) or 1.0) * 1.06)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    thousands(axes.yaxis)
+    return list(layers)
+
+
+def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
+    """The requests from their arrival on, a row each or several in a row of pixels, in the colours of their phases."""
+    clock, spans = IterationClock.of(run), run.spans
+    first_seen = clock.starts(spans.groupby("request_id", sort=False)["first_iteration"].min())
+    arrivals = pd.Series(first_seen, index=spans["request_id"].unique())
+    arrivals.update(run.requests.set_index("request_id")["arrival_s"])
+    start = spans["request_id"].map(arrivals).to_numpy(dtype=float)
+    left = np.maximum(clock.starts(spans["first_iteration"]) - start, 0.0)
+    right = clock.ends(spans["last_iteration"]) - start
+    lives = pd.Series(right).groupby(spans["request_id"].to_numpy()).max()
+    reach = max(float(np.percentile(lives, REACHED)), 1e-6) if len(lives) else 1.0
+    order = arrivals.sort_values(kind="stable").index
+    rows_of = pd.Series(np.arange(len(order)) * min(ALIGNED_ROWS, len(order)) // max(len(order), 1), index=order)
+    rows = spans["request_id"].map(rows_of).to_numpy(dtype=int)
+    shape = (min(ALIGNED_ROWS, len(order)), ALIGNED_COLUMNS)
+    colours, weights = np.zeros((*shape, 3)), np.zeros(shape)
+    for phase in DRAWING_ORDER:
+        chosen = (spans["phase"] == phase).to_numpy()
+        if chosen.any():
+            share = _coverage(rows[chosen], left[chosen], right[chosen], reach, shape)
+            weights += share
+            colours += share[..., None] * np.array(to_rgb(PHASE_COLOURS[phase]))
+    requests_per_row = len(order) / max(shape[0], 1)
+    image = np.clip(1.0 - weights / requests_per_row, 0, 1)[..., None] + colours / requests_per_row
+    unit, scale = time_unit([reach])
+    axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest",
+                extent=(0, reach * scale, len(order), 0))  # fmt: skip
+    beyond = int((lives > reach).sum())
+    note = f"; {beyond:,} longer requests are cut off at the right" if beyond else ""
+    axes.set_title(f"Each request from its arrival on{note}", fontsize=9, color=INK)
+    axes.set(xlabel=f"time since the request's arrival ({unit})", ylabel="request, in order of arrival")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        thousands(axis)
+    axes.tick_params(colors=MUTED)
+    axes.grid(visible=False)
+
+
+def _coverage(
+    rows: "np.ndarray[tuple[int], np.dtype[np.int64]]", left: Floats, right: Floats, reach: float,
+    shape: tuple[int, int],
+) -> Floats:  # fmt: skip
+    """How much of each cell the stretches from `left` to `right` cover, summed over the requests of its row."""
+    count, columns = shape
+    scale = columns / reach
+    begin, end = np.clip(left * scale, 0, columns), np.clip(right * scale, 0, columns)
+    # The integral of the coverage up to each column edge: a ramp from begin to end is a difference of two kinks.
+    slopes = np.zeros((count, columns + 2))
+    for edge, sign in ((begin, 1.0), (end, -1.0)):
+        cell = edge.astype(int)
+        inside = edge - cell
+        np.add.at(slopes, (rows, cell), sign * (1.0 - inside))
+        np.add.at(slopes, (rows, cell + 1), sign * inside)
+    return np.asarray(slopes.cumsum(axis=1)[:, :columns])

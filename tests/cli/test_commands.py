@@ -34,7 +34,7 @@ def runs(monkeypatch):
     """Replaces running, loading and reporting; `failed` requests fail in every run, `calls` are the runs made."""
     pretended = SimpleNamespace(failed=0, calls=[], csv=[])
 
-    def run_trace(source, config, progress, *, owns_process, on_recorded):
+    def run_trace(source, config, progress, *, owns_process, on_recording, on_recorded):
         pretended.calls.append((source, config, progress))
         on_recorded(Path(config.output))
         return Result(Path(config.output), FIGURES, pretended.failed)
@@ -125,7 +125,7 @@ def test_plot_draws_each_run_and_the_sweep_and_lists_files(runs, tmp_path, monke
     for name in ("seed=1", "seed=2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
-    monkeypatch.setattr("ifbbench.report.charts.plot_run", lambda run: [run / "charts" / "timeline.png"])
+    monkeypatch.setattr("ifbbench.report.charts.plot_run", lambda run, **_: [run / "charts" / "timeline.png"])
     done = invoke("plot", str(tmp_path))
     assert done.exit_code == 0, done.output
     written = [str(Path(line).relative_to(tmp_path)) for line in done.stdout.splitlines()]

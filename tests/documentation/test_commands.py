@@ -70,12 +70,21 @@ def test_calibration_as_documented_runs(tmp_path: Path, monkeypatch) -> None:
         assert result.exit_code == 0, result.output
 
 
-def test_no_run_directory_is_part_of_the_repository() -> None:
-    """A documented command would refuse to overwrite it."""
+def test_only_the_sample_run_is_part_of_the_repository() -> None:
+    """A documented command would refuse to overwrite a run directory."""
     tracked = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("not a git repository")
-    assert tracked.stdout.split() == ["results/README.md"]
+    directories = {"/".join(path.split("/")[:2]) for path in tracked.stdout.split()}
+    assert directories == {"results/README.md", "results/sample"}
+    assert not any("results/sample" in words for page in PAGES for words in commands_of(page) if words[0] == "run")
+
+
+def test_the_sample_run_is_drawn(tmp_path: Path) -> None:
+    options = ["--only", "timeline,throughput", "--format", "png", "--output", str(tmp_path)]
+    result = CliRunner().invoke(main, ["plot", str(ROOT / "results" / "sample"), *options])
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["throughput.png", "timeline.png"]
 
 
 def test_benchmarks_that_the_pages_name_exist() -> None:

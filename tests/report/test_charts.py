@@ -1,6 +1,7 @@
 """The charts draw what was recorded, the same every time."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +9,17 @@ import pytest
 from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
-from ifbbench.report.charts import plot_run
+from ifbbench.report.cells import timeline_cells
+from ifbbench.report.charts import CHARTS, Output, plot_run
+from ifbbench.report.figures import TokenGaps
+from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.load import load_run
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
-from ifbbench.report.timeline import draw_timeline, timeline_cells
+from ifbbench.report.timeline import draw_timeline
 from tests.report.example_runs import DOCUMENTATION, PHASES, finish, write_documentation_run, write_large_run, write_run
 
-NAMES = ["kv_cache", "latency", "throughput", "timeline"]
+NAMES = sorted(CHARTS)
+SMALL = Output(formats=("png",), dpi=40)
 
 
 def texts(figure: Figure) -> list[str]:
@@ -40,7 +45,8 @@ def test_small_timeline_draws_a_patch_and_a_letter_a_cell(tmp_path: Path) -> Non
         figure, cells = draw_timeline(run), timeline_cells(run)
     assert len(figure.axes[0].patches) == len(cells)
     assert [text for text in texts(figure) if text] == [*cells["label"][cells["label"] != ""], subtitle(run.partial)]
-    assert figure.axes[0].get_title(loc="left") == "Scheduler timeline: docs"
+    assert figure.axes[0].get_title(loc="left") == "Scheduler timeline: example"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["request", "tokens\nin the batch", "KV blocks\nused"]
     heights = np.sum([[bar.get_height() for bar in bars] for bars in figure.axes[1].containers], axis=0)
     assert heights.tolist() == run.iterations["budget_used"].tolist()
 
@@ -49,11 +55,76 @@ def subtitle(partial: bool) -> str:
     return "max_utilization · max_batch_size 4 · max_num_tokens 12 · chunked context" + " · partial run" * partial
 
 
+def test_cells_say_why_a_request_waits_and_for_whom_it_was_paused(tmp_path: Path) -> None:
+    directory = write_documentation_run(tmp_path / "docs")
+    spans = (directory / "spans.jsonl").read_text().splitlines()
+    causes = {"waiting": '"num_tokens"', "paused": '"2"'}
+    for number, line in enumerate(spans):
+        for phase, cause in causes.items():
+            if f'"phase": "{phase}"' in line:
+                spans[number] = line.replace('"cause": null', f'"cause": {cause}')
+    (directory / "spans.jsonl").write_text("\n".join(spans) + "\n")
+    figure = draw_timeline(load_run(directory))
+    assert texts(figure).count("tok") == 4
+    assert texts(figure).count("P→2") == 2
+    assert "tok: token budget" in figure.get_supxlabel()
+
+
 def test_large_timeline_draws_a_bar_a_span(tmp_path: Path) -> None:
     run = load_run(write_large_run(tmp_path / "large"))
     collections = draw_timeline(run).axes[0].collections
     assert sum(len(collection.get_paths()) for collection in collections) == len(run.spans)
     assert len(collections) == run.spans["phase"].nunique()
+    (marks,) = draw_timeline(run).axes[0].lines
+    assert len(np.asarray(marks.get_xdata())) == (run.spans["phase"] == "paused").sum()
+
+
+def test_many_requests_are_counted_by_phase_and_aligned_at_their_arrival(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("ifbbench.report.timeline.MAX_BARS", 100)
+    run = load_run(write_large_run(tmp_path / "large", requests=200, iterations=2000))
+    figure = draw_timeline(run)
+    population, _, aligned = figure.axes
+    bins = TimeBins.of(run)
+    spans_s = bins.clock.ends(run.spans["last_iteration"]) - bins.clock.starts(run.spans["first_iteration"])
+    heights = population.patches[-1].get_data()  # type: ignore[attr-defined]
+    drawn_s = float((heights.values * np.diff(bins.edges_s)).sum())
+    assert drawn_s == pytest.approx(float(spans_s.sum()), rel=1e-6)
+    (image,) = aligned.images
+    assert np.asarray(image.get_array()).shape[0] == 200
+
+
+def test_lanes_hold_one_request_at_a_time(tmp_path: Path) -> None:
+    run = load_run(write_large_run(tmp_path / "large", requests=60, iterations=400))
+    (bars,) = draw_lanes(run).axes[0].collections
+    corners = [np.asarray(path.vertices, dtype=float) for path in bars.get_paths()]
+    boxes = sorted((float(box[0, 1]), float(box[0, 0]), float(box[1, 0])) for box in corners)
+    for (lane, _, end), (next_lane, start, _) in pairwise(boxes):
+        assert lane != next_lane or start >= end - 1e-9
+
+
+def test_gaps_over_a_pause_are_known(tmp_path: Path) -> None:
+    gaps = TokenGaps.of(load_run(write_documentation_run(tmp_path / "docs")))
+    # Request 1 is paused after G2 and gets its next token when R7 has computed it again.
+    assert gaps.over_pause.sum() == 1
+    assert gaps.seconds[gaps.over_pause] == pytest.approx(gaps.seconds.max())
+
+
+def test_formats_resolution_title_and_choice_of_charts(tmp_path: Path) -> None:
+    run = load_run(write_documentation_run(tmp_path / "docs"))
+    output = Output(tmp_path / "out", ("pdf", "png"), 40, "My title")
+    written = plot_run(run, only=("timeline", "itl"), output=output)
+    assert [path.name for path in written] == ["itl.pdf", "itl.png", "timeline.pdf", "timeline.png"]
+    assert written[0].read_bytes().startswith(b"%PDF")
+    first = written[1].stat().st_size
+    assert plot_run(run, only=("itl",), output=Output(tmp_path / "out", ("png",), 200))[0].stat().st_size > first
+    again = plot_run(run, only=("timeline",), output=Output(tmp_path / "svg", ("svg",), title="My title"))
+    assert b"My title" in again[0].read_bytes()
+
+
+def test_exact_refuses_what_no_picture_holds(tmp_path: Path) -> None:
+    run = load_run(write_large_run(tmp_path / "large", requests=100, iterations=400))
+    with pytest.raises(InputError, match=r"--exact: 100 requests in .* Choose a part with --from, --to and --requests"):
+        plot_run(run, only=("timeline",), exact=True)
 
 
 def test_chunks_that_do_not_fit_their_span_are_an_error(tmp_path: Path) -> None:
@@ -76,7 +147,7 @@ def test_files_are_the_same_every_time(tmp_path: Path) -> None:
 def test_large_and_killed_runs_are_drawn(tmp_path: Path) -> None:
     run = load_run(write_large_run(tmp_path / "large", requests=60, iterations=400))
     assert run.partial
-    assert len(plot_run(run)) == 8
+    assert len(plot_run(run, output=SMALL)) == len(NAMES)
 
 
 def test_run_whose_time_stands_still(tmp_path: Path) -> None:
@@ -84,7 +155,17 @@ def test_run_whose_time_stands_still(tmp_path: Path) -> None:
     lines = (directory / "iterations.jsonl").read_text()
     lines = re.sub(r'"start_s": [\d.e-]+, "latency_ms": [\d.]+', '"start_s": 0.0, "latency_ms": 0.0', lines)
     (directory / "iterations.jsonl").write_text(lines)
-    assert len(plot_run(load_run(directory))) == 8
+    assert len(plot_run(load_run(directory), output=SMALL)) == len(NAMES)
+
+
+def test_run_without_completed_requests_and_of_one_request(tmp_path: Path) -> None:
+    directory = write_documentation_run(tmp_path / "docs")
+    (directory / "requests.jsonl").unlink()
+    assert len(plot_run(load_run(directory), output=SMALL)) == len(NAMES)
+    (directory / "spans.jsonl").unlink()
+    assert len(plot_run(load_run(directory), output=SMALL)) == len(NAMES)
+    one = write_run(tmp_path / "one", {"0": ["C5", "G1"]}, {}, max_blocks=9)
+    assert len(plot_run(load_run(one), output=SMALL)) == len(NAMES)
 
 
 def test_contiguous_cache_has_no_chart_of_blocks(tmp_path: Path) -> None:

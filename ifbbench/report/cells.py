@@ -1,0 +1,244 @@
+"""The exact timeline: a row a request, a column an iteration, a cell for what the request did in it."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+
+from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import find_lines
+from ifbbench.report.load import RunData
+from ifbbench.report.style import (
+    CAUSE_NAMES,
+    INK,
+    LIMIT,
+    LIMIT_DASHES,
+    MUTED,
+    PHASE_COLOURS,
+    SERIES,
+    heading,
+    legend_above,
+)
+
+MAX_ROWS, MAX_COLUMNS = 16, 64
+# With --exact: what a picture of 16,000 pixels holds.
+MAX_EXACT_ROWS, MAX_EXACT_COLUMNS = 80, 240
+CHUNK_LETTERS = {"context": "C", "recompute": "R"}
+CELL_COLUMNS = ["request_id", "iteration", "label", "phase", "cause"]
+CELL_HEIGHT = 0.36
+STRIP_HEIGHT = 1.05
+# With more columns than this, cells and letters become smaller, so that the chart still fits a page.
+WIDE = 24
+# What a waiting cell says of its cause. The id behind P is shown if it is as short as this.
+CAUSE_LABELS = {
+    "batch_size": "slot", "num_tokens": "tok", "kv_blocks": "kv", "head_of_line": "line", "static_batch": "static",
+    "reuse_delay": "reuse", "lora_pages": "lora", "beam_width": "beam", "in_flight": "sent",
+}  # fmt: skip
+LONGEST_ID = 3
+KEY = {"context": "C: context (tokens)", "generation": "G: generation (step)", "recompute": "R: recompute (tokens)",
+       "skipped": "pale: skipped"}  # fmt: skip
+# Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
+REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
+
+
+def request_order(run: RunData) -> list[str]:
+    """Every request of the run, a row each: by index in the trace, then those that ran when it was killed."""
+    first_seen = run.spans.sort_values("first_iteration", kind="stable")["request_id"]
+    return list(dict.fromkeys([*run.requests["request_id"], *first_seen]))
+
+
+def num_columns(run: RunData) -> int:
+    """The number of iterations from the first to the last one."""
+    numbers = run.iterations["iteration_counter"]
+    return int(numbers.max() - numbers.min()) + 1
+
+
+def fits_cells(run: RunData) -> bool:
+    """Whether letters in the cells of all requests and iterations are legible."""
+    return num_columns(run) <= MAX_COLUMNS and len(request_order(run)) <= MAX_ROWS
+
+
+def timeline_cells(run: RunData) -> pd.DataFrame:
+    """One row a request and iteration: `request_id`, `iteration`, `label`, `phase`, `cause`, as drawn.
+
+    Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step; `P` paused;
+    empty while waiting or skipped. Requests are in the order of their rows.
+    """
+    spans = run.spans
+    if not len(spans):
+        return pd.DataFrame(columns=CELL_COLUMNS)
+    lengths = (spans["last_iteration"] - spans["first_iteration"] + 1).to_numpy(dtype=int)
+    fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks"))
+    labels: list[str] = []
+    for request, phase, first_output, chunks, length in zip(*fields, lengths.tolist(), strict=True):
+        if phase in CHUNK_LETTERS:
+            known = len(chunks) if isinstance(chunks, list) else 0
+            if known != length:
+                raise InputError(
+                    f"{find_lines(run.path, 'spans')}: request {request}: {known} chunks for a {phase} span of "
+                    f"{length} iterations; expected one chunk size an iteration. Record the run again."
+                )
+            labels += [f"{CHUNK_LETTERS[phase]}{chunk}" for chunk in chunks]
+        elif phase == "generation":
+            labels += [f"G{int(first_output) + step}" for step in range(length)]
+        else:
+            labels += ["P" if phase == "paused" else ""] * length
+    cells = spans.loc[spans.index.repeat(lengths), ["request_id", "phase", "cause", "first_iteration"]]
+    cells["iteration"] = cells.pop("first_iteration").to_numpy() + np.concatenate([np.arange(n) for n in lengths])
+    cells["label"] = labels
+    cells["row"] = cells["request_id"].map({request: row for row, request in enumerate(request_order(run))})
+    return cells.sort_values(["row", "iteration"], ignore_index=True)[CELL_COLUMNS]
+
+
+def draw_cells(run: RunData, exact: bool = False) -> Figure:
+    """Cells with letters above; the tokens in the batch and the KV blocks of each iteration below.
+
+    exact: also of more requests and iterations than fit a page. InputError if there are too many for a picture.
+    """
+    requests, columns = request_order(run), num_columns(run)
+    if exact and (columns > MAX_EXACT_COLUMNS or len(requests) > MAX_EXACT_ROWS):
+        raise InputError(
+            f"--exact: {len(requests):,} requests in {columns:,} iterations; expected at most {MAX_EXACT_ROWS} "
+            f"requests in {MAX_EXACT_COLUMNS} iterations. Choose a part with --from, --to and --requests."
+        )
+    cells, iterations = timeline_cells(run), run.iterations["iteration_counter"]
+    first, last = int(iterations.min()), int(iterations.max())
+    letters = int(cells["label"].str.len().max()) if len(cells) else 1
+    cell_width = 0.1 + 0.065 * max(letters, 4) if columns > WIDE else 0.17 + 0.085 * max(letters, 3)
+    height = CELL_HEIGHT * max(len(requests), 1)
+    with_cache = bool(run.iterations["max_kv_cache_blocks"].max() > 0)
+    heights = [height, STRIP_HEIGHT] + [STRIP_HEIGHT] * with_cache
+    figure = Figure(figsize=(max(7.5, columns * cell_width + 1.6), sum(heights) + 1.7))
+    panels = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    grid, tokens = panels[:2]
+    _cells(grid, cells, requests, letter_size=7 if columns > WIDE else 8.5)
+    _request_labels(grid, requests, run)
+    _tokens_by_iteration(tokens, run, columns)
+    if with_cache:
+        _blocks_by_iteration(panels[2], run, columns)
+    panels[-1].set(xlim=(first - 0.5, last + 0.5), xlabel="iteration")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=min(columns, 24), integer=True))
+    heading(grid, "Scheduler timeline", run)
+    figure.supxlabel(_key(cells, figure.get_figwidth()), fontsize=8, color=MUTED)
+    figure.align_ylabels()
+    return figure
+
+
+def _key(cells: pd.DataFrame, width: float) -> str:
+    """What the letters in the cells mean, in lines that fit the figure."""
+    seen = set(cells["phase"])
+    parts = [KEY[phase] for phase in KEY if phase in seen]
+    paused = cells.loc[cells["phase"] == "paused", "cause"]
+    if "paused" in seen:
+        parts.append("P→3: paused to make room for 3" if paused.notna().any() else "P: paused")
+    causes = dict.fromkeys(cells.loc[cells["phase"] == "waiting", "cause"].dropna())
+    names = [f"{CAUSE_LABELS.get(one, one)}: {CAUSE_NAMES.get(one, one)}" for one in causes]
+    if names:
+        parts.append("waiting for  " + " · ".join(names))
+    elif "waiting" in seen:
+        parts.append("grey: waiting")
+    lines, letters = [""], int(width * 17)
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) > letters:
+            lines.append("")
+        lines[-1] += ("     " if lines[-1] else "") + part
+    return "\n".join(lines)
+
+
+def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: float) -> None:
+    rows = {request: row for row, request in enumerate(requests)}
+    for request, iteration, label, phase, cause in cells.itertuples(index=False):
+        row = rows[request]
+        fill, ink = _cell_colours(phase, REQUEST_COLOURS[row % len(REQUEST_COLOURS)])
+        hatch = "////" if phase == "paused" else None
+        axes.add_patch(
+            Rectangle((iteration - 0.47, row - 0.42), 0.94, 0.84, facecolor=fill, hatch=hatch,
+                      edgecolor="#D8D8D8" if hatch else fill, linewidth=0.6 if hatch else 0)
+        )  # fmt: skip
+        size, weight = letter_size, "bold" if phase in ("context", "recompute", "paused") else "normal"
+        if phase == "waiting" and isinstance(cause, str):
+            label, size, ink = CAUSE_LABELS.get(cause, cause[:4]), letter_size - 1.5, MUTED
+        elif phase == "paused" and cause is not None and cause == cause and len(str(cause)) <= LONGEST_ID:
+            label = f"P→{cause}"
+        halo = [withStroke(linewidth=3, foreground="white")] if hatch else None
+        axes.text(iteration, row, label, ha="center", va="center", color=ink, fontsize=size, fontweight=weight,
+                  path_effects=halo)  # fmt: skip
+
+
+def _cell_colours(phase: str, colour: str) -> tuple[str, str]:
+    """Colours of the cell and its letters, for a request with this colour."""
+    return {
+        "context": (colour, "white"),
+        "recompute": (tint(colour, -0.45), "white"),
+        "generation": (tint(colour, 0.68), INK),
+        "paused": ("white", colour),
+        "skipped": (tint(colour, 0.9), colour),
+    }.get(phase, (PHASE_COLOURS["waiting"], INK))
+
+
+def tint(colour: str, white: float) -> str:
+    """`colour` mixed with `white` (0 to 1) of white; a negative share mixes with black."""
+    target = 1.0 if white > 0 else 0.0
+    red, green, blue = (part + (target - part) * abs(white) for part in to_rgb(colour))
+    return to_hex((red, green, blue))
+
+
+def _request_labels(axes: Axes, requests: list[str], run: RunData) -> None:
+    axes.set_yticks(range(len(requests)), requests)
+    axes.set(ylim=(max(len(requests), 1) - 0.4, -0.6), ylabel="request")
+    axes.grid(visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0, labelbottom=False)
+    for request in run.requests.loc[run.requests["outcome"] == "failed", "request_id"]:
+        axes.text(0.003, requests.index(request), "failed", transform=axes.get_yaxis_transform(), color=LIMIT,
+                  va="center", fontsize=8)  # fmt: skip
+
+
+def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
+    table = run.iterations
+    where, used = table["iteration_counter"], table["budget_used"].fillna(0)
+    context = table["total_context_tokens"].fillna(0).clip(upper=used)
+    axes.bar(where, used - context, width=0.94, color=PHASE_COLOURS["generation"], label="generation")
+    axes.bar(where, context, bottom=used - context, width=0.94, color=PHASE_COLOURS["context"], label="context")
+    _numbers(axes, where, used, columns)
+    _limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(used.max()))
+    axes.set_ylabel("tokens\nin the batch")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    legend_above(axes, 2)
+
+
+def _blocks_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
+    table = run.iterations
+    used = table["used_kv_cache_blocks"].fillna(0)
+    axes.bar(table["iteration_counter"], used, width=0.94, color=SERIES[2], alpha=0.55)
+    _numbers(axes, table["iteration_counter"], used, columns)
+    _limit(axes, "pool of", int(table["max_kv_cache_blocks"].max()), float(used.max()))
+    axes.set_ylabel("KV blocks\nused")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+
+
+def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
+    """As draw_limit, with the name at the top: the numbers of the bars are at the line."""
+    near = limit is not None and limit <= 3 * highest
+    axes.set_ylim(0, max(highest, (limit or 0) if near else 0, 1.0) * 1.5)
+    if limit is None:
+        return
+    if near:
+        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=0.9)
+    text = f"{name} {limit:,}" + ("" if near else " (above this scale)")
+    axes.annotate(text, (1, 1), xycoords="axes fraction", xytext=(-3, -1), textcoords="offset points", color=LIMIT,
+                  fontsize=8, ha="right", va="top")  # fmt: skip
+
+
+def _numbers(axes: Axes, where: pd.Series, values: pd.Series, columns: int) -> None:
+    """Write each value above its bar, where there is room."""
+    if columns > MAX_COLUMNS:
+        return
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    for iteration, value in zip(where, values, strict=True):
+        axes.annotate(f"{value:.0f}", (iteration, value), xytext=(0, 2), textcoords="offset points", ha="center",
+                      fontsize=7.5 if columns <= WIDE else 6, color=MUTED, path_effects=halo)  # fmt: skip

@@ -1,0 +1,188 @@
+"""Charts of iterations over time: use of the token budget and of the batch, the queue by cause, and what bound them."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from ifbbench.report import percent, significant
+from ifbbench.report.cells import tint
+from ifbbench.report.load import Floats, RunData
+from ifbbench.report.style import (
+    CAUSE_NAMES,
+    INK,
+    LIMIT,
+    LIMIT_DASHES,
+    MUTED,
+    PHASE_COLOURS,
+    SERIES,
+    TimeBins,
+    cause_colours,
+    heading,
+    legend_above,
+    stack,
+    thousands,
+)
+from ifbbench.report.timeline import PHASE_NAMES
+
+BOUND_NAMES = CAUSE_NAMES | {"none": "no limit"}
+HISTOGRAM_BINS = 40
+# Prefix of the cause of requests that stand behind another one, which a limit held.
+BEHIND = "behind "
+
+
+def draw_budget(run: RunData) -> Figure:
+    """How much of max_num_tokens and of max_batch_size each iteration used: over time, and as a distribution."""
+    figure = Figure(figsize=(11, 5.6))
+    grid = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw={"width_ratios": [4, 1]})
+    bins, iterations = TimeBins.of(run), run.iterations
+    used = iterations["budget_used"].to_numpy(dtype=float)
+    context = np.minimum(iterations["total_context_tokens"].to_numpy(dtype=float), used)
+    recomputed = np.minimum(iterations["tokens_recomputed"].fillna(0).to_numpy(dtype=float), context)
+    requests = iterations["scheduled_requests"].to_numpy(dtype=float)
+    context_requests = iterations["context_requests"].to_numpy(dtype=float)
+    panels = (
+        ("tokens in the batch", "max_num_tokens", used,
+         {"generation": used - context, "context": context - recomputed, "recompute": recomputed}),
+        ("requests in the batch", "max_batch_size", requests,
+         {"generation": requests - context_requests, "context": context_requests}),
+    )  # fmt: skip
+    for (axes, shares), (label, setting, values, layers) in zip(grid, panels, strict=True):
+        means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
+        stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
+        axes.stairs(bins.peaks(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
+        limit = run.config.get(setting)
+        _axis_to_limit(axes, setting, limit, float(values.max()))
+        axes.set_ylabel(label)
+        latency = iterations["latency_ms"].to_numpy(dtype=float)
+        _time_at(shares, values, latency, float(axes.get_ylim()[1]), limit)
+    legend_above(grid[0, 0], 4)
+    grid[1, 1].set_xlabel("share of the time")
+    bins.label(grid[1, 0])
+    heading(grid[0, 0], "Use of the token budget and of the batch", run, legend=True)
+    figure.align_ylabels(grid[:, 0])
+    return figure
+
+
+def _axis_to_limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
+    """Scale to the limit if the values come near it; else to the values, with the limit in words."""
+    near = limit is not None and limit <= 3 * highest
+    axes.set_ylim(0, max((limit or 0) * 1.2 if near else 0.0, highest * 1.25, 1.0))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    thousands(axes.yaxis)
+    if limit is None:
+        return
+    share = percent(highest / limit)
+    if near:
+        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    axes.annotate(f"{name} {limit:,} · largest use {share}", (1, limit if near else 1),
+                  xycoords=("axes fraction", "data" if near else "axes fraction"), xytext=(-3, 3 if near else -3),
+                  textcoords="offset points", color=LIMIT, fontsize=8, ha="right",
+                  va="bottom" if near else "top")  # fmt: skip
+
+
+def _time_at(axes: Axes, values: Floats, weights: Floats, top: float, limit: int | None) -> None:
+    """The share of the time that iterations used so much, as horizontal bars beside the values over time."""
+    known = np.nan_to_num(values)
+    shares, edges = np.histogram(known, HISTOGRAM_BINS, (0, top), weights=weights)
+    total = weights.sum() or 1.0
+    axes.stairs(shares / total, edges, orientation="horizontal", fill=True, color=SERIES[0], alpha=0.8, linewidth=0)
+    if limit is not None and limit <= top:
+        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=3))
+    axes.grid(visible=True, axis="x")
+
+
+def draw_queue(run: RunData) -> Figure:
+    """How many requests wait, by what each of them waits for; paused ones on top."""
+    figure = Figure(figsize=(11, 4))
+    axes = figure.subplots()
+    bins = TimeBins.of(run)
+    spans = run.spans[run.spans["phase"].isin(["waiting", "paused"])]
+    causes = spans["cause"].where(spans["phase"] == "waiting", "paused").fillna("none").astype(str)
+    layers = {cause: bins.covered(spans[causes == cause]) for cause in causes.unique()}
+    layers = _by_head(layers, bins, run)
+    colours = cause_colours({cause.removeprefix(BEHIND) for cause in layers})
+    colours = {kind + cause: tint(colour, 0.5) if kind else colour for cause, colour in colours.items()
+               for kind in ("", BEHIND) if kind + cause in layers}  # fmt: skip
+    widths = np.diff(bins.edges_s)
+    waited_s = {cause: float((values * widths).sum()) for cause, values in layers.items()}
+    total_s = sum(waited_s.values()) or 1.0
+    names = {cause: f"{_cause_name(cause)} ({percent(waited_s[cause] / total_s)})" for cause in layers}
+    total = stack(axes, bins.edges, {cause: layers[cause] for cause in colours}, colours, names)
+    axes.set_ylabel("requests that wait")
+    axes.set_ylim(0, max(1.0, float(total.max()) * 1.1))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    thousands(axes.yaxis)
+    if layers:
+        legend_above(axes, min(len(layers), 3))
+        mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
+        axes.annotate(f"mean {significant(mean)}", (1, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                      textcoords="offset points", color=INK, fontsize=8, va="center")  # fmt: skip
+    else:
+        axes.text(0.5, 0.5, "no request waited for a limit", transform=axes.transAxes, ha="center", color=MUTED)
+    bins.label(axes)
+    title_rows = -(-len(layers) // 3)
+    heading(axes, "Queue by cause", run, legend=True, rows=title_rows)
+    return figure
+
+
+def _cause_name(cause: str) -> str:
+    limit = cause.removeprefix(BEHIND)
+    name = CAUSE_NAMES.get(limit, limit)
+    return name if limit == cause else f"behind one that waits for {name}"
+
+
+def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[str, Floats]:
+    """`layers` with the requests behind another one by the limit that held that one, the limit of the iteration.
+
+    A request that is not active yet waits for a batch slot only if no other limit bound the iteration."""
+    bound = run.iterations["bound_by"].fillna("none").astype(str)
+    times = {limit: bins.means((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
+    whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
+    slots = times.get("batch_size", 0.0) + times.get("none", 0.0)
+    queued, behind = (layers.pop(name, np.zeros(len(whole))) for name in ("batch_size", "head_of_line"))
+    held = np.maximum(whole - times.get("none", 0.0), 1e-12)
+    layers["batch_size"] = queued * slots / whole
+    for limit, time in times.items():
+        if limit != "none":
+            of_queue = 0.0 if limit == "batch_size" else queued * time / whole
+            layers[BEHIND + limit] = behind * time / held + of_queue
+    layers["head_of_line"] = np.where(held > 1e-12, 0.0, behind)
+    return {cause: values for cause, values in layers.items() if values.any()}
+
+
+def draw_bound(run: RunData) -> Figure:
+    """What bound each stretch of time: the limit that bound most of it as a strip, and the share of each limit."""
+    figure = Figure(figsize=(11, 3.6))
+    strip, shares = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 4]})
+    bins, iterations = TimeBins.of(run), run.iterations
+    found = iterations["bound_by"].fillna("none").astype(str)
+    colours = cause_colours(found.unique())
+    ones = np.ones(len(found))
+    times = {limit: bins.means(np.where(found == limit, ones, 0.0)) for limit in colours}
+    whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
+    latency_ms = iterations["latency_ms"].to_numpy(dtype=float)
+    total_ms = float(latency_ms.sum()) or 1.0
+    names = {limit: f"{BOUND_NAMES.get(limit, limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
+             for limit in colours}  # fmt: skip
+    # Stretches without an iteration stay white.
+    stack(shares, bins.edges, {limit: np.where(whole > 1e-9, values / whole, 0.0) for limit, values in times.items()},
+          colours, names)  # fmt: skip
+    winner = np.argmax(np.array(list(times.values())), axis=0)
+    for place, (_, colour) in enumerate(colours.items()):
+        chosen = np.where((winner == place) & (whole > 1e-9), 1.0, 0.0)
+        strip.stairs(chosen, bins.edges, fill=True, color=colour, linewidth=0)
+    strip.set(ylim=(0, 1), yticks=[], ylabel="most of\nthe time")
+    strip.grid(visible=False)
+    strip.spines[["left", "bottom"]].set_visible(False)
+    strip.tick_params(length=0)
+    shares.set(ylim=(0, 1), ylabel="share of the time")
+    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    handles, labels = shares.get_legend_handles_labels()
+    strip.legend(handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=5, borderaxespad=0.2)
+    bins.label(shares)
+    heading(strip, "What bound the iterations", run, legend=True)
+    figure.align_ylabels()
+    return figure

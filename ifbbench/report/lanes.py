@@ -1,0 +1,85 @@
+"""The batch as swim-lanes: which requests run at a time."""
+
+from heapq import heappop, heappush
+
+import numpy as np
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from ifbbench.report.cells import REQUEST_COLOURS, request_order, tint
+from ifbbench.report.load import Floats, RunData
+from ifbbench.report.style import INK, TimeBins, heading, legend_above
+
+MAX_OUTLINES = 4000
+MAX_NAMED_LANES, NAME_FROM_SHARE = 40, 0.035
+
+
+def draw_lanes(run: RunData) -> Figure:
+    """The batch as swim-lanes: each request takes the lowest free lane while it runs; its context phase is dark."""
+    bins, spans = TimeBins.of(run), run.spans
+    running = spans[spans["phase"].isin(["context", "recompute", "generation", "skipped"])]
+    left = bins.clock.starts(running["first_iteration"])
+    right = np.maximum(bins.clock.starts(running["last_iteration"] + 1), bins.clock.ends(running["last_iteration"]))
+    lanes, count = _lanes(running["request_id"].tolist(), left, right)
+    figure = Figure(figsize=(12, float(np.clip(count * 0.16, 2.4, 8)) + 1.2))
+    axes = figure.subplots()
+    row_of = {request: row for row, request in enumerate(request_order(run))}
+    rows = running["request_id"].map(row_of).to_numpy(dtype=int) % len(REQUEST_COLOURS)
+    is_context = running["phase"].isin(["context", "recompute"]).to_numpy()
+    paused_again = (running["phase"] == "recompute").to_numpy()
+    height = 0.8 if count <= 80 else 1.0
+    x0, x1, top = bins.scaled(left), bins.scaled(right), lanes - height / 2
+    corners = [(x0, top), (x1, top), (x1, top + height), (x0, top + height)]
+    outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
+    faces = [[tint(colour, 0.55) for colour in REQUEST_COLOURS], [tint(colour, -0.2) for colour in REQUEST_COLOURS]]
+    colours = np.array(faces)[is_context.astype(int), rows].astype(object)
+    colours[paused_again] = INK
+    drawing = np.argsort(is_context, kind="stable")  # contexts on top: they are short
+    faces_drawn, widths = list(colours[drawing]), np.where(is_context[drawing], 0.4, 0)
+    axes.add_collection(PolyCollection(list(outlines[drawing]), facecolors=faces_drawn, edgecolors=faces_drawn,
+                                       linewidths=widths, rasterized=len(running) > MAX_OUTLINES))  # fmt: skip
+    if count <= MAX_NAMED_LANES:
+        long_enough = (right - left) > NAME_FROM_SHARE * (bins.edges_s[-1] - bins.edges_s[0])
+        for place in np.flatnonzero(long_enough & ~is_context):
+            axes.text((x0[place] + x1[place]) / 2, lanes[place], running["request_id"].iloc[place], ha="center",
+                      va="center", fontsize=7, color=INK)  # fmt: skip
+    axes.set(ylim=(count - 0.4, -0.6), ylabel="lane: requests that run at a time")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axes.grid(visible=False)
+    names = {"context": faces[1][0], "generation": faces[0][0]}
+    names |= {"recompute after a pause": INK} if paused_again.any() else {}
+    handles = [Patch(color=colour, label=name) for name, colour in names.items()]
+    legend_above(axes, 3, handles)
+    bins.label(axes)
+    heading(axes, "Requests that run, a colour each", run, legend=True)
+    return figure
+
+
+def _lanes(requests: list[str], left: Floats, right: Floats) -> tuple[Floats, int]:
+    """A lane for each stretch; consecutive stretches of a request keep theirs. Returns also how many there are."""
+    lanes = np.zeros(len(requests))
+    held: dict[str, tuple[float, int]] = {}
+    free: list[int] = []
+    ends: list[tuple[float, str]] = []
+    count = 0
+    for place in np.lexsort((right, left)).tolist():
+        begin, end, request = float(left[place]), float(right[place]), requests[place]
+        own = held.get(request)
+        while ends and ends[0][0] <= begin:
+            ended, other = heappop(ends)
+            # A request with a next stretch that begins when this one ends keeps its lane.
+            if other != request and other in held and held[other][0] <= ended:
+                heappush(free, held.pop(other)[1])
+        if own is not None and request in held and own[0] >= begin - 1e-9:
+            lane = own[1]
+        else:
+            if request in held:
+                heappush(free, held.pop(request)[1])
+            lane = heappop(free) if free else count
+            count = max(count, lane + 1)
+        held[request] = (end, lane)
+        heappush(ends, (end, request))
+        lanes[place] = lane
+    return lanes, max(count, 1)

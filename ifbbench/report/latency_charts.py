@@ -1,0 +1,254 @@
+"""Charts of latencies: distributions, TTFT against prompt length, and gaps between tokens over time."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+
+from ifbbench.recording.spans import limit_waited_for
+from ifbbench.report import percent, significant, time_unit
+from ifbbench.report.figures import TokenGaps, inter_token_gaps
+from ifbbench.report.load import Floats, RunData
+from ifbbench.report.recorded import PART_OF_ATTRIBUTION
+from ifbbench.report.style import (
+    CAUSE_NAMES,
+    INK,
+    LIMIT,
+    MUTED,
+    SERIES,
+    TimeBins,
+    cause_colours,
+    heading,
+    legend_above,
+    thousands,
+)
+
+# A request is coloured by the limit that it waited for if that took more than this share of its TTFT.
+NOTABLE_WAIT = 0.1
+MEDIAN_BINS = 14
+LOG_FROM_RATIO = 20
+# Percentiles that the chart of latencies marks, and from which ratio of values its axis is logarithmic.
+MARKS = (50, 90, 99)
+LOG_LATENCY_FROM_RATIO = 10
+RARE_RATIO = 15
+MAX_CURVE_POINTS = 2000
+# A stall is a gap of more than so many times the median one.
+STALL_RATIO, POINTS_OF_A_BIN = 5.0, 12
+
+
+def draw_latency(run: RunData) -> Figure:
+    """TTFT of each request at the left, every gap between tokens (ITL) at the right."""
+    figure = Figure(figsize=(9, 5.2))
+    grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
+    ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
+    _distribution(grid[0, 0], grid[1, 0], ttft, "TTFT", "requests", SERIES[0])
+    if run.recorded_every > 1:
+        _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
+    else:
+        _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[2])
+    grid[1, 0].set_ylabel("share of values up to here")
+    heading(grid[0, 0], "Latency", run)
+    figure.align_ylabels(grid[:, 0])
+    return figure
+
+
+def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted: str, colour: str) -> None:
+    unit, scale = time_unit([float(np.median(seconds))] if seconds.size else [])
+    values = np.sort(seconds) * scale
+    shape.set_ylabel(counted)
+    shape.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    thousands(shape.yaxis)
+    shares.set_xlabel(f"{name} ({unit})")
+    shares.set_ylim(0, 1.06)
+    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    if not values.size:
+        shares.text(0.5, 0.5, f"no {counted}", transform=shares.transAxes, ha="center", color=MUTED)
+        return
+    logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_LATENCY_FROM_RATIO
+    if logarithmic:
+        shares.set_xscale("log")
+        shares.xaxis.set_minor_locator(NullLocator())
+    thousands(shares.xaxis)
+    low, high = float(values[0]), float(values[-1])
+    high_value = high
+    if low == high:
+        low, high = low * 0.95, high * 1.05 or 1.0
+    # More bins for more values; even ones, and on a logarithmic axis evenly growing ones.
+    bins = int(np.clip(np.sqrt(values.size), 6, 60))
+    edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
+    counts, *_ = shape.hist(values, bins=list(edges), color=colour)
+    if np.max(counts) > RARE_RATIO * len(values) / bins:
+        # A few long stalls among many short gaps are visible on a logarithmic axis only.
+        shape.set_yscale("log")
+        shape.yaxis.set_minor_locator(NullLocator())
+        shape.set_ylim(bottom=0.5)
+        thousands(shape.yaxis)
+    # As percentiles are computed: straight between neighbouring values. The curve of many values needs few of them.
+    grid = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_CURVE_POINTS)).astype(int))
+    shares.plot(values[grid], grid / max(len(values) - 1, 1), color=colour, linewidth=1.6)
+    percentiles = np.percentile(values, MARKS)
+    shares.plot(percentiles, np.array(MARKS) / 100, "o", color=INK, markersize=4, zorder=3)
+    shares.plot(values[-1:], [1.0], "D", color=LIMIT, markersize=4, zorder=3)
+    texts = [f"p{mark} {significant(value)}" for mark, value in zip(MARKS, percentiles, strict=True)]
+    shares.set_title(" · ".join([*texts, f"max {significant(high_value)} {unit}"]), fontsize=8.5, color=MUTED)
+
+
+def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
+    """Thinned statistics lack the time of each token: the percentiles of summary.json stand in their place."""
+    why = f"not drawn: only one of {run.recorded_every}\niterations has its time recorded"
+    shape.text(0.5, 0.5, why, transform=shape.transAxes, ha="center", va="center", color=MUTED)
+    known = {mark: ((run.summary or {}).get("itl_s") or {}).get(f"p{mark}") for mark in MARKS}
+    unit, scale = time_unit(known.values())
+    texts = [f"p{mark} {significant(value, scale)} {unit}" for mark, value in known.items() if value is not None]
+    shares.set_title(" · ".join(texts), fontsize=8.5, color=MUTED)
+    shares.set_xlabel("ITL")
+    for axes in (shape, shares):
+        axes.set(xticks=[], yticks=[])
+
+
+def draw_ttft(run: RunData) -> Figure:
+    """TTFT of each request against the length of its prompt, in the colour of what it mainly waited for."""
+    figure = Figure(figsize=(9, 5.2))
+    axes = figure.subplots()
+    done = run.completed.dropna(subset=["ttft_s"])
+    ttft_s, lengths = done["ttft_s"].to_numpy(dtype=float), done["prompt_len"].to_numpy(dtype=float)
+    unit, scale = time_unit([float(np.median(ttft_s))] if len(ttft_s) else [])
+    causes = _main_waits(done)
+    colours = cause_colours(causes) | ({"none": "#8A8A8A"} if "none" in causes else {})
+    size, opacity = (22, 0.85) if len(done) <= 400 else (8, 0.5) if len(done) <= 4000 else (4, 0.3)
+    for cause, colour in reversed(colours.items()):
+        chosen = causes == cause
+        name = "computing" if cause == "none" else CAUSE_NAMES.get(cause, cause)
+        axes.scatter(lengths[chosen], ttft_s[chosen] * scale, s=size, color=colour, alpha=opacity, linewidths=0,
+                     label=f"{name} ({percent(chosen.mean())})", rasterized=len(done) > 2000)  # fmt: skip
+    axes.set(xlabel="prompt length (tokens)", ylabel=f"TTFT ({unit})")
+    if not len(done):
+        axes.text(0.5, 0.5, "no completed request", transform=axes.transAxes, ha="center", color=MUTED)
+    else:
+        if ttft_s.min() > 0 and ttft_s.max() / ttft_s.min() > LOG_FROM_RATIO:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.set_ylim(0, float(ttft_s.max()) * scale * 1.1 or 1.0)
+        if lengths.min() > 0 and lengths.max() / lengths.min() > LOG_FROM_RATIO:
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_locator(NullLocator())
+        _median_line(figure, lengths, ttft_s * scale, axes.get_xscale() == "log")
+        legend = legend_above(axes, min(len(colours) + 1, 5))
+        for handle in legend.legend_handles:
+            if isinstance(handle, PathCollection):
+                handle.set_alpha(1)
+                handle.set_sizes([25])
+    axes.grid(visible=True, axis="both")
+    for axis in (axes.xaxis, axes.yaxis):
+        thousands(axis)
+    heading(axes, "TTFT by prompt length", run, legend=True)
+    return figure
+
+
+def _main_waits(done: pd.DataFrame) -> "np.ndarray[tuple[int], np.dtype[np.object_]]":
+    """The limit that each request waited for longest before its first token; `none` if that was short."""
+    waited: dict[str, Floats] = {}
+    for column in done.columns:
+        if column.startswith(PART_OF_ATTRIBUTION):
+            limit = limit_waited_for(column.removeprefix(PART_OF_ATTRIBUTION))
+            if limit not in (None, "none"):
+                values = done[column].fillna(0).to_numpy(dtype=float)
+                waited[str(limit)] = waited.get(str(limit), np.zeros(len(done))) + values
+    causes = np.full(len(done), "none", dtype=object)
+    longest = NOTABLE_WAIT * done["ttft_s"].to_numpy(dtype=float)
+    for limit, values in waited.items():
+        causes[values > longest] = limit
+        longest = np.maximum(longest, values)
+    return causes
+
+
+def _median_line(figure: Figure, lengths: Floats, values: Floats, logarithmic: bool) -> None:
+    """The median of each of a few ranges of prompt lengths."""
+    if len(lengths) < 4 * MEDIAN_BINS or lengths.min() == lengths.max():
+        return
+    space = np.geomspace if logarithmic else np.linspace
+    places = np.clip(np.digitize(lengths, space(lengths.min(), lengths.max(), MEDIAN_BINS + 1)) - 1, 0, MEDIAN_BINS - 1)
+    table = pd.DataFrame({"place": places, "length": lengths, "value": values}).groupby("place")
+    medians = table.median()[table.size() >= 5]
+    figure.axes[0].plot(medians["length"], medians["value"], color=INK, linewidth=1.6, label="median")
+
+
+def draw_itl(run: RunData) -> Figure:
+    """Gaps between the tokens of requests over time, by when they ended: percentiles, and each stall as a point."""
+    figure = Figure(figsize=(11, 5.6))
+    shares, stalls = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
+    bins = TimeBins.of(run)
+    heading(shares, "Inter-token latency over time", run, legend=True)
+    if run.recorded_every > 1:
+        shares.text(0.5, 0.5, f"not drawn: only one of {run.recorded_every} iterations has its time recorded",
+                    transform=shares.transAxes, ha="center", color=MUTED)  # fmt: skip
+        return figure
+    gaps = TokenGaps.of(run)
+    if not len(gaps.seconds):
+        shares.text(0.5, 0.5, "no request has two tokens", transform=shares.transAxes, ha="center", color=MUTED)
+        return figure
+    median = float(np.median(gaps.seconds))
+    unit, scale = time_unit([median])
+    places = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
+    order = np.lexsort((gaps.seconds, places))
+    counts = np.bincount(places, minlength=len(bins.edges_s) - 1)
+    firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    ordered = gaps.seconds[order]
+    highest = 0.0
+    for mark, colour, name in ((99, SERIES[1], "p99"), (50, SERIES[0], "p50")):
+        positions = np.minimum(firsts + ((counts - 1) * mark // 100).clip(min=0), len(ordered) - 1)
+        values = np.where(counts > 0, ordered[positions] * scale, np.nan)
+        highest = max(highest, float(np.nanmax(values)))
+        shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=1.4, label=name)
+    shares.set_ylabel(f"ITL ({unit})")
+    shares.set_ylim(0, highest * 1.12 or 1.0)
+    thousands(shares.yaxis)
+    legend_above(shares, 2)
+    _stalls(figure, bins, gaps, median)
+    bins.label(stalls)
+    figure.align_ylabels()
+    return figure
+
+
+def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> None:
+    """The gaps of more than STALL_RATIO medians, those over a pause in a colour of their own."""
+    axes = figure.axes[1]
+    is_stall = gaps.seconds > STALL_RATIO * median
+    chosen = np.flatnonzero(is_stall)
+    if not len(chosen):
+        axes.text(0.5, 0.5, f"no gap is longer than {STALL_RATIO:.0f} times the median", transform=axes.transAxes,
+                  ha="center", va="center", color=MUTED)  # fmt: skip
+        axes.set(yticks=[], ylabel="stalls")
+        return
+    total = len(chosen)
+    # Of each bin the longest ones: many others would hide them.
+    bin_of = np.searchsorted(bins.edges_s, gaps.end_s[chosen])
+    order = np.lexsort((-gaps.seconds[chosen], bin_of))
+    ordered_bins = bin_of[order]
+    drawn = chosen[order[np.arange(total) - np.searchsorted(ordered_bins, ordered_bins) < POINTS_OF_A_BIN]]
+    few = "" if len(drawn) == total else f"\n({POINTS_OF_A_BIN} longest of each bin)"
+    unit, scale = time_unit([float(np.median(gaps.seconds[drawn]))])
+    for over_pause, colour, name in ((False, SERIES[0], "while the request ran"), (True, SERIES[1], "over a pause")):
+        points = drawn[gaps.over_pause[drawn] == over_pause]
+        count = int((gaps.over_pause[chosen] == over_pause).sum())
+        if count:
+            axes.plot(bins.scaled(gaps.end_s[points]), gaps.seconds[points] * scale, "o", color=colour, markersize=4,
+                      alpha=0.6, markeredgewidth=0, label=f"{name} ({count:,})", rasterized=True)  # fmt: skip
+    axes.set_ylabel(f"stalls ({unit}){few}")
+    if gaps.seconds[drawn].max() / gaps.seconds[drawn].min() > LOG_FROM_RATIO:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    thousands(axes.yaxis)
+    longest = time_unit([float(gaps.seconds.max())])
+    axes.set_title(
+        f"{total:,} gaps ({percent(total / len(gaps.seconds))}) exceed {STALL_RATIO:.0f} × the median; "
+        f"the longest is {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
+        fontsize=8.5, color=MUTED,
+    )  # fmt: skip
+    legend_above(axes, 2)
+
+

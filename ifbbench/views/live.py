@@ -1,0 +1,249 @@
+"""The state of a run that is going on, from the ends of the files that it is writing."""
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import DecodeError, Struct, field
+from msgspec.json import Decoder
+from rich.table import Table
+from rich.text import Text
+
+from ifbbench.analysis.rows import Id
+from ifbbench.compressed import is_compressed
+from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import find_lines
+from ifbbench.report import bar, count, percent, significant, time_unit
+from ifbbench.report.tables import LIMIT_NAMES
+
+# So much of the end of iterations.jsonl is read: the last 30 to 50 iterations.
+TAIL_BYTES = 1 << 15
+# TTFT is the median of so many requests that completed last.
+RECENT_REQUESTS = 100
+PAUSES_SHOWN = 3
+BAR_CELLS = 20
+
+
+class _Paused(Struct, gc=False):
+    request_id: Id
+    beneficiary: Id = field(name="for")
+
+
+class _Details(Struct, gc=False):
+    start_s: float
+    latency_ms: float
+    waiting: int
+    bound_by: str
+    paused: tuple[_Paused, ...]
+    budget_used: int
+
+
+class _Inflight(Struct, gc=False):
+    """The part of a line in the form of TensorRT-LLM's executor."""
+
+    context: int = field(name="numContextRequests", default=0)
+    generation: int = field(name="numGenRequests", default=0)
+
+
+class _Cache(Struct, gc=False):
+    used: int | None = field(name="usedNumBlocks", default=None)
+    blocks: int | None = field(name="maxNumBlocks", default=None)
+
+
+class _Iteration(Struct, gc=False):
+    details: _Details = field(name="ifbbench")
+    number: int = field(name="Iteration Counter", default=0)
+    context: int = field(name="Context Requests", default=0)
+    generation: int = field(name="Generation Requests", default=0)
+    used: int | None = field(name="Used KV cache blocks", default=None)
+    blocks: int | None = field(name="Max KV cache blocks", default=None)
+    executor_number: int | None = field(name="iter", default=None)
+    inflight: _Inflight | None = field(name="inflightBatchingStats", default=None)
+    cache: _Cache | None = field(name="kvCacheStats", default=None)
+
+
+class _Request(Struct, gc=False):
+    outcome: str
+    output_len: int = 0
+    ttft_s: float | None = None
+
+
+class _Planned(Struct, gc=False):
+    output_len: int = 0
+
+
+Line = TypeVar("Line", bound=Struct)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The run now. time_s: on its clock. tokens: output tokens of completed requests. ttft_s: median of recent ones.
+    pauses: the last ones, (iteration, victim, beneficiary)."""
+
+    completed: int
+    failed: int
+    requests: int
+    tokens: int
+    planned_tokens: int
+    time_s: float
+    iteration: int
+    context: int
+    generation: int
+    waiting: int
+    bound_by: str
+    budget: int
+    used_blocks: int | None
+    blocks: int | None
+    tokens_per_s: float | None
+    ttft_s: float | None
+    pauses: tuple[tuple[int, Id, Id], ...]
+    ended: bool
+
+    @property
+    def line(self) -> str:
+        """The batch, the cache, throughput and TTFT in words."""
+        parts = [f"{self.context + self.generation} running, {self.waiting:,} waiting"]
+        if self.blocks:
+            parts.append(f"{percent((self.used_blocks or 0) / self.blocks)} of KV blocks")
+        if self.tokens_per_s:
+            parts.append(f"{significant(self.tokens_per_s)} tokens/s")
+        if self.ttft_s is not None:
+            parts.append(f"TTFT {in_unit(self.ttft_s)}")
+        return ", ".join(parts)
+
+
+def in_unit(seconds: float) -> str:
+    """`seconds` in s, ms or µs."""
+    unit, scale = time_unit([seconds])
+    return f"{significant(seconds, scale)} {unit}"
+
+
+class Follower:
+    """Reads what a run has written since the last look.
+
+    run: run.json. InputError if the files are compressed, whose ends cannot be read alone.
+    """
+
+    def __init__(self, directory: Path, run: dict[str, Any]) -> None:
+        self.directory = directory
+        self._config: dict[str, Any] = dict(run.get("config") or {})
+        self._requests = int((run.get("trace") or {}).get("requests") or 0)
+        if is_compressed(find_lines(directory, "iterations")):
+            raise InputError(f"{directory}: its files are compressed, so that their ends cannot be read; follow a run "
+                             "with --recording_format jsonl.")  # fmt: skip
+        self._read_bytes = 0
+        self._completed = self._failed = self._tokens = 0
+        self._recent: deque[float] = deque(maxlen=RECENT_REQUESTS)
+        self._pauses: deque[tuple[int, Id, Id]] = deque(maxlen=PAUSES_SHOWN)
+        self._planned: int | None = None
+        self._iterations, self._ended_requests = Decoder(_Iteration), Decoder(_Request)
+
+    def snapshot(self) -> Snapshot | None:
+        """The run now; None before its first iteration."""
+        self._read_requests()
+        rows = self._last_iterations()
+        if not rows:
+            return None
+        numbered = [(row.number if row.executor_number is None else row.executor_number, row) for row in rows]
+        for number, row in numbered:
+            for pause in row.details.paused:
+                entry = (number, pause.request_id, pause.beneficiary)
+                if entry not in self._pauses and number >= (self._pauses[-1][0] if self._pauses else 0):
+                    self._pauses.append(entry)
+        number, last = numbered[-1]
+        begin, end = rows[0].details.start_s, last.details.start_s + last.details.latency_ms / 1000
+        generated = sum(_composition(row)[1] for row in rows)
+        cache = last.cache or _Cache(last.used, last.blocks)
+        recent = sorted(self._recent)
+        return Snapshot(
+            self._completed, self._failed, self._requests, self._tokens, self._planned_tokens(), end, number,
+            *_composition(last), last.details.waiting, last.details.bound_by, last.details.budget_used, cache.used,
+            cache.blocks, generated / (end - begin) if end > begin else None,
+            recent[len(recent) // 2] if recent else None, tuple(self._pauses),
+            (self.directory / "summary.json").exists(),
+        )  # fmt: skip
+
+    def table(self, now: Snapshot) -> Table:
+        """The state as lines with bars."""
+        rows: list[tuple[str, float | None, str]] = []
+        if now.requests:
+            done = now.completed + now.failed
+            failed = f", {now.failed:,} failed" if now.failed else ""
+            rows.append(("requests", done / now.requests, f"{done:,} of {now.requests:,}{failed}"))
+        if now.planned_tokens:
+            share = min(now.tokens / now.planned_tokens, 1.0)
+            rows.append(("output tokens", share, f"{now.tokens:,} of {now.planned_tokens:,}"))
+        running, slots = now.context + now.generation, self._config.get("max_batch_size")
+        of = f" of {slots:,}" if slots else ""
+        batch = f"{running:,}{of}: {now.context:,} in context, {now.generation:,} in generation phase"
+        rows.append(("batch", running / slots if slots else None, batch))
+        budget = self._config.get("max_num_tokens")
+        if budget:
+            rows.append(("token budget", now.budget / budget, f"{now.budget:,} of {budget:,}"))
+        if now.blocks:
+            used = now.used_blocks or 0
+            rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}"))
+        limit = "" if now.bound_by == "none" else f", for {LIMIT_NAMES.get(now.bound_by, now.bound_by)}"
+        rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
+        ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"
+        rows.append(("now", None, f"{count(now.tokens_per_s)} output tokens/s{ttft}"))
+        rows.append(("", None, f"{now.time_s:,.1f} s on the run's clock, iteration {now.iteration:,}"))
+        for number, victim, beneficiary in now.pauses:
+            rows.append(("pause", None, f"{victim} for {beneficiary}, iteration {number:,}"))
+        table = Table.grid(padding=(0, 2))
+        for name, filled, text in rows:
+            drawn = "" if filled is None else bar(min(filled, 1.0), BAR_CELLS)
+            table.add_row(Text(name, "dim"), Text(drawn, "cyan"), Text(text))
+        return table
+
+    def _planned_tokens(self) -> int:
+        if self._planned is None:
+            path = find_lines(self.directory, "trace")
+            rows = Decoder(_Planned).decode_lines(path.read_bytes()) if path.exists() else []
+            self._planned = sum(row.output_len for row in rows)
+        return self._planned
+
+    def _read_requests(self) -> None:
+        """Count the requests that ended since the last look."""
+        path = find_lines(self.directory, "requests")
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._read_bytes)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(text)
+        for row in _decoded(self._ended_requests, text):
+            if row.outcome != "completed":
+                self._failed += 1
+                continue
+            self._completed += 1
+            self._tokens += row.output_len
+            if row.ttft_s is not None:
+                self._recent.append(row.ttft_s)
+
+    def _last_iterations(self) -> list[_Iteration]:
+        path = find_lines(self.directory, "iterations")
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - TAIL_BYTES, 0))
+            text = file.read()
+        # The first line is cut off at its begin, and the last one may be written right now.
+        begin = text.find(b"\n") + 1 if size > TAIL_BYTES else 0
+        return _decoded(self._iterations, text[begin : text.rfind(b"\n") + 1])
+
+
+def _composition(row: _Iteration) -> tuple[int, int]:
+    """Requests in the context phase and in the generation phase."""
+    return (row.context, row.generation) if row.inflight is None else (row.inflight.context, row.inflight.generation)
+
+
+def _decoded(decoder: "Decoder[Line]", text: bytes) -> list[Line]:
+    """The lines; none of them if one is not as `ifbbench run` writes it."""
+    try:
+        return decoder.decode_lines(text)
+    except DecodeError:
+        return []

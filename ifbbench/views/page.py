@@ -1,0 +1,62 @@
+"""Writing the run page: templates and data become one file that opens without a network."""
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ifbbench.analysis.compare import Comparison
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import replace_file
+from ifbbench.views.page_data import page_data
+
+FILE = "run.html"
+SCRIPTS = ("data.js", "draw.js", "view.js", "panels.js", "main.js")
+
+
+def write_page(directories: Sequence[Path], into: Path) -> Path:
+    """Write the page of one run, or of two on one axis of time with their first divergence, as `run.html` into a
+    directory. InputError if a run has no iteration, or the file cannot be written."""
+    runs = [RecordedRun.load(path) for path in directories]
+    content: dict[str, Any] = {"runs": [page_data(run) for run in runs]}
+    if len(runs) == 2:
+        comparison = Comparison(*runs)
+        divergence = comparison.first_divergence
+        content["divergence"] = None if divergence is None else divergence.as_dict()
+        content["same_trace"] = comparison.same_trace
+    path = into / FILE
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        replace_file(path, _html(content).encode())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error}).") from error
+    return path
+
+
+def _html(content: dict[str, Any]) -> str:
+    templates = files("ifbbench.views") / "templates"
+    title = " and ".join(dict.fromkeys(run["name"] for run in content["runs"]))
+    # "<" cannot begin a tag in the data, and NaN is not JSON.
+    data = json.dumps(_finite(content), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    parts = {
+        "title": title.replace("&", "&amp;").replace("<", "&lt;"),
+        "style": (templates / "page.css").read_text(encoding="utf-8"),
+        "script": "\n".join((templates / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "data": data,
+    }
+    html = (templates / "page.html").read_text(encoding="utf-8")
+    for name, text in parts.items():
+        html = html.replace(f"{{{{{name}}}}}", text)
+    return html
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for each float that JSON cannot express."""
+    if isinstance(value, dict):
+        return {str(name): _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

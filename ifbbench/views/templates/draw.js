@@ -1,0 +1,162 @@
+// Numbers in words, colours, and the drawing of strips.
+
+const grouped = value => Math.round(value).toLocaleString("en-US");
+function significant(value, scale = 1) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  value *= scale;
+  if (value === 0) return "0";
+  const decimals = Math.min(Math.max(2 - Math.floor(Math.log10(Math.abs(value))), 0), 9);
+  return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+function percent(share) {
+  if (share === null || share === undefined || Number.isNaN(share)) return "–";
+  if (share > 0 && share < 0.01) return "<1 %";
+  if (share > 0.99 && share < 1) return ">99 %";
+  return `${(share * 100).toFixed(0)} %`;
+}
+const unitOf = seconds => (seconds >= 1 || !seconds ? ["s", 1] : seconds < 1e-4 ? ["µs", 1e6] : ["ms", 1e3]);
+function inUnit(seconds) {
+  const [unit, scale] = unitOf(Math.abs(seconds));
+  return `${significant(seconds, scale)} ${unit}`;
+}
+
+const PHASE_COLOURS = ["#1f6fa8", "#86bfe3", "#d55e00", "#f0c000", "waiting", "#b9a3cf"];
+const PHASE_NAMES = ["context", "generation", "recompute after a pause", "paused", "waiting", "skipped"];
+const CAUSE_COLOURS = { batch_size: "#0072b2", num_tokens: "#d55e00", kv_blocks: "#009e73", none: "#9aa4ae", head_of_line: "#8aa9c2",
+  static_batch: "#b9a3cf" };
+const OTHER_COLOURS = ["#cc79a7", "#7a5c3e", "#56b4e9", "#4d4d4d"];
+const REQUEST_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#56b4e9", "#6a4c93", "#7a5c3e"];
+const RUN_COLOURS = ["#0072b2", "#d55e00"];
+
+function theme() {
+  const style = getComputedStyle(document.documentElement), get = name => style.getPropertyValue(`--${name}`).trim();
+  return Object.fromEntries(["ground", "panel", "ink", "muted", "line", "accent", "limit", "waiting", "selected"].map(name => [name, get(name)]));
+}
+function causeColour(run, cause) {
+  return CAUSE_COLOURS[cause] || OTHER_COLOURS[Math.max(run.header.causes.indexOf(cause), 0) % OTHER_COLOURS.length];
+}
+
+/** The colour of a span. */
+function spanColour(run, mode, r, i, colours) {
+  const phase = run.span.phase[i];
+  if (mode === "cause") {
+    if (phase === WAITING) return causeColour(run, run.header.causes[run.span.cause[i]]);
+    return phase === PAUSED ? PHASE_COLOURS[PAUSED] : colours.line;
+  }
+  if (mode === "phase" || phase === WAITING || phase === PAUSED) {
+    return phase === WAITING ? colours.waiting : PHASE_COLOURS[phase];
+  }
+  return REQUEST_COLOURS[(mode === "class" ? run.request.class[r] : r) % REQUEST_COLOURS.length];
+}
+
+/** Round values for the ticks of an axis. */
+function ticks(low, high, wanted) {
+  const rough = (high - low) / wanted || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(one => one * power).find(one => one >= rough), found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
+  return { values: found, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}
+
+const LEFT = 74, RIGHT = 12, STRIP = 54, GAP = 12, AXIS = 24;
+
+/** The strips below the timeline, top to bottom: name, layers of [series, colour], limit. */
+function strips(run) {
+  const config = run.header.config, list = [];
+  if (run.header.num_kv_blocks) {
+    list.push({ name: ["KV blocks", "used"], layers: [[run.blocks, "#009e73"]], peak: run.blocks, limit: run.header.num_kv_blocks });
+  }
+  list.push({ name: ["requests in", "the batch"], layers: [[run.generation, PHASE_COLOURS[1]], [run.context, PHASE_COLOURS[0]]], limit: config.max_batch_size });
+  list.push({ name: ["tokens in", "the batch"], layers: [[run.budget, "#0072b2"]], peak: run.budget, limit: config.max_num_tokens });
+  list.push({ name: ["requests", "waiting"], layers: [[run.waiting, "#8aa9c2"]] });
+  list.push({ name: ["bound by"], bound: true, height: 20 });
+  return list;
+}
+
+/** Means over each pixel as areas, the maximum of each pixel as a line. */
+function drawStrip(context, run, strip, top, width, view, colours) {
+  const height = strip.height || STRIP;
+  context.font = "11px system-ui, sans-serif";
+  context.fillStyle = colours.muted;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  strip.name.forEach((line, k) => context.fillText(line, LEFT - 8, top + height / 2 + (k - (strip.name.length - 1) / 2) * 13));
+  if (strip.bound) {
+    drawBound(context, run, top, height, width, view, colours);
+    return;
+  }
+  const means = strip.layers.map(([series]) => series.means(view.from, view.to, width));
+  const tops = strip.peak ? strip.peak.maxima(view.from, view.to, width) : null;
+  let highest = 0;
+  for (let x = 0; x < width; x++) highest = Math.max(highest, means.reduce((sum, values) => sum + values[x], 0), tops ? tops[x] : 0);
+  const near = strip.limit && strip.limit <= 3 * highest, scale = height / (Math.max(highest, near ? strip.limit : 0, 1) * 1.32);
+  const below = new Float64Array(width);
+  strip.layers.forEach(([, colour], layer) => {
+    context.fillStyle = colour;
+    context.beginPath();
+    context.moveTo(LEFT, top + height);
+    const above = new Float64Array(width);
+    for (let x = 0; x < width; x++) {
+      above[x] = below[x] + means[layer][x];
+      context.lineTo(LEFT + x, top + height - above[x] * scale);
+      context.lineTo(LEFT + x + 1, top + height - above[x] * scale);
+    }
+    for (let x = width - 1; x >= 0; x--) context.lineTo(LEFT + x, top + height - below[x] * scale);
+    context.fill();
+    below.set(above);
+  });
+  if (tops) {
+    context.strokeStyle = colours.ink; context.globalAlpha = 0.55; context.lineWidth = 1;
+    context.beginPath();
+    for (let x = 0; x < width; x++) context.lineTo(LEFT + x + 0.5, top + height - tops[x] * scale);
+    context.stroke();
+    context.globalAlpha = 1;
+  }
+  context.fillStyle = colours.line;
+  context.fillRect(LEFT, top + height, width, 1);
+  context.textAlign = "left"; context.textBaseline = "top";
+  if (near) {
+    const y = Math.round(top + height - strip.limit * scale) + 0.5;
+    context.strokeStyle = context.fillStyle = colours.limit;
+    context.setLineDash([4, 3]);
+    context.beginPath(); context.moveTo(LEFT, y); context.lineTo(LEFT + width, y); context.stroke();
+    context.setLineDash([]);
+    label(context, `limit ${grouped(strip.limit)}`, LEFT + 4, y - 13, colours.limit, colours);
+  } else {
+    label(context, `up to ${grouped(highest)}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
+  }
+}
+
+function label(context, text, x, y, colour, colours) {
+  context.fillStyle = colours.ground; context.globalAlpha = 0.75;
+  context.fillRect(x - 2, y - 1, context.measureText(text).width + 4, 13);
+  context.globalAlpha = 1; context.fillStyle = colour;
+  context.fillText(text, x, y);
+}
+
+function drawBound(context, run, top, height, width, view, colours) {
+  const means = run.boundBy.map(series => series.means(view.from, view.to, width));
+  for (let x = 0; x < width; x++) {
+    const shares = means.map(values => values[x]), total = shares.reduce((a, b) => a + b, 0);
+    if (total < 1e-9) continue;
+    let y = top;
+    shares.forEach((share, k) => {
+      const part = share / total * height;
+      if (part <= 0) return;
+      context.fillStyle = causeColour(run, run.header.limits[k]);
+      context.fillRect(LEFT + x, y, 1, part);
+      y += part;
+    });
+  }
+}
+
+function drawTimeAxis(context, top, width, view, colours) {
+  const [unit, scale] = unitOf(view.to), { values, decimals } = ticks(view.from * scale, view.to * scale, Math.max(width / 130, 2));
+  context.font = "11px system-ui, sans-serif";
+  context.textBaseline = "top"; context.fillStyle = colours.muted;
+  for (const value of values) {
+    const x = LEFT + (value / scale - view.from) / (view.to - view.from) * width;
+    context.fillRect(Math.round(x), top, 1, 4);
+    context.textAlign = x > LEFT + width - 40 ? "right" : "center";
+    context.fillText(`${value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })} ${unit}`, x, top + 6);
+  }
+}

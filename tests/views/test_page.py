@@ -1,0 +1,188 @@
+"""The run page in a browser: it opens without a network, shows the figures of the run, and tells what `why` tells."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.analysis.explain import request_life
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.cli.main import main
+from ifbbench.views.page import write_page
+
+RUN = (
+    "run chat --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 60 --request_rate 40 --max_batch_size 48 "
+    "--max_num_tokens 1024 --max_tokens_in_paged_kvcache 30000 --quiet --output"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+READY_MS = 20_000
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run with pauses and one without."""
+    made = []
+    for policy in ("max_utilization", "guaranteed_no_evict"):
+        directory = tmp_path_factory.mktemp("runs") / policy
+        done = CliRunner().invoke(main, [*RUN.split(), str(directory), "--policy", policy])
+        assert done.exit_code == 0, done.output
+        made.append(directory)
+    assert json.loads((made[0] / "summary.json").read_text())["pauses"] > 3
+    return made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed, in which the page would be opened")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """A function that opens a page and returns it; at the end, no error and no request may have been seen."""
+    problems: list[str] = []
+
+    def open_page(path: Path) -> Any:
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: problems.extend({request.url} - {path.as_uri()}))
+        page.goto(path.as_uri())
+        page.wait_for_function("document.documentElement.dataset.readyMs", timeout=READY_MS)
+        return page
+
+    yield open_page
+    assert problems == []
+
+
+def test_the_file_refers_to_nothing_else(runs: list[Path], tmp_path: Path) -> None:
+    text = write_page(runs[:1], tmp_path).read_text()
+    assert re.findall(r"""(?:src|href)=["'](?!#|data:)|https?://(?!www\.w3\.org/2000/svg)|@import""", text) == []
+
+
+def test_the_figures_are_those_of_summary_json(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    shown = page.eval_on_selector_all("[data-figure]", "all => all.map(one => [one.dataset.figure, one.dataset.value])")
+    assert len(shown) > 10
+    for name, value in shown:
+        figure: Any = summary
+        for part in name.split("."):
+            figure = figure[part]
+        assert float(value) == figure
+    as_texts = "all => all.map(one => [one.dataset.statistic, one.textContent])"
+    cells = page.eval_on_selector_all("[data-statistic]", as_texts)
+    for name, text in cells:
+        latency, statistic = name.split(".")
+        assert float(text.replace(",", "")) == pytest.approx(summary[latency][statistic] * 1000, rel=0.006)
+    assert page.locator("h1").inner_text() == "chat, llama-3.1-8b on sim:h100-sxm"
+    # The strips: mean of the waiting requests and the peak of the blocks, from the arrays.
+    used = page.evaluate("ifbbench.runs[0].blocks.highest")
+    assert used == summary["kv_blocks"]["peak_used"]
+    assert page.evaluate("ifbbench.runs[0].pauses.length") == summary["pauses"]
+
+
+def test_the_life_of_each_request_is_what_why_tells(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    run = RecordedRun.load(runs[0])
+    heads = HeadsOfLine(run)
+    lives = page.evaluate("ifbbench.runs[0].header.ids.map((_, r) => ifbbench.runs[0].life(r))")
+    assert len(lives) == 60
+    for request_id, shown in zip(run.trace, lives, strict=True):
+        life = request_life(run, heads, request_id)
+        assert shown["sentences"] == life.sentences()
+        assert [one["reason"] for one in shown["stretches"]] == [one.reason for one in life.stretches]
+        assert [one["first"] for one in shown["stretches"]] == [one.first for one in life.stretches]
+        times = [one["to"] - one["from"] for one in shown["stretches"]]
+        assert times == pytest.approx([one.duration_s for one in life.stretches], abs=3e-6)
+
+
+def test_zoom_hover_search_click_and_keys(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    canvas = page.locator("#views canvas")
+    box = canvas.bounding_box()
+    whole = page.evaluate("[ifbbench.state.from, ifbbench.state.to]")
+
+    page.mouse.move(box["x"] + 500, box["y"] + 60)
+    page.mouse.wheel(0, -400)
+    page.wait_for_function("ifbbench.state.to - ifbbench.state.from < ifbbench.state.end * 0.9")
+    page.click("#zoom-all")
+    assert page.evaluate("[ifbbench.state.from, ifbbench.state.to]") == whole
+
+    request = page.evaluate("""() => {
+        const view = ifbbench.state.views[0], run = view.run; view.layout();
+        const r = run.pauses[0].victim, i = run.span.phase.indexOf(3, run.span.offset[r]);
+        return [r, view.x((run.span.from[i] + run.span.to[i]) / 2), view.y(r) + view.rowHeight / 2, run.header.ids[r]];
+    }""")
+    _, x, y, request_id = request
+    page.mouse.move(box["x"] + x, box["y"] + y)
+    tooltip = page.locator("#tooltip").inner_text()
+    assert tooltip.startswith(f"Request {request_id}")
+    assert "paused to make room for" in tooltip
+    assert "tokens in the batch" in tooltip
+    page.mouse.click(box["x"] + x, box["y"] + y)
+    assert page.locator("#life h2").inner_text() == f"Request {request_id}"
+    assert "It was paused" in page.locator("#sentences").inner_text()
+
+    page.fill("#search", "17")
+    page.press("#search", "Enter")
+    assert page.locator("#life h2").inner_text() == "Request 17"
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") < whole[1] - whole[0]
+    page.locator("#ledger tr.link").first.click()
+    assert page.evaluate("ifbbench.state.selected.r") == page.evaluate(
+        "[...ifbbench.runs[0].pauses].sort((a, b) => b.tokens - a.tokens)[0].victim"
+    )
+    canvas.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("Escape")
+    assert page.evaluate("[ifbbench.state.from, ifbbench.state.to]") == whole
+    assert page.locator("#life").is_hidden()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#life h2").inner_text() == "Request 0"
+    page.keyboard.press("+")
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") < whole[1] - whole[0]
+
+
+def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    pictures = set()
+    choices = {"#colour": ("request", "class", "cause", "phase"), "#rows": ("running", "lanes", "all")}
+    for selector, values in choices.items():
+        for value in values:
+            page.select_option(selector, value)
+            page.wait_for_timeout(60)
+            pictures.add(page.evaluate("document.querySelector('#views canvas').toDataURL()"))
+    assert len(pictures) == 5  # no request has a class; phase and all requests are the first picture again
+
+
+def test_two_runs_on_one_page(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs, tmp_path))
+    assert page.locator("#views canvas").count() == 2
+    assert page.locator("#views h3").all_inner_texts() == ["max_utilization", "guaranteed_no_evict"]
+    assert re.match(r"First different decision: iteration \d+\.", page.locator("#divergence").inner_text())
+    page.click("#zoom-in")
+    widths = page.evaluate("ifbbench.state.views.map(view => view.time(view.width) - view.time(0))")
+    assert widths[0] == pytest.approx(widths[1])
+
+
+def test_a_killed_run_and_one_without_completed_requests(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    killed = tmp_path / "killed"
+    shutil.copytree(runs[0], killed)
+    (killed / "summary.json").unlink()
+    (killed / "requests.jsonl").unlink()
+    lines = (killed / "iterations.jsonl").read_bytes()
+    (killed / "iterations.jsonl").write_bytes(lines[: len(lines) // 2])
+    page = opened(write_page([killed], tmp_path))
+    assert "Partial" in page.locator("header").inner_text()
+    assert page.locator("#views canvas").count() == 1
