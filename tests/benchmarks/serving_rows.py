@@ -4,13 +4,16 @@ A row names engine, version, GPU, degree, model, data type, lengths and load, an
 GPUs), mean TTFT and mean ITL (ms; each request's mean gap). What a row does not say is taken from the engine's file in
 ifbbench/simulation/engines, as its settings come closest to the engine's defaults.
 
-- A closed loop (`concurrency`) has ROUNDS requests a client, as load generators send, and the first ones arrive
-  together. The first round and LATER_ROUNDS more are replayed, up to MAX_TOKENS tokens of output, and the means
-  weighted as if there were all. Output lengths spread by SPREAD around those of the row, so that clients of equal
-  requests do not return together for ever: measured TTFTs of engines that mix prompts with generation are those of
-  clients that arrive one by one. Those of SGLang 0.5.1 are not (IN_STEP), so that its requests stay equal. A load
-  generator with many streaming clients takes CLIENT_S of a TTFT itself, which is no part of the server. Neither ROUNDS,
-  SPREAD nor CLIENT_S is published: they are fitted, the same for all closed loops.
+- A closed loop (`concurrency`) has equal requests, and the first ones arrive together. With engines in ONE_BY_ONE there
+  are REQUESTS_PER_CLIENT, as genai-perf sends for AIConfigurator, all of them replayed and counted. Measured TTFTs do
+  not depend on the output length, and grow by half the time of a prompt for each client in the first round, and are
+  two to three iterations later on: prompts that arrive together run one after the other, one an iteration, and so
+  their clients return one an iteration for ever. So at most one prompt and a token a client run in an iteration.
+- With other engines, load generators send ROUNDS requests a client. The first round and LATER_ROUNDS more are replayed,
+  and the means weighted as if there were all. Output lengths spread by SPREAD around those of the row, so that clients
+  of equal requests do not return together for ever; not those of SGLang 0.5.1 (IN_STEP), which stays in step. A load
+  generator with many streaming clients takes CLIENT_S of a TTFT itself, which is no part of the server. Which engine
+  has which loop, ROUNDS, SPREAD and CLIENT_S are fitted. At most MAX_TOKENS tokens of output are replayed.
 - An open loop (`rate`) runs up to MAX_REQUESTS requests at constant intervals, or as many Poisson arrivals.
 - `all_at_once` offers `num_requests` at the start.
 - `distinct_prompts` are repeated in turn, with KV cache reuse.
@@ -35,11 +38,13 @@ from ifbbench.simulation.engines import load_overhead, overhead_names
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 
+REQUESTS_PER_CLIENT = 10
 ROUNDS, LATER_ROUNDS = 14, 3
 MAX_TOKENS = 1_500_000
 SPREAD = 0.1
 CLIENT_S = 0.04
 IN_STEP = ("sglang-0.5.1",)
+ONE_BY_ONE = ("vllm", "tensorrt-llm")
 MAX_REQUESTS = 1000
 METRICS = ("itl", "ttft", "throughput")
 MILLISECONDS = 1000.0
@@ -119,6 +124,9 @@ def config_of(row: Row, model: str) -> RunConfig:
     given = {name: row[name] for name in ("max_num_tokens", "max_batch_size", "kv_cache_dtype") if row.get(name)}
     if row.get("chunked_context") is not None and "enable_chunked_context" not in usual:
         given["enable_chunked_context"] = row["chunked_context"]
+    if row.get("concurrency") and engine in ONE_BY_ONE:
+        one_prompt = max(prompt_len for prompt_len, _ in _pairs(row)) + row["concurrency"]
+        given["max_num_tokens"] = min(one_prompt, given.get("max_num_tokens", one_prompt))
     tp_size = row.get("tp") or row["num_gpus"]
     longest = max(prompt_len + output_len for prompt_len, output_len in _pairs(row))
     return RunConfig(
@@ -135,17 +143,19 @@ def _pairs(row: Row) -> Sequence[tuple[int, int]]:
     return row.get("pairs") or [(row["input"], row["output"])]
 
 
-def requests_of(row: Row, spreads: bool) -> list[TraceRequest]:
-    """The requests of a row. spreads: whether the output lengths of a closed loop differ."""
+def requests_of(row: Row) -> list[TraceRequest]:
+    """The requests of a row."""
+    engine = engine_name(row)
     count, clients, distinct = row["num_requests"], row.get("concurrency"), row.get("distinct_prompts")
     if clients:
         affordable = MAX_TOKENS // row["output"] // clients
-        count = clients * (1 + min(max(affordable - 1, 1), LATER_ROUNDS if clients > 2 else ROUNDS))
+        usual = 1 + (LATER_ROUNDS if clients > 2 else ROUNDS)
+        count = clients * min(max(affordable, 2), REQUESTS_PER_CLIENT if engine in ONE_BY_ONE else usual)
     elif row.get("rate"):
         count = min(count, MAX_REQUESTS)
     blocks = -(-row["input"] // PREFIX_BLOCK)
     pairs = _pairs(row)
-    spread = SPREAD if clients and spreads else 0.0
+    spread = SPREAD if clients and engine not in IN_STEP + ONE_BY_ONE else 0.0
     lengths, requests = Random(0), []
     for index in range(count):
         prompt_len, output_len = pairs[index % len(pairs)]
@@ -166,7 +176,7 @@ def predict(row: Row, models: Mapping[str, Any], changes: Mapping[str, Any] | No
             model = str(folder / "config.json")
             Path(model).write_text(json.dumps(models[row["model"]]))
         config = config_of(row, model)
-        requests = requests_of(row, spreads=config.engine_overhead not in IN_STEP)
+        requests = requests_of(row)
         write_trace(iter(requests), folder / "trace.jsonl")
         config = config.with_values(
             output=str(folder / "run"), quiet=True, iteration_stats_every=1_000_000, **changes or {}
@@ -182,13 +192,14 @@ def figures_of(row: Row, requests: Iterable[Row]) -> dict[str, float]:
     """TTFT and ITL in seconds, the latter of each request's mean gap, and output tokens/s: means over all requests."""
     ordered = sorted(requests, key=lambda request: request["request_id"])
     first = row.get("concurrency") or 0
-    parts = [(ordered[:first], 1 / ROUNDS), (ordered[first:], 1 - 1 / ROUNDS)] if first else [(ordered, 1.0)]
+    rounds, client_s = (REQUESTS_PER_CLIENT, 0.0) if engine_name(row) in ONE_BY_ONE else (ROUNDS, CLIENT_S)
+    parts = [(ordered[:first], 1 / rounds), (ordered[first:], 1 - 1 / rounds)] if first else [(ordered, 1.0)]
     found = {}
     for name, field in (("ttft", "ttft_s"), ("itl", "tpot_s")):
         if row["output"] > 1 or name == "ttft":
             found[name] = sum(weight * _mean(request[field] for request in part) for part, weight in parts)
     if first:
-        found["ttft"] += CLIENT_S
+        found["ttft"] += client_s
         found["throughput"] = little(row, found)
     elif not row.get("rate"):
         span_s = max(request["arrival_s"] + request["e2e_s"] for request in ordered)

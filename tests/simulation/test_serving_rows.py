@@ -15,6 +15,7 @@ from tests.benchmarks.serving import errors, fastest_degree
 from tests.benchmarks.serving_bands import MADE_FOR, band, bands, coverage
 from tests.benchmarks.serving_rows import (
     LATER_ROUNDS,
+    REQUESTS_PER_CLIENT,
     Comparison,
     config_of,
     engine_name,
@@ -35,14 +36,23 @@ ROW: dict[str, Any] = {
 
 def test_a_closed_loop_is_replayed_with_the_settings_of_its_engine():
     config = config_of(ROW, ROW["model"])
-    requests = requests_of(ROW, spreads=True)
+    requests = requests_of(ROW)
 
     assert (config.engine_overhead, config.policy, config.concurrency) == ("vllm", "max_utilization", 4)
-    assert config.max_num_tokens == 2048
+    assert config.max_num_tokens == 128 + 4
+    assert config_of(ROW | {"max_num_tokens": 64}, ROW["model"]).max_num_tokens == 64
+    assert len(requests) == 4 * REQUESTS_PER_CLIENT
+    assert {(request.prompt_len, request.output_len) for request in requests} == {(128, 16)}
+
+
+@pytest.mark.parametrize(("version", "differ"), [("0.5.1.post1", False), ("0.5.6.post2", True)])
+def test_a_closed_loop_of_an_engine_that_batches_prompts(version, differ):
+    row = ROW | {"engine": "sglang", "version": version}
+    requests = requests_of(row)
+
+    assert config_of(row, row["model"]).max_num_tokens == 2048
     assert len(requests) == 4 * (1 + LATER_ROUNDS)
-    assert {request.prompt_len for request in requests} == {128}
-    assert len({request.output_len for request in requests}) > 1
-    assert {request.output_len for request in requests_of(ROW, spreads=False)} == {16}
+    assert (len({request.output_len for request in requests}) > 1) == differ
 
 
 @pytest.mark.parametrize(
@@ -58,12 +68,13 @@ def test_a_row_has_the_overhead_of_its_version(engine, version, generation, name
 
 def test_repeated_prompts_and_named_lengths():
     open_loop = {"concurrency": None, "rate": 5, "num_requests": 6, "distinct_prompts": 2}
-    repeated = requests_of(ROW | open_loop, spreads=True)
+    repeated = requests_of(ROW | open_loop)
     assert [request.prefix_ids for request in repeated] == [(0,), (1,)] * 3
 
-    (row,) = rows_of({"rows": [{"lengths": "pairs", "num_requests": 3}], "lengths": {"pairs": [[10, 2], [30, 4]]}})
+    named = {"engine": "vllm", "version": "0.12.0", "generation": "current", "lengths": "pairs", "num_requests": 3}
+    (row,) = rows_of({"rows": [named], "lengths": {"pairs": [[10, 2], [30, 4]]}})
     assert (row["input"], row["output"]) == (20, 3)
-    found = requests_of(row, spreads=False)
+    found = requests_of(row)
     assert [(request.prompt_len, request.output_len) for request in found] == [(10, 2), (30, 4), (10, 2)]
 
 
