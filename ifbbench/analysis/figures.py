@@ -5,7 +5,7 @@ ones in both runs where the traces are equal (paired), and the figure is compute
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,15 @@ class Figure:
 
     difference: b minus a. ratio: b over a; None if a is 0. low, high: confidence interval of the difference; None where
     the figure is not one of the latencies of requests. is_noise: whether the interval holds 0, so that the runs do not
-    differ in it.
+    differ in it. expected_error: of a simulated figure, the relative limits of its error against real servers.
+    is_undecided: whether the difference is within these, so that on real servers it may be the other way round.
     """
 
     a: float
     b: float
     low: float | None = None
     high: float | None = None
+    expected_error: Interval | None = None
 
     @property
     def difference(self) -> float:
@@ -49,19 +51,36 @@ class Figure:
     def is_noise(self) -> bool:
         return self.low is not None and self.high is not None and self.low <= 0 <= self.high
 
+    @property
+    def is_undecided(self) -> bool:
+        if self.expected_error is None or self.ratio is None:
+            return False
+        return self.expected_error[0] <= self.ratio - 1 <= self.expected_error[1]
+
     def as_dict(self) -> dict[str, Any]:
+        """For JSON; without what is not known."""
         interval = {} if self.low is None else {"interval_95": [self.low, self.high], "is_noise": self.is_noise}
-        return {"a": self.a, "b": self.b, "difference": self.difference, "ratio": self.ratio} | interval
+        expected = {} if self.expected_error is None else {"is_undecided": self.is_undecided}
+        return {"a": self.a, "b": self.b, "difference": self.difference, "ratio": self.ratio} | interval | expected
 
 
 def compared_figures(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, Figure]:
     """Each number of `summary.json` that both runs have, by its dotted name. paired: the traces are equal."""
     flat = [dict(numbers_of(run.data.summary or {})) for run in (a, b)]
     intervals = _intervals(a, b, paired)
+    expected = [(run.data.summary or {}).get("expected_error") or {} for run in (a, b)]
     return {
-        name: Figure(value, flat[1][name], *intervals.get(name, ()))
-        for name, value in flat[0].items() if name in flat[1]
+        name: Figure(value, flat[1][name], *intervals.get(name, (None, None)), _wider(expected, name.partition(".")[0]))
+        for name, value in flat[0].items() if name in flat[1] and not name.startswith("expected_error.")
     }  # fmt: skip
+
+
+def _wider(expected: Sequence[Mapping[str, Any]], key: str) -> Interval | None:
+    """The expected error of a figure that holds for both runs; None if it is not known of one."""
+    bands = [one[key] for one in expected if key in one]
+    if len(bands) < len(expected):
+        return None
+    return min(low for low, _ in bands), max(high for _, high in bands)
 
 
 def _intervals(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, Interval]:

@@ -180,6 +180,8 @@ def _cells(name: str, figure: "Figure") -> tuple[str, ...]:
     if figure.low is not None and figure.high is not None:
         interval = f"{text(figure.low, True)} to {text(figure.high, True)}"
         interval += "  within noise" if figure.is_noise else ""
+    if figure.is_undecided and figure.difference:
+        interval += "  within the simulation's expected error"
     return text(figure.a), text(figure.b), text(figure.difference, True), ratio, interval
 
 

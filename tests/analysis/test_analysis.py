@@ -180,3 +180,16 @@ def test_repeats_are_compared_by_their_means(tmp_path: Path, monkeypatch) -> Non
     mixed = CliRunner().invoke(main, ["compare", "slow", "fast/repeat-1"])
     assert mixed.exit_code == 2
     assert "repeats are compared with repeats only" in mixed.output
+
+
+def test_a_difference_within_the_expected_error_is_undecided(tmp_path: Path) -> None:
+    trace = write_requests(tmp_path / "trace.jsonl", seed=2)
+    one, other = simulate(tmp_path, "one", trace), simulate(tmp_path, "other", trace, max_num_tokens=512)
+    for run in (one, other):
+        assert run.data.summary is not None
+        run.data.summary["expected_error"] = {"compared": True, "ttft_s": [-0.99, 99.0], "itl_s": [0.0, 0.0]}
+    figures = Comparison(one, other).figures
+    assert figures["ttft_s.mean"].is_undecided
+    assert not figures["itl_s.max"].is_undecided or figures["itl_s.max"].difference == 0
+    assert not figures["e2e_s.mean"].is_undecided
+    assert not any(name.startswith("expected_error") for name in figures)
