@@ -69,10 +69,12 @@ def compared_figures(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, 
     flat = [dict(numbers_of(run.data.summary or {})) for run in (a, b)]
     intervals = _intervals(a, b, paired)
     expected = [(run.data.summary or {}).get("expected_error") or {} for run in (a, b)]
-    return {
-        name: Figure(value, flat[1][name], *intervals.get(name, (None, None)), _wider(expected, name.partition(".")[0]))
-        for name, value in flat[0].items() if name in flat[1] and not name.startswith("expected_error.")
-    }  # fmt: skip
+    found = {}
+    for name, value in flat[0].items():
+        if name in flat[1] and not name.startswith("expected_error."):
+            low, high = intervals.get(name, (None, None))
+            found[name] = Figure(value, flat[1][name], low, high, _wider(expected, name.partition(".")[0]))
+    return found
 
 
 def _wider(expected: Sequence[Mapping[str, Any]], key: str) -> Interval | None:
