@@ -12,7 +12,7 @@ from ifbbench.analysis.explain import LIMIT_WORDS, RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
-from ifbbench.analysis.waiting import HeadsOfLine, is_own_wait
+from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
 
 NO_LIMIT = "none"
@@ -58,11 +58,8 @@ class Findings:
         """Request-seconds of waiting by the limit that caused it; waiting behind the head of the line is charged to the
         limit that held the head."""
         waited: dict[str, float] = {}
-        for spans in self.run.spans.values():
-            for span in spans:
-                if is_own_wait(span, spans):
-                    seconds = self.run.iterations.start_of(span.last + 1) - self.run.iterations.start_of(span.first)
-                    waited[str(span.cause)] = waited.get(str(span.cause), 0.0) + seconds
+        for (_, limit), seconds in self.heads.own_waiting_s.items():
+            waited[limit] = waited.get(limit, 0.0) + seconds
         for blocker in self.heads.blockers:
             waited[blocker.limit] = waited.get(blocker.limit, 0.0) + blocker.waited_s
         return dict(sorted(waited.items(), key=lambda item: -item[1]))

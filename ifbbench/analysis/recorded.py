@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
 from ifbbench.compressed import is_compressed
+from ifbbench.engine.policies.policy import Limit
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
 from ifbbench.report.load import REQUEST_FIELDS, RunData, load_run, read_lines
@@ -20,8 +21,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 NO_REQUEST = -1
-HEAD_OF_LINE = "head_of_line"
-QUEUE = "batch_size"  # the cause of waiting of a request that is not active yet
+QUEUE = Limit.BATCH_SIZE.value  # the cause of waiting of a request that is not active yet
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ class _Paused(Struct, gc=False):
     beneficiary: Id = field(name="for")
 
 
-class _Details(Struct, gc=False):
+class IterationDetails(Struct, gc=False):
+    """What is under "ifbbench" in a line of `iterations.jsonl`, as far as it is used here and in the live view."""
+
     start_s: float
     latency_ms: float
     queued: int
@@ -44,7 +46,7 @@ class _Details(Struct, gc=False):
 class IterationRow(Struct, gc=False):
     """The fields of a line of `iterations.jsonl` that analyses use."""
 
-    details: _Details = field(name="ifbbench")
+    details: IterationDetails = field(name="ifbbench")
     number: int = field(name="Iteration Counter")
     active: int = field(name="Active Request Count")
     used_blocks: int | None = field(name="Used KV cache blocks", default=None)
@@ -57,7 +59,7 @@ class _CacheStatistics(Struct, gc=False):
 class ExecutorRow(Struct, gc=False):
     """The same of a line with the executor's statistics (`--iteration_stats_format trtllm`)."""
 
-    details: _Details = field(name="ifbbench")
+    details: IterationDetails = field(name="ifbbench")
     number: int = field(name="iter")
     active: int = field(name="numActiveRequests")
     cache: _CacheStatistics | None = field(name="kvCacheStats", default=None)

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.analysis.recorded import HEAD_OF_LINE, NO_REQUEST, QUEUE, Floats, RecordedRun
+from ifbbench.analysis.recorded import NO_REQUEST, QUEUE, Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span
+from ifbbench.engine.policies.policy import Limit
+from ifbbench.recording.spans import HEAD_OF_LINE, Phase
 
-PAUSED = "paused"
+PAUSED = Phase.PAUSED.value
 # The limit that only the micro-batch scheduler has.
-MICRO_BATCH_LIMIT = "num_tokens"
+MICRO_BATCH_LIMIT = Limit.NUM_TOKENS.value
 
 
 class Held(NamedTuple):
@@ -116,14 +118,15 @@ class HeadsOfLine:
                 entry[0] += seconds
                 entry[1] = max(entry[1], most)
                 entry[3] = last
-        own = self._own_waiting()
+        own = self.own_waiting_s
         found = [
             Blocker(request_id, limit, seconds, int(most), own.get((request_id, limit), 0.0), int(first), int(last))
             for (request_id, limit), (seconds, most, first, last) in waited.items() if seconds > 0
         ]  # fmt: skip
         return sorted(found, key=lambda blocker: (-blocker.waited_s, str(blocker.request_id)))
 
-    def _own_waiting(self) -> dict[tuple[Id, str], float]:
+    @cached_property
+    def own_waiting_s(self) -> dict[tuple[Id, str], float]:
         """Seconds that each request was itself held by each limit."""
         own: dict[tuple[Id, str], float] = {}
         iterations = self._run.iterations

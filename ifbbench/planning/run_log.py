@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ifbbench.errors import InputError
 from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
+from ifbbench.recording.iteration_lines import documented_fields
 from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
 from ifbbench.report.load import SPAN_FIELDS, read_lines
 from ifbbench.simulation.step_work import StepWork
@@ -49,37 +50,26 @@ def read_run(log: Log) -> None:
         raise InputError(f"{directory}: a run with --max_attention_window; expected one that attends to all tokens.")
     log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
     log.overlaps = bool(config.get("enable_trt_overlap"))
-    rows = list(map(_documented, read_lines(find_lines(directory, "iterations"), ("ifbbench",))))
+    rows = list(map(_fields, read_lines(find_lines(directory, "iterations"), ("ifbbench",))))
     if not rows:
         raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
-    works = _works(directory, max(row["Iteration Counter"] for row in rows))
-    _add_samples(log, rows, [works[row["Iteration Counter"]] for row in rows])
+    works = _works(directory, max(row["iteration_counter"] for row in rows))
+    _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows])
 
 
-def _documented(row: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are used here, by the batch manager's names; the row may be in the executor's format."""
-    if "iter" not in row:
-        return row
-    batch, cache = row.get("inflightBatchingStats") or {}, row.get("kvCacheStats") or {}
-    return {
-        "Iteration Counter": row["iter"],
-        "Context Requests": batch.get("numContextRequests", 0),
-        "Total Context Tokens": batch.get("numCtxTokens", 0),
-        "Generation Requests": batch.get("numGenRequests", 0),
-        "Used KV cache blocks": cache.get("usedNumBlocks"),
-        "Tokens per KV cache block": cache.get("tokensPerBlock"),
-        "ifbbench": row["ifbbench"],
-    }
+def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a line in either form of the statistics, in snake_case, and `ifbbench`."""
+    return documented_fields(row) | {"ifbbench": row["ifbbench"]}
 
 
-def read_iterations(log: Log, rows: Iterable[Mapping[str, Any]]) -> None:
+def read_iterations(log: Log, lines: Iterable[Mapping[str, Any]]) -> None:
     """Add the iterations of an iterations.jsonl outside of its run directory; their work is estimated from counts."""
     log.notes.append("it is outside of its run directory: tokens in the KV cache are estimated. Give the directory.")
-    rows, works = list(rows), []
-    tracker = BatchTracker(budget=max(row["Total Context Tokens"] + row.get("Generation Requests", 0) for row in rows))
+    rows, works = list(map(_fields, lines)), []
+    tracker = BatchTracker(budget=max(row["total_context_tokens"] + row.get("generation_requests", 0) for row in rows))
     for row in rows:
-        batch = BatchCounts(row["Context Requests"], row["Total Context Tokens"], row.get("Generation Requests", 0))
-        held = (row["Used KV cache blocks"] or 0) * (row["Tokens per KV cache block"] or 0)
+        batch = BatchCounts(row["context_requests"], row["total_context_tokens"], row.get("generation_requests", 0))
+        held = (row["used_kv_cache_blocks"] or 0) * (row["tokens_per_kv_cache_block"] or 0)
         filled = round(held * (1 - row["ifbbench"]["kv_fragmentation"])) - batch.context_tokens
         works.append(tracker.work(batch, max(filled, batch.generation_requests) if filled > 0 else None))
     _add_samples(log, rows, works)
@@ -87,7 +77,7 @@ def read_iterations(log: Log, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[StepWork]) -> None:
     """A sample for each row whose counts agree with its work, except where the run waited for requests."""
-    numbers = np.array([row["Iteration Counter"] for row in rows])
+    numbers = np.array([row["iteration_counter"] for row in rows])
     details = [row["ifbbench"] for row in rows]
     start_s, latency_s, host_s = (
         np.array([one[name] for one in details], dtype=float) / unit
@@ -100,7 +90,7 @@ def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[St
     usual_gap_s = float(np.median(known)) if len(known) else 0.0
     unused = 0
     for index, (row, work) in enumerate(zip(rows, works, strict=True)):
-        counted = (row["Context Requests"], row["Total Context Tokens"], row.get("Generation Requests", 0))
+        counted = (row["context_requests"], row["total_context_tokens"], row.get("generation_requests", 0))
         if counted != (work.context_requests, work.context_tokens, work.generation_tokens):
             unused += 1
             continue

@@ -24,6 +24,7 @@ from ifbbench.report.style import (
     FORMATS,
     INK,
     LIMIT,
+    LIMIT_COLOURS,
     LIMIT_DASHES,
     MUTED,
     PHASE_COLOURS,
@@ -38,8 +39,6 @@ from ifbbench.report.style import (
 )
 from ifbbench.report.tables import LIMIT_NAMES
 from ifbbench.report.timeline import draw_timeline
-
-WAITING_COLOURS = {**dict(zip(("batch_size", "num_tokens", "kv_blocks"), SERIES, strict=False)), "none": "#C4C4C4"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     """Requests that have arrived and do not run, by the limit that bound the iteration."""
     number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
     shares = figures(run).get("waiting_by_limit") or {}
-    for limit, colour in WAITING_COLOURS.items():
+    for limit, colour in LIMIT_COLOURS.items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
             share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""

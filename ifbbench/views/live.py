@@ -10,7 +10,7 @@ from msgspec.json import Decoder
 from rich.table import Table
 from rich.text import Text
 
-from ifbbench.analysis.rows import Id
+from ifbbench.analysis.rows import Id, IterationDetails
 from ifbbench.compressed import is_compressed
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
@@ -23,20 +23,6 @@ TAIL_BYTES = 1 << 15
 RECENT_REQUESTS = 100
 PAUSES_SHOWN = 3
 BAR_CELLS = 20
-
-
-class _Paused(Struct, gc=False):
-    request_id: Id
-    beneficiary: Id = field(name="for")
-
-
-class _Details(Struct, gc=False):
-    start_s: float
-    latency_ms: float
-    waiting: int
-    bound_by: str
-    paused: tuple[_Paused, ...]
-    budget_used: int
 
 
 class _Inflight(Struct, gc=False):
@@ -52,7 +38,7 @@ class _Cache(Struct, gc=False):
 
 
 class _Iteration(Struct, gc=False):
-    details: _Details = field(name="ifbbench")
+    details: IterationDetails = field(name="ifbbench")
     number: int = field(name="Iteration Counter", default=0)
     context: int = field(name="Context Requests", default=0)
     generation: int = field(name="Generation Requests", default=0)
