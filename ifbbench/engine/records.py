@@ -1,5 +1,7 @@
-"""Records of iterations, which explain every decision and hold only what changed, and the documented statistics."""
+"""Records of iterations, which explain every decision and hold only what changed; the documented statistics and the
+digest of a schedule, which are made of them."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
@@ -231,3 +233,66 @@ class IterationStatistics:
             self._second = int(timestamp)
             self._timestamp = strftime(TIMESTAMP_FORMAT, gmtime(self._second))
         return self._timestamp
+
+
+_NO_REQUESTS: set[int] = set()
+
+
+def _digest_line(context: list[list[int]], joined: list[int], left: list[int], paused: list[int]) -> bytes:
+    """One line of canonical JSON: without spaces, lists of numbers are written alike in Python and JSON."""
+    lists = f'{{"context":{context},"joined":{joined},"left":{left},"paused":{paused}}}\n'
+    return lists.replace(" ", "").encode()
+
+
+# The same generation requests ran as in the iteration before, and nothing else.
+_SAME_AGAIN = _digest_line([], [], [], [])
+
+
+class ScheduleDigest:
+    """sha256 of all decisions of a run, without times: one line of JSON for each iteration that scheduled or paused
+    something.
+
+    A line has the context chunks as [index, tokens], the requests that joined and left generation since the line
+    before, and those paused. Requests are given by their index in the trace, and sorted by it.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._generating: set[int] = set()
+        self._entering: set[int] = set()
+        self._leaving: set[int] = set()
+        self._held: set[int] = set()
+
+    def add(self, record: IterationRecord) -> None:
+        """Take in one iteration."""
+        joined, left, paused, held = self._changes(record)
+        if joined or left:
+            self._generating -= left
+            self._generating |= joined
+        if record.context or record.num_generation or paused:
+            context = sorted([[chunk.request.index, chunk.length] for chunk in record.context])
+            changed = context or joined or left or paused
+            line = _digest_line(context, sorted(joined), sorted(left), sorted(paused)) if changed else _SAME_AGAIN
+            self._hash.update(line)
+        self._entering = {chunk.request.index for chunk in record.context if chunk.is_last}
+        self._leaving = {request.index for request in record.finished}
+        self._held = held
+
+    def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
+        """The requests that joined and left generation since the iteration before, those paused and those held."""
+        if not (self._leaving or self._held or record.paused or record.held):
+            return self._entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
+        paused = {pause.victim.index for pause in record.paused}
+        held = {request.index for request in record.held}
+        left = (self._leaving | paused | held) & self._generating
+        joined = (self._entering | (self._held - held)) - self._leaving - paused - held
+        return joined, left, paused, held
+
+    def add_stretch(self, stretch: Stretch) -> None:
+        """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
+        self.add(stretch.first)
+        self._hash.update(_SAME_AGAIN * (stretch.length - 1))
+        self._leaving = {request.index for request in stretch.finished}
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()

@@ -1,9 +1,8 @@
 """The recorder: an observer of the token generation loop that sums up the run and writes the run directory."""
 
-import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,14 @@ import numpy as np
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS
-from ifbbench.engine.records import CacheState, Delivery, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import (
+    CacheState,
+    Delivery,
+    IterationRecord,
+    IterationStatistics,
+    ScheduleDigest,
+    Stretch,
+)
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
@@ -22,7 +28,6 @@ from ifbbench.recording.spans import HeadOfLine, RequestTimeline, SecondsOf, Spa
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
 FLUSH_INTERVAL_S = 1.0
-_NO_REQUESTS: set[int] = set()
 ClassOf = Callable[[int], str | None]
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -191,42 +196,27 @@ def _requested_tokens(request: Request) -> int:
     return request.max_new_tokens + request.prompt_len - request.original_prompt_len
 
 
-class Recorder:
-    """An Observer that writes `iterations.jsonl`, `spans.jsonl` and `requests.jsonl` during the run, `summary.json` at
-    its end, and `run.json` at both.
+class SummaryRecorder:
+    """An Observer that sums up a run in memory, for runs of which only the summary is kept: it writes no file, which
+    saves a third of the time of a simulated run.
 
-    directory: an empty run directory. description: the content of `run.json`. arrival_s(request): its arrival by the
-    trace, in seconds on the run's clock. held_until_s: see SpanTracker. class_of: see RunMetrics. delivery: of the
-    tokens; at the end of their iteration if None. recording_format: suffix of the files of lines. statistics,
-    iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are flushed each second
-    by it; real time if None, so that a killed run loses little.
+    config: the resolved settings. arrival_s(request): its arrival by the trace, in seconds on the run's clock.
+    held_until_s: see SpanTracker. class_of: see RunMetrics. delivery: of the tokens; at the end of their iteration if
+    None.
     """
 
     def __init__(
-        self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
-        arrival_s: SecondsOf, recording_format: str = RECORDING_FORMATS[0],
-        iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
-        iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
-        class_of: ClassOf = lambda index: None, delivery: Delivery | None = None,
+        self, config: Mapping[str, Any], total_requests: int, arrival_s: SecondsOf,
+        held_until_s: SecondsOf | None = None, class_of: ClassOf = lambda index: None,
+        delivery: Delivery | None = None,
     ) -> None:  # fmt: skip
-        self.directory = directory
-        self.metrics = RunMetrics(total_requests, class_of, description.get("config") or {})
-        self._description = description
+        self.metrics = RunMetrics(total_requests, class_of, config)
         self._arrival_s = arrival_s
-        write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
-        self._iterations, self._spans, self._requests = self._writers = [
-            JsonLinesWriter(directory / f"{name}.{recording_format}") for name in ("iterations", "spans", "requests")
-        ]
-        self._encoder = IterationEncoder(
-            statistics, iteration_stats_every, profile, as_executor=iteration_stats_format == "trtllm"
-        )
-        self._tracker = SpanTracker(self._spans.write, arrival_s, held_until_s)
+        self._tracker = SpanTracker(self._write_spans, arrival_s, held_until_s)
         self._digest = ScheduleDigest()
         self._starts = array("d")
         self._ends = array("d")
-        self._clock = clock or WallClock()
         self._delivery = delivery
-        self._flushed_s = 0.0
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
@@ -235,7 +225,7 @@ class Recorder:
         self._ends.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
         self.metrics.add_iteration(record, limit)
         self._digest.add(record)
-        self._iterations.write(self._encoder.record(record, limit))
+        self._write_iteration(record, limit)
         self._tracker.add(record, self._starts)
         self._end(record.finished, record.iteration)
 
@@ -247,22 +237,70 @@ class Recorder:
         self._ends.frombytes(end_s.tobytes())
         self.metrics.add_stretch(stretch, limit)
         self._digest.add_stretch(stretch)
-        self._iterations.write(self._encoder.stretch(stretch, limit))
+        self._write_stretch(stretch, limit)
         self._tracker.add(stretch.first, self._starts)
         self._end(stretch.finished, stretch.last_iteration)
+
+    def left(self, request: Request, error: str | None) -> None:
+        """Take in a request that was refused, failed or was stopped."""
+        self._tracker.drop(request, self.metrics.iterations)
+        self._write_request(self.metrics.add_failure(request, self._arrival_s(request), error))
+
+    def flush(self) -> None:
+        """Make everything up to here readable, in case the run is killed."""
+
+    def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
+        """End the recording; returns the summary. partial: the run did not reach its end. complete(summary): more."""
+        summary = self.metrics.summary(self._digest.hexdigest(), partial, self._starts, self._ends)
+        return summary if complete is None else summary | complete(summary)
 
     def _end(self, finished: list[Request], iteration: int) -> None:
         """These requests are complete with `iteration`."""
         for request in finished:
             timeline = self._tracker.end(request, iteration)
-            self._requests.write([self.metrics.add_request(timeline, self._starts, self._ends, self._tracker.head)])
-        if self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
-            self.flush()
+            self._write_request(self.metrics.add_request(timeline, self._starts, self._ends, self._tracker.head))
 
-    def left(self, request: Request, error: str | None) -> None:
-        """Take in a request that was refused, failed or was stopped."""
-        self._tracker.drop(request, self.metrics.iterations)
-        self._requests.write([self.metrics.add_failure(request, self._arrival_s(request), error)])
+    # What a recorder of files does with lines.
+
+    def _write_iteration(self, record: IterationRecord, limit: str) -> None: ...
+
+    def _write_stretch(self, stretch: Stretch, limit: str) -> None: ...
+
+    def _write_spans(self, lines: Iterable[bytes]) -> None: ...
+
+    def _write_request(self, line: bytes) -> None: ...
+
+
+class Recorder(SummaryRecorder):
+    """A SummaryRecorder that also writes `iterations.jsonl`, `spans.jsonl` and `requests.jsonl` during the run,
+    `summary.json` at its end, and `run.json` at both.
+
+    directory: an empty run directory. description: the content of `run.json`. recording_format: suffix of the files of
+    lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are
+    flushed each second by it; real time if None, so that a killed run loses little. The others: see SummaryRecorder.
+    """
+
+    def __init__(
+        self, directory: Path, description: dict[str, Any], total_requests: int, statistics: IterationStatistics,
+        arrival_s: SecondsOf, recording_format: str = RECORDING_FORMATS[0],
+        iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
+        iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
+        class_of: ClassOf = lambda index: None, delivery: Delivery | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            description.get("config") or {}, total_requests, arrival_s, held_until_s, class_of, delivery
+        )
+        self.directory = directory
+        self._description = description
+        write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
+        self._iterations, self._spans, self._requests = self._writers = [
+            JsonLinesWriter(directory / f"{name}.{recording_format}") for name in ("iterations", "spans", "requests")
+        ]
+        self._encoder = IterationEncoder(
+            statistics, iteration_stats_every, profile, as_executor=iteration_stats_format == "trtllm"
+        )
+        self._clock = clock or WallClock()
+        self._flushed_s = 0.0
 
     def flush(self) -> None:
         """Make everything up to here readable, open spans included, in case the run is killed."""
@@ -273,78 +311,32 @@ class Recorder:
         self._flushed_s = self._clock.now()
 
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the run did not reach its end. complete(summary): more."""
+        """As SummaryRecorder.close, when all files are complete."""
         wall_s = self._clock.now()
         self._tracker.close(self.metrics.iterations - 1)
         self._iterations.write(self._encoder.last())
         for writer in self._writers:
             writer.close()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
-        digest = self._digest.hexdigest()
-        summary = self.metrics.summary(digest, partial, self._starts, self._ends)
-        if complete is not None:
-            summary |= complete(summary)
+        summary = super().close(partial, complete)
         write_json(self.directory / "summary.json", summary)
-        description = {**self._description, "schedule_digest": digest, "partial": partial, "wall_s": wall_s}
-        write_json(self.directory / "run.json", description)
+        ended = {"schedule_digest": self._digest.hexdigest(), "partial": partial, "wall_s": wall_s}
+        write_json(self.directory / "run.json", {**self._description, **ended})
         return summary
 
+    def _end(self, finished: list[Request], iteration: int) -> None:
+        super()._end(finished, iteration)
+        if self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
+            self.flush()
 
-def _digest_line(context: list[list[int]], joined: list[int], left: list[int], paused: list[int]) -> bytes:
-    """One line of canonical JSON: without spaces, lists of numbers are written alike in Python and JSON."""
-    lists = f'{{"context":{context},"joined":{joined},"left":{left},"paused":{paused}}}\n'
-    return lists.replace(" ", "").encode()
+    def _write_iteration(self, record: IterationRecord, limit: str) -> None:
+        self._iterations.write(self._encoder.record(record, limit))
 
+    def _write_stretch(self, stretch: Stretch, limit: str) -> None:
+        self._iterations.write(self._encoder.stretch(stretch, limit))
 
-# The same generation requests ran as in the iteration before, and nothing else.
-_SAME_AGAIN = _digest_line([], [], [], [])
+    def _write_spans(self, lines: Iterable[bytes]) -> None:
+        self._spans.write(lines)
 
-
-class ScheduleDigest:
-    """sha256 of all decisions of a run, without times: one line of JSON for each iteration that scheduled or paused
-    something.
-
-    A line has the context chunks as [index, tokens], the requests that joined and left generation since the line
-    before, and those paused. Requests are given by their index in the trace, and sorted by it.
-    """
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._generating: set[int] = set()
-        self._entering: set[int] = set()
-        self._leaving: set[int] = set()
-        self._held: set[int] = set()
-
-    def add(self, record: IterationRecord) -> None:
-        """Take in one iteration."""
-        joined, left, paused, held = self._changes(record)
-        if joined or left:
-            self._generating -= left
-            self._generating |= joined
-        if record.context or record.num_generation or paused:
-            context = sorted([[chunk.request.index, chunk.length] for chunk in record.context])
-            changed = context or joined or left or paused
-            line = _digest_line(context, sorted(joined), sorted(left), sorted(paused)) if changed else _SAME_AGAIN
-            self._hash.update(line)
-        self._entering = {chunk.request.index for chunk in record.context if chunk.is_last}
-        self._leaving = {request.index for request in record.finished}
-        self._held = held
-
-    def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
-        """The requests that joined and left generation since the iteration before, those paused and those held."""
-        if not (self._leaving or self._held or record.paused or record.held):
-            return self._entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
-        paused = {pause.victim.index for pause in record.paused}
-        held = {request.index for request in record.held}
-        left = (self._leaving | paused | held) & self._generating
-        joined = (self._entering | (self._held - held)) - self._leaving - paused - held
-        return joined, left, paused, held
-
-    def add_stretch(self, stretch: Stretch) -> None:
-        """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
-        self.add(stretch.first)
-        self._hash.update(_SAME_AGAIN * (stretch.length - 1))
-        self._leaving = {request.index for request in stretch.finished}
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+    def _write_request(self, line: bytes) -> None:
+        self._requests.write([line])

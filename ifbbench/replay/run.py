@@ -18,8 +18,7 @@ from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import run_directory
-from ifbbench.recording.recorder import Recorder
-from ifbbench.recording.summary import SummaryRecorder
+from ifbbench.recording.recorder import Recorder, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
@@ -154,7 +153,7 @@ def _recorder(trace: Trace, engine: Engine, client: ReplayClient, directory: Pat
 
 
 def _replay(
-    trace: Trace, engine: Engine, client: ReplayClient, recorder: Recorder | SummaryRecorder, progress: Progress,
+    trace: Trace, engine: Engine, client: ReplayClient, recorder: SummaryRecorder, progress: Progress,
     kept: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
@@ -215,7 +214,7 @@ class _PrintingRecorder(Recorder):
 
 
 def _loop(
-    manager: TokenGenerationLoop, client: ReplayClient, recorder: Recorder | SummaryRecorder, progress: Progress,
+    manager: TokenGenerationLoop, client: ReplayClient, recorder: SummaryRecorder, progress: Progress,
     total: int, clock: Clock,
 ) -> None:  # fmt: skip
     """Step until every request is answered. Before waits in real time that are long enough, the recorder is flushed."""

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from ifbbench.api.client import Callbacks
-from ifbbench.engine.records import IterationRecord
-from ifbbench.recording.recorder import ScheduleDigest
+from ifbbench.engine.records import IterationRecord, ScheduleDigest
 from tests.api.client import Client
 from tests.api.managers import TOKENS_PER_BLOCK, manager_of, request_of
 from tests.engine.engine import CheckingExecutor
