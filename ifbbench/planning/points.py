@@ -9,6 +9,7 @@ from typing import Any
 from ifbbench.clock import Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError
+from ifbbench.planning.equal_schedules import EqualSchedules
 from ifbbench.planning.processes import Lost, run_in_processes, usable_cores
 from ifbbench.replay.run import REPLAYING, summarise_run
 from ifbbench.workload.load import Source, in_memory, read_source
@@ -21,19 +22,21 @@ FAILURES = (IfbbenchError, MemoryError, RuntimeError)
 @dataclass(frozen=True, slots=True)
 class PointResult:
     """The outcome of one run. summary: as in `summary.json`, empty if the run ended with `error`. warnings: what the
-    run would have printed, such as why requests are refused."""
+    run would have printed, such as why requests are refused. max_active: the highest number of active requests, if only
+    the summary is kept."""
 
     config: RunConfig
     summary: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     warnings: tuple[str, ...] = ()
+    max_active: int | None = field(default=None, compare=False)
 
 
 Report = Callable[[int], None]
 """Takes the number of requests that are answered."""
 
-RunPoint = Callable[[Trace, RunConfig, Progress], dict[str, Any]]
-"""Runs one point of a trace that was read, and returns its summary."""
+RunPoint = Callable[[Trace, RunConfig, Progress], tuple[dict[str, Any], int | None]]
+"""Runs one point of a trace that was read; returns its summary, and `max_active` of a PointResult."""
 
 OnPoint = Callable[[int, int, PointResult], None]
 """Called as each point ends: number of points that have ended, number of all points, and the result."""
@@ -56,22 +59,30 @@ def run_points(
         source = read_source(source, configs[0].with_values(max_num_samples=longest))
     trace = in_memory(source)
 
-    def run(number: int, report: Report) -> PointResult:
-        return outcome(summarise_run, trace, configs[number], report)
-
     results: dict[int, PointResult] = {}
-    for number, result in run_all(run, configs, processes):
+    for number, result in run_all(summarise, [(trace, config) for config in configs], processes):
         results[number] = result
         if on_point is not None:
             on_point(len(results), len(configs), result)
     return [results[number] for number in range(len(configs))]
 
 
+def summarise(
+    trace: Trace, config: RunConfig, progress: Progress, *, owns_process: bool = False
+) -> tuple[dict[str, Any], int | None]:
+    """A RunPoint that keeps only the summary."""
+    found: list[int] = []
+    summary = summarise_run(trace, config, progress, owns_process=owns_process,
+                            on_end=lambda metrics: found.append(metrics.peak_active))  # fmt: skip
+    return summary, next(iter(found), None)
+
+
 def outcome(run_point: RunPoint, trace: Trace, config: RunConfig, report: Report) -> PointResult:
     """Run a point. Settings that do not work are a result too."""
     with _warnings() as warnings:
         try:
-            return PointResult(config, run_point(trace, config, _Requests(report)), "", tuple(warnings))
+            summary, max_active = run_point(trace, config, _Requests(report))
+            return PointResult(config, summary, "", tuple(warnings), max_active)
         except FAILURES as error:
             return PointResult(config, {}, in_one_line(error), tuple(warnings))
 
@@ -97,30 +108,46 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def run_all(
-    run: Callable[[int, Report], PointResult], configs: Sequence[RunConfig], processes: int | None = None,
+    run_point: RunPoint, runs: Sequence[tuple[Trace, RunConfig]], processes: int | None = None,
     on_requests: Report = lambda answered: None,
 ) -> Iterator[tuple[int, PointResult]]:  # fmt: skip
-    """Run a point for each of `configs`: simulated ones in `processes`, then the others here, one after the other.
-    Yields the number and the result of each as it ends. on_requests: takes the number of requests that are answered in
-    the points that are running."""
-    simulated = [number for number, config in enumerate(configs) if config.hardware is not None]
+    """Run a point for each of `runs`: simulated ones in `processes`, then the others here, one after the other; those
+    whose schedule is that of an earlier one are not simulated. Yields the number and the result of each as it ends.
+    on_requests: takes the number of requests that are answered in the points that are running."""
+    simulated = [number for number, (_, config) in enumerate(runs) if config.hardware is not None]
     in_parallel = min(len(simulated), processes or usable_cores())
     if in_parallel < 2:
         simulated = []
+    schedules = EqualSchedules()
 
-    def run_simulated(place: int, report: Report) -> PointResult:
-        return run(simulated[place], report)
+    def run(number: int, report: Report) -> PointResult:
+        return outcome(run_point, *runs[number], report)
 
-    for place, result in run_in_processes(run_simulated, len(simulated), in_parallel, on_requests):
+    def known(number: int) -> PointResult | None:
+        trace, config = runs[number]
+        with _warnings() as warnings:
+            summary = schedules.summary_of(trace, config)
+        return None if summary is None else PointResult(config, summary, "", tuple(warnings))
+
+    def learn(number: int, result: PointResult) -> None:
+        if result.max_active is not None:
+            with _warnings():
+                schedules.add(*runs[number], result.summary, result.max_active)
+
+    in_processes = run_in_processes(lambda place, report: run(simulated[place], report), len(simulated), in_parallel,
+                                    on_requests, lambda place: known(simulated[place]))  # fmt: skip
+    for place, result in in_processes:
         number = simulated[place]
         if isinstance(result, Lost):
-            result = PointResult(configs[number], error=str(result))
+            result = PointResult(runs[number][1], error=str(result))
         elif isinstance(result, Exception):
             raise result
+        learn(number, result)
         yield number, result
-    for number in sorted(set(range(len(configs))) - set(simulated)):
-        result = run(number, on_requests)
+    for number in sorted(set(range(len(runs))) - set(simulated)):
+        result = known(number) or run(number, on_requests)
         on_requests(0)
+        learn(number, result)
         yield number, result
 
 

@@ -32,21 +32,34 @@ def usable_cores() -> int:
 
 
 def run_in_processes(
-    run_task: RunTask, count: int, processes: int, on_steps: Callable[[int], None] = lambda steps: None
-) -> Generator[tuple[int, Any], None, None]:
+    run_task: RunTask, count: int, processes: int, on_steps: Callable[[int], None] = lambda steps: None,
+    known: Callable[[int], Any | None] = lambda number: None,
+) -> Generator[tuple[int, Any], None, None]:  # fmt: skip
     """Run tasks 0 to `count` - 1; yields the number and the result of each as it ends: what `run_task` returned, or the
     exception that it raised, or Lost. A result must be picklable.
 
-    on_steps: takes the sum of the steps of the tasks that are running, now and then."""
+    on_steps: takes the sum of the steps of the tasks that are running, now and then. known: is asked before each task,
+    when all results so far were taken, for a result that makes it needless; None if there is none."""
     attempts = [0] * count
     waiting = list(range(count - 1, -1, -1))
     workers: dict[Connection, _Worker] = {}
+
+    def begin(worker: _Worker) -> Generator[tuple[int, Any], None, None]:
+        """Let `worker` run the next task whose result is not known; yields the results that are."""
+        workers[worker.connection] = worker
+        while waiting:
+            number = waiting.pop()
+            if (result := known(number)) is None:
+                worker.begin(number)
+                return
+            yield number, result
+        del workers[worker.connection]
+        worker.stop()
+
     try:
         while waiting or workers:
             while waiting and len(workers) < processes:
-                worker = _Worker(run_task)
-                workers[worker.connection] = worker
-                worker.begin(waiting.pop())
+                yield from begin(_Worker(run_task))
             for connection in wait(list(workers)):
                 worker = workers[connection]  # type: ignore[index]
                 try:
@@ -64,13 +77,8 @@ def run_in_processes(
                 on_steps(sum(one.steps for one in workers.values()))
                 if not is_result:
                     continue
-                ended = worker.task
-                if waiting:
-                    worker.begin(waiting.pop())
-                else:
-                    del workers[worker.connection]
-                    worker.stop()
-                yield ended, result
+                yield worker.task, result
+                yield from begin(worker)
     finally:
         for worker in workers.values():
             worker.stop()

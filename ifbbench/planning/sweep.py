@@ -20,9 +20,9 @@ from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
-from ifbbench.planning.points import PointResult, Report, RunPoint, outcome, run_all
+from ifbbench.planning.points import PointResult, Report, RunPoint, run_all, summarise
 from ifbbench.recording.run_directory import RESULTS, git_revision, replace_file
-from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.replay.run import run_trace
 from ifbbench.report.confidence import summary_of
 from ifbbench.report.load import load_run
 from ifbbench.report.outputs import write_outputs
@@ -40,7 +40,7 @@ OnPoint = Callable[[int, int, str, str], None]
 """Called after each run: number of runs that have ended, number of all, the label of the run, and its error or ''."""
 
 
-def record(trace: Trace, config: RunConfig, progress: Progress) -> dict[str, Any]:
+def record(trace: Trace, config: RunConfig, progress: Progress) -> tuple[dict[str, Any], None]:
     """Run a point into its run directory, in place of what a killed run left there."""
     remove_runs([Path(str(config.output))])
 
@@ -48,10 +48,10 @@ def record(trace: Trace, config: RunConfig, progress: Progress) -> dict[str, Any
         if config.result_format is not None:
             write_outputs(load_run(directory), config)
 
-    return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary
+    return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary, None
 
 
-KEEP: dict[str, RunPoint] = {"run": record, "summary": partial(summarise_run, owns_process=True)}
+KEEP: dict[str, RunPoint] = {"run": record, "summary": partial(summarise, owns_process=True)}
 """What is kept of each run, and the function that runs a point so."""
 
 
@@ -90,10 +90,7 @@ class LocalProcesses:
         pass
 
     def execute(self, run_point: RunPoint, runs: Sequence[Run], report: Report) -> Iterator[tuple[int, PointResult]]:
-        def run(number: int, report: Report) -> PointResult:
-            return outcome(run_point, runs[number].trace, runs[number].config, report)
-
-        return run_all(run, [run.config for run in runs], self._processes, report)
+        return run_all(run_point, [(run.trace, run.config) for run in runs], self._processes, report)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class RunMetrics:
         self.total = total_requests
         self.slots = self.padded_slots = self.empty_generation_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
-        self.iterations = self.peak_scheduled = 0
+        self.iterations = self.peak_scheduled = self.peak_active = 0
         # None where the cache has no blocks.
         self.peak_used_blocks: int | None = None
         self.max_blocks: int | None = None
@@ -70,6 +70,8 @@ class RunMetrics:
         self.iterations += 1
         if scheduled > self.peak_scheduled:
             self.peak_scheduled = scheduled
+        if record.active > self.peak_active:
+            self.peak_active = record.active
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
         self.computed_tokens += computed
@@ -83,7 +85,10 @@ class RunMetrics:
         """Take in all iterations of a stretch."""
         first, count = stretch.first, stretch.length
         self.iterations += count
-        self.peak_scheduled = max(self.peak_scheduled, first.num_generation)
+        if first.num_generation > self.peak_scheduled:
+            self.peak_scheduled = first.num_generation
+        if first.active > self.peak_active:
+            self.peak_active = first.active
         self.computed_tokens += first.budget_used * count
         self.slots += first.budget_used * count
         # What requests hold only grows within a stretch.

@@ -18,7 +18,7 @@ from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.recording import run_directory
-from ifbbench.recording.recorder import Recorder, SummaryRecorder
+from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
@@ -62,7 +62,7 @@ def run_trace(
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
-    with _engine_for(trace, config, progress, owns_process) as engine:
+    with engine_for(trace, config, progress, owns_process) as engine:
         run_directory.prepare(directory, config.overwrite)
         progress.stage("writing trace")
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
@@ -83,27 +83,32 @@ def run_trace(
 
 
 def summarise_run(
-    source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False
-) -> dict[str, Any]:
+    source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
+    on_end: Callable[[RunMetrics], None] = lambda metrics: None,
+) -> dict[str, Any]:  # fmt: skip
     """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
 
-    InputError and RunFailed as there."""
+    on_end: takes what the summary is made of. InputError and RunFailed as there."""
     if config.enable_steady_state:  # found in the recorded requests
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
     trace = load_trace(source, config, progress)
-    with _engine_for(trace, config, progress, owns_process) as engine:
+    with engine_for(trace, config, progress, owns_process) as engine:
         client = _client(trace, engine)
         recorder = SummaryRecorder(
             engine.config.as_dict(), len(trace), client.arrival_s, client.held_until_s,
             columns_of(trace.requests).class_at, _delivery(client),
         )  # fmt: skip
-        return _replay(trace, engine, client, recorder, progress, "nothing was recorded")
+        summary = _replay(trace, engine, client, recorder, progress, "nothing was recorded")
+        on_end(recorder.metrics)
+        return summary
 
 
 @contextmanager
-def _engine_for(trace: Trace, config: RunConfig, progress: Progress, owns_process: bool) -> Iterator[Engine]:
+def engine_for(
+    trace: Trace, config: RunConfig, progress: Progress = NO_PROGRESS, owns_process: bool = False
+) -> Iterator[Engine]:
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
     engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)

@@ -41,7 +41,7 @@ def runs(monkeypatch):
 
     def run_point(trace, config, progress):
         pretended.calls.append((trace, config, progress))
-        return {**FIGURES, "requests": {"failed": pretended.failed}}
+        return {**FIGURES, "requests": {"failed": pretended.failed}}, None
 
     monkeypatch.setitem(KEEP, "run", run_point)
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)

@@ -29,7 +29,7 @@ class PretendedRuns:
     failed: dict[int, int] = field(default_factory=dict)
     configs: list[RunConfig] = field(default_factory=list)
 
-    def __call__(self, trace: Trace, config: RunConfig, progress: Progress) -> dict[str, Any]:
+    def __call__(self, trace: Trace, config: RunConfig, progress: Progress) -> tuple[dict[str, Any], None]:
         self.configs.append(config)
         size = config.max_batch_size or 0
         if size in self.errors:
@@ -39,7 +39,8 @@ class PretendedRuns:
         directory.mkdir(parents=True)
         (directory / "run.json").write_text("{}")
         (directory / "summary.json").write_text("{}")
-        return {"ttft_s": {"p99": size / 10}, "partial": False, "requests": {"failed": self.failed.get(size, 0)}}
+        summary = {"ttft_s": {"p99": size / 10}, "partial": False, "requests": {"failed": self.failed.get(size, 0)}}
+        return summary, None
 
 
 @pytest.fixture
