@@ -29,6 +29,7 @@ COMMANDS = {
     "plot": ("report", "Draw the charts of runs and sweeps."),
     "watch": ("watch", "Show what a run does now, while it runs."),
     "export": ("report", "Write the tables of a run, or a trace for Perfetto."),
+    "config": ("config", "Show resolved settings, and the schema of config files."),
     "schema": ("report", "Print the JSON schema of the files of a run."),
     "capacity": ("capacity", "Calculate what fits, before anything is run."),
     "explain-step": ("simulate", "Show where the time of one iteration goes."),

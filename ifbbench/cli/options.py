@@ -1,6 +1,7 @@
 """Command line options and config files, made from the settings of `ifbbench.config`."""
 
 import difflib
+import json
 import logging
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -9,12 +10,20 @@ from typing import Any
 
 import click
 
-from ifbbench.config import SIMULATED, RunConfig, settings
+from ifbbench.compressed import STANDARD_INPUT
+from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
 from ifbbench.fields import Setting, boolean, located
+from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
+# Keys of config files that are no settings: what commands are told besides. `run` takes the first two.
+COMMAND_KEYS = ("trace", "repeat", "over", "zip", "keep", "processes", "executor")
+RUN_KEYS = COMMAND_KEYS[:2]
+CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
+# Settings of a recorded run that say where its results went.
+PLACES = ("output", "overwrite", *SIDE_OUTPUTS)
 _log = logging.getLogger("ifbbench")
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What to do about options of other tools that none of ours corresponds to.
@@ -124,7 +133,8 @@ class SettingsCommand(Command):
         if names is None:
             self.params.append(click.Option(
                 ["config_file", "--config"], type=click.Path(path_type=Path), metavar="FILE",
-                help="Settings from a YAML or TOML file; options on the command line win.",
+                help="Settings from a YAML or TOML file, or from a run or sweep directory; options on the command "
+                     "line win.",
             ))  # fmt: skip
         for one in settings() if names is None else map(setting, names):
             is_hidden = shown is not None and one.name not in shown
@@ -186,13 +196,14 @@ def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Checked values by setting name, from a flat YAML or TOML table. InputError names the file and the entry."""
+    """Checked values by setting name, from a config file (see `config_table`). InputError names the file and the
+    entry."""
+    table = config_table(path)
+    values: dict[str, Any] = {}
     with located(str(path)):
-        table = parse_config_file(path)
-        if not isinstance(table, dict):
-            raise InputError("expected a table of settings, one `name: value` each.")
-        values: dict[str, Any] = {}
         for name, value in table.items():
+            if name in COMMAND_KEYS:
+                continue
             wanted = setting(str(name))
             if wanted.name in values:
                 raise InputError(f"{wanted.name} is given twice, once as {name}.")
@@ -200,8 +211,42 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_command_keys(path: Path | None, names: Collection[str], command: str) -> dict[str, Any]:
+    """The values of those COMMAND_KEYS that a config file has. InputError for one that is not in `names`."""
+    if path is None:
+        return {}
+    found = {name: value for name, value in config_table(path).items() if name in COMMAND_KEYS}
+    for name in found:
+        if name not in names:
+            raise InputError(f"{path}: {name} is a key of `ifbbench sweep`; `ifbbench {command}` has no such key.")
+    return found
+
+
+def config_table(path: Path) -> dict[str, Any]:
+    """Settings and COMMAND_KEYS as they are written in a flat YAML or TOML table, in `run.json`, or in a directory with
+    such a file of a run or a sweep. The config of a run leaves out PLACES and what was derived from others, and has the
+    trace."""
+    with located(str(path)):
+        if path.is_dir():
+            path = next((path / name for name in (SWEEP_CONFIG, "run.json") if (path / name).is_file()), path)
+            if path.is_dir():
+                raise InputError(f"the directory has no run.json and no {SWEEP_CONFIG}; expected that of a run or a "
+                                 "sweep.")
+        table = parse_config_file(path)
+        if not isinstance(table, dict):
+            raise InputError("expected a table of settings, one `name: value` each.")
+        if path.suffix != ".json":
+            return table
+        if not isinstance(table.get("config"), dict) or not isinstance(table.get("trace"), dict):
+            raise InputError("expected the run.json of a run, with its config and trace.")
+        left_out = {*PLACES, *table.get("derived", ())}
+        of_run = {name: value for name, value in table["config"].items() if name not in left_out and value is not None}
+        source = table["trace"].get("source")
+        return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) else {})
+
+
 def parse_config_file(path: Path) -> Any:
-    """The content of a YAML or TOML file; values of YAML stay texts. InputError if it cannot be read."""
+    """The content of a YAML, TOML or JSON file; values of YAML stay texts. InputError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -213,8 +258,13 @@ def parse_config_file(path: Path) -> Any:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"not valid TOML: {error}.") from error
-    if path.suffix not in (".yaml", ".yml"):
-        raise InputError("the name of a config file must end in .toml, .yaml or .yml.")
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise InputError(f"not valid JSON: {error}.") from error
+    if path.suffix not in CONFIG_SUFFIXES:
+        raise InputError("the name of a config file must end in .toml, .yaml or .yml, or be run.json.")
     import yaml
 
     try:

@@ -1,7 +1,8 @@
 """`ifbbench run` and `ifbbench sweep`: replay a trace once, or once for each combination of settings."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
-from ifbbench.cli.options import given_config
+from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, given_config, read_command_keys
 from ifbbench.cli.report import json_option, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.fields import boolean, choice, integer, located
+from ifbbench.settings import from_mapping
 
 if TYPE_CHECKING:
     from ifbbench.planning.sweep import SweepResult
     from ifbbench.replay.run import RunResult
 
+EXECUTORS = ("local", "ray")
 SWEEP_HELP = {
     "output": "Sweep directory, with a run directory for each point. Default: results/sweep-<keys>.",
     "overwrite": "Replace the runs and the table of an existing sweep directory.",
@@ -28,18 +32,22 @@ SWEEP_HELP = {
 
 @click.command(cls=TraceCommand)
 @click.argument("trace", required=False)
-@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N",
+@click.option("--repeat", type=click.IntRange(min=1), metavar="N",
               help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.")
 @json_option
 @click.pass_context
 def run(
-    context: click.Context, /, trace: str | None, repeat: int, as_json: bool, config_file: Path | None, **options: Any
+    context: click.Context, /, trace: str | None, repeat: int | None, as_json: bool, config_file: Path | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Replay TRACE and report what happened, iteration by iteration.
 
     Without TRACE the small bundled one is replayed.
     """
     config = given_config(config_file, options)
+    keys = read_command_keys(config_file, RUN_KEYS, "run")
+    trace = trace or keys.get("trace")
+    repeat = repeat or integer(keys.get("repeat", 1), "repeat", 1, from_text=True)
     if repeat > 1:
         _repeat(context, trace, config, repeat, as_json)
         return
@@ -60,11 +68,12 @@ def run(
 
 @click.command(cls=TraceCommand, setting_help=SWEEP_HELP)
 @click.argument("trace", required=False)
-@click.option("--over", multiple=True, required=True, metavar="KEY=V1,V2,…",
+@click.option("--over", multiple=True, metavar="KEY=V1,V2,…",
               help="A setting, or trace, and its values; ranges are 512..16384:x2 or 8..64:+8. Several --over make a "
                    "grid.")
-@click.option("--zip", "is_paired", is_flag=True, help="Pair the values of several --over instead of crossing them.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, metavar="N",
+@click.option("--zip/--no-zip", "is_paired", default=None,
+              help="Pair the values of several --over instead of crossing them.")
+@click.option("--repeat", type=click.IntRange(min=1), metavar="N",
               help="Run each point N times, with the seeds --seed, --seed + 1, …; the table has the means.")
 @click.option("--keep", type=click.Choice(["run", "summary"]),
               help="Keep the run directory of each run, or only its summary, which is faster. Default: run directories "
@@ -72,55 +81,105 @@ def run(
 @click.option("--processes", type=click.IntRange(min=1), metavar="N",
               help="Simulated runs at the same time. Default: one for each core. Runs on a real device follow each "
                    "other.")
-@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True,
-              help="Run the points here, or simulated ones on the Ray cluster that this machine is connected to (needs "
-                   "the extra `ray`).")
+@click.option("--executor", type=click.Choice(EXECUTORS),
+              help="Run the points here (local, the default), or simulated ones on the Ray cluster that this machine "
+                   "is connected to (needs the extra `ray`).")
 @json_option
 @click.pass_context
 def sweep(
     context: click.Context, /, trace: str | None, over: tuple[str, ...], as_json: bool, config_file: Path | None,
-    is_paired: bool, repeat: int, keep: str | None, processes: int | None, executor: str, **options: Any,
+    is_paired: bool | None, repeat: int | None, keep: str | None, processes: int | None, executor: str | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Replay TRACE once for each combination of settings and compare the runs.
 
     Every value is checked before the first run starts. A sweep that was interrupted goes on where it was when the same
-    command is given again.
+    command is given again. The directory of a sweep is also a config file: sweep --config DIRECTORY.
     """
     config = given_config(config_file, options)
-    result = _sweep(trace, config, over, config.quiet, is_paired=is_paired, repeats=repeat, keep=keep,
-                    processes=processes, executor=executor)  # fmt: skip
+    given = {"trace": trace, "over": over or None, "zip": is_paired, "repeat": repeat, "keep": keep,
+             "processes": processes, "executor": executor}  # fmt: skip
+    asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
+    result = _sweep(asked, config, config.quiet)
     _report_sweep(result, config.quiet, as_json)
     if result.failed:
         click.echo(f"{result.failed} of {len(result.rows)} points failed or had failed requests.", err=True)
         context.exit(1)
 
 
+@dataclass(frozen=True)
+class SweepKeys:
+    """What a sweep is asked to do besides settings: COMMAND_KEYS. over: texts as of `--over`."""
+
+    trace: str | None
+    over: Sequence[str]
+    zip: bool = False
+    repeat: int = 1
+    keep: str | None = None
+    processes: int | None = None
+    executor: str = EXECUTORS[0]
+
+    def described(self, config: RunConfig) -> str:
+        """The text of `sweep.yaml`: with it, the same sweep runs again."""
+        import yaml
+
+        asked = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+        asked["over"] = {name.strip(): values for name, _, values in (text.partition("=") for text in self.over)}
+        usual = from_mapping({}, command_line=True).as_dict()
+        changed = {name: value for name, value in config.as_dict().items()
+                   if value not in (None, usual[name]) and name not in (*PLACES, "quiet")}  # fmt: skip
+        asked = {name: value for name, value in asked.items() if value is not None}
+        return "# ifbbench sweep --config sweep.yaml\n" + yaml.safe_dump(asked | changed, sort_keys=False)
+
+
+def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
+    """What options and config file ask for; options win. InputError names the file and the key that is wrong."""
+    from ifbbench.planning.grid import axis_text
+
+    keys = read_command_keys(config_file, COMMAND_KEYS, "sweep")
+    with located(str(config_file)):
+        over = keys.get("over", ())
+        if isinstance(over, Mapping):
+            keys["over"] = [axis_text(name, values) for name, values in over.items()]
+        elif "over" in keys:
+            keys["over"] = list(map(str, over)) if isinstance(over, list | tuple) else [str(over)]
+        for name in {"repeat", "processes"} & set(keys):
+            keys[name] = integer(keys[name], name, 1, from_text=True)
+        if "zip" in keys:
+            keys["zip"] = boolean(keys["zip"], "zip", from_text=True)
+        for name, values in (("keep", ("run", "summary")), ("executor", EXECUTORS)):
+            if name in keys:
+                keys[name] = choice(keys[name], name, values)
+    asked = {"trace": None, **keys, **given}
+    if not asked.get("over"):
+        raise InputError("--over: what is swept is missing; give a setting and its values, such as "
+                         "--over max_batch_size=8,16,32, or `over` in the file of --config.")  # fmt: skip
+    return SweepKeys(**asked)
+
+
 def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:
     """Run a sweep; returns the run directories in its order. InputError if a point failed."""
-    result = _sweep(trace, config, over, quiet, keep="run")
+    result = _sweep(SweepKeys(trace, over, keep="run"), config, quiet)
     for row in result.rows:
         if row["error"]:
             raise InputError(f"{row['output']}: {row['error']}")
     return [Path(str(row["output"])) for row in result.rows]
 
 
-def _sweep(
-    trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool, *, is_paired: bool = False,
-    repeats: int = 1, keep: str | None = None, processes: int | None = None, executor: str = "local",
-) -> "SweepResult":  # fmt: skip
+def _sweep(asked: SweepKeys, config: RunConfig, quiet: bool) -> "SweepResult":
     from ifbbench.cli.console import progress_line
     from ifbbench.planning.grid import grid, parse_axes
     from ifbbench.planning.sweep import Executor, LocalProcesses, run_sweep
 
-    points = grid(parse_axes(over, is_paired), is_paired)
-    where: Executor = LocalProcesses(processes)
-    if executor == "ray":
+    points = grid(parse_axes(asked.over, asked.zip), asked.zip)
+    where: Executor = LocalProcesses(asked.processes)
+    if asked.executor == "ray":
         from ifbbench.planning.ray_cluster import RayCluster
 
-        where = RayCluster(processes)
+        where = RayCluster(asked.processes)
     with progress_line("sweep", quiet) as progress:
-        return run_sweep(trace, config, points, _failure_reporter(quiet), repeats=repeats, keep=keep, executor=where,
-                         progress=progress)  # fmt: skip
+        return run_sweep(asked.trace, config, points, _failure_reporter(quiet), repeats=asked.repeat, keep=asked.keep,
+                         executor=where, progress=progress, described=asked.described(config))  # fmt: skip
 
 
 def _repeat(context: click.Context, trace: str | None, config: RunConfig, count: int, as_json: bool) -> None:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, given_config, read_config_file
+from ifbbench.cli.options import CONFIG_SUFFIXES, SettingsCommand, given_config, read_command_keys, read_config_file
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
+from ifbbench.settings import from_mapping
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,10 @@ def tune(
     """
     config = given_config(config_file, options)
     from_file = read_config_file(config_file) if config_file else {}
+    trace = trace or read_command_keys(config_file, ("trace",), "tune").get("trace")
+    if config_file and config_file.suffix not in CONFIG_SUFFIXES:  # that of a run has the defaults, too
+        usual = from_mapping({}, command_line=True).as_dict()
+        from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
     from ifbbench.cli.console import progress_line, report_console
@@ -169,7 +174,13 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         changed = ", ".join(f"{name} {value}" for name, value in other["changed"].items())
         loss = f"costs {other['loss']:.1%}" if not other["misses"] else f"misses {', '.join(other['misses'])}"
         noise = f", less than other requests like these vary (±{other['noise']:.1%})" if other["is_noise"] else ""
+        noise += "; within the simulation's error, it may be as good on a real server" if other["is_undecided"] else ""
         console.print(f"Next best: {changed or 'other tuning'}; it {loss}{noise}.", markup=False)
+    if names := [one["name"] for one in baselines if one["is_undecided"]]:
+        console.print(f"The gain over {' and '.join(names)} is within the simulation's error: not certain on a real "
+                      "server.")  # fmt: skip
+    for name, (low, high) in best["at_risk"].items():
+        console.print(f"{name} is met, but within the simulation's error a real server has {low:.3g} to {high:.3g} s.")
     work = found["work"]
     console.print(
         f"[dim]{work['simulated_requests']:,} requests were simulated in {work['runs']} runs; a grid of "

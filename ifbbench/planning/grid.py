@@ -34,7 +34,7 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::([x*+])({_NUMBER}))?")
 
 def parse_axis(text: str, is_paired: bool = False) -> tuple[str, list[Any]]:
     """The setting and its values in `KEY=V1,V2,…`, where KEY is a setting's name or alias, or `trace`, and a value may
-    be a range. With a `;` among the values, that separates them, for values with commas.
+    be a range. With a `;` among the values (it may also follow the last), that separates them, for values with commas.
 
     is_paired: a value may occur twice. InputError for another form, an unknown setting, one that cannot be swept, and a
     value that is empty, out of range or given twice.
@@ -46,7 +46,7 @@ def parse_axis(text: str, is_paired: bool = False) -> tuple[str, list[Any]]:
     if swept is not None and swept.group == "recording":
         raise InputError(f"--over {text}: {swept.name} says where results go; sweep a setting that changes them.")
     values: list[Any] = []
-    for given in (part.strip() for part in listed.split(";" if ";" in listed else ",")):
+    for given in (part.strip() for part in listed.removesuffix(";").split(";" if ";" in listed else ",")):
         if not given:
             raise InputError(f"--over {text}: a value is empty; give one between all commas.")
         for value_text in _range(given, text) if swept is not None and swept.type in (int, float) else [given]:
@@ -57,6 +57,14 @@ def parse_axis(text: str, is_paired: bool = False) -> tuple[str, list[Any]]:
                 raise InputError(f"--over {text}: {value_text} is there twice; give each value once.")
             values.append(value)
     return swept.name if swept is not None else TRACE, values
+
+
+def axis_text(name: str, values: Any) -> str:
+    """The text that `parse_axis` takes, of the values of a config file: one text, or a list."""
+    if not isinstance(values, list | tuple):
+        return f"{name}={values}"
+    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    return f"{name}={';'.join(texts)};" if any("," in text for text in texts) else f"{name}={','.join(texts)}"
 
 
 def _setting(key: str, text: str) -> Setting:

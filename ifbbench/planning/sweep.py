@@ -21,7 +21,7 @@ from ifbbench.errors import InputError
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.planning.points import PointResult, Report, RunPoint, run_all, summarise
-from ifbbench.recording.run_directory import RESULTS, git_revision, replace_file
+from ifbbench.recording.run_directory import RESULTS, SWEEP_CONFIG, git_revision, replace_file
 from ifbbench.replay.run import run_trace
 from ifbbench.report.confidence import summary_of
 from ifbbench.report.load import load_run
@@ -108,13 +108,14 @@ class SweepResult:
 def run_sweep(
     source: str | None, base: RunConfig, points: Sequence[Point], on_point: OnPoint = lambda *point: None, *,
     repeats: int = 1, keep: str | None = None, executor: Executor | None = None, progress: Progress = NO_PROGRESS,
+    described: str = "",
 ) -> SweepResult:  # fmt: skip
     """Run every point, with the other settings from `base`, and write the table.
 
     repeats: runs of each point, with the seeds `seed`, `seed` + 1, …; its row has the means. keep: of KEEP; what
-    MAX_KEPT_RUNS says if None. The table is written while points end; a point that failed is in it with its error.
-    InputError, before anything is run, if a trace cannot be read, results would be overwritten, no point can be run or
-    all would write the same file.
+    MAX_KEPT_RUNS says if None. described: content of `sweep.yaml`. The table is written while points end; a point that
+    failed is in it with its error. InputError, before anything is run, if a trace cannot be read, results would be
+    overwritten, no point can be run or all would write the same file.
     """
     for name in SIDE_OUTPUTS:
         if getattr(base, name) is not None:
@@ -129,6 +130,8 @@ def run_sweep(
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
     ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
+    if described:
+        replace_file(directory / SWEEP_CONFIG, described.encode())
     waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
     resumed, total = len(runs) - len(waiting), sum(len(run.trace) for run in waiting)
     answered = running = 0

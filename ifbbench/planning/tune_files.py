@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.planning.tune import Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
-from ifbbench.recording.metrics import PERCENTILES
+from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, next_best
 from ifbbench.replay.run import run_trace
 from ifbbench.report import time_unit
 from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
@@ -27,9 +25,6 @@ FIGURES = (
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 RATES = ("request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s")
-# Bootstrap of blocks of consecutive requests, because the latencies of neighbours depend on each other.
-BLOCKS, DRAWS, TAIL = 40, 200, 2.5
-Floats = NDArray[np.float64]
 
 
 def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) -> dict[str, Any]:
@@ -38,19 +33,22 @@ def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) ->
     assert best is not None
     ranked = [one for one in (*tuning.candidates, *tuning.baselines)
               if one.run.case.requests == best.run.case.requests]  # fmt: skip
+    found = intervals(tuning, findings.run) if findings else {}
     shown = {one.run.case: described(one, goal) for one in (*tuning.candidates, *tuning.baselines)}
     return {
         "goal": goal.name,
         "slo": {one.name: one.target_s for one in goal.objectives},
         "recommendation": {
             **described(best, goal),
-            "intervals_95": intervals(findings.run, goal) if findings else {},
+            "intervals_95": found,
             "expected_error": best.summary.get("expected_error"),
-            "next_best": _next_best(best, tuning, findings),
+            "at_risk": at_risk(best.summary, goal.objectives),
+            "next_best": next_best(best, tuning, found),
             "command": shlex.join(command),
         },
         "verdict": verdict(tuning),
-        "baselines": [{"name": one.name, **described(one, goal)} for one in tuning.baselines],
+        "baselines": [{"name": one.name, **described(one, goal), "is_undecided": is_undecided(best, one, goal)}
+                      for one in tuning.baselines],
         "candidates": [*shown.values()],
         "pareto": [shown[one.run.case] for one in pareto(ranked, goal)],
         "binding": binding(findings) if findings else {},
@@ -142,57 +140,6 @@ def binding(findings: Findings) -> dict[str, Any]:
         "by_time": findings.by_time, "waiting_s": findings.waiting_s, "idle": findings.advice.idle,
         "advice": findings.advice.text,
     }  # fmt: skip
-
-
-def intervals(run: RecordedRun, goal: Goal) -> dict[str, list[float]]:
-    """95 % intervals of the figures of a run, if other requests like these came."""
-    rows = sorted((row for row in run.row_of.values() if row.get("e2e_s") is not None), key=lambda row: row["index"])
-    if len(rows) < BLOCKS:
-        return {}
-    generator = np.random.default_rng(0)
-    blocks = np.array_split(np.arange(len(rows)), BLOCKS)
-    draws = [np.concatenate([blocks[block] for block in generator.integers(0, BLOCKS, BLOCKS)])
-             for _ in range(max(min(DRAWS, 20_000_000 // len(rows)), 20))]  # fmt: skip
-    found: dict[str, list[float]] = {}
-    for name in ("ttft_s", "tpot_s", "e2e_s", "queue_time_s"):
-        values = np.array([np.nan if row[name] is None else row[name] for row in rows])
-        for statistic in ("mean", "p50", "p99"):
-            drawn = [_statistic(values[draw], statistic) for draw in draws]
-            found[f"{name}.{statistic}"] = _interval(np.array(drawn))
-    if any(one.statistic is None for one in goal.objectives):
-        met = np.array([bool(row.get("slo_met")) for row in rows])
-        found["goodput_share"] = _interval(np.array([met[draw].mean() for draw in draws]))
-    return found
-
-
-def _statistic(values: Floats, name: str) -> float:
-    return float(np.nanmean(values) if name == "mean" else np.nanpercentile(values, PERCENTILES[name]))
-
-
-def _interval(drawn: Floats) -> list[float]:
-    low, high = np.percentile(drawn, (TAIL, 100 - TAIL))
-    return [float(low), float(high)]
-
-
-def _next_best(best: Candidate, tuning: Tuning, findings: Findings | None) -> dict[str, Any] | None:
-    """The best other settings of those that were measured alike, and what they cost. is_noise: whether the
-    difference is within the interval of the goal's figure."""
-    alike = [one for one in tuning.candidates
-             if (one.run.case.requests, one.rate is None) == (best.run.case.requests, best.rate is None)
-             and one.settings != best.settings]  # fmt: skip
-    if not alike:
-        return None
-    other, goal = alike[0], tuning.goal
-    loss = 1 - other.score / best.score if best.score else 0.0
-    changed = {name: value for name, value in other.settings.items() if best.settings.get(name) != value}
-    width = 0.0
-    if best.rate is not None and best.rate.low:
-        low, high = best.rate.interval
-        width = (high - low) / best.rate.low / 2
-    elif goal.name == "goodput" and findings and (interval := intervals(findings.run, goal).get("goodput_share")):
-        width = (interval[1] - interval[0]) / 2 / max(best.summary["goodput_share"], 1e-9)
-    return {"settings": other.settings, "changed": changed, "score": other.score, "loss": loss,
-            "misses": goal.shortfalls(other.summary), "noise": width, "is_noise": abs(loss) <= width}  # fmt: skip
 
 
 # Files.

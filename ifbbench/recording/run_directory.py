@@ -21,6 +21,8 @@ RESULT = "result.json"
 LINE_FILES = ("iterations", "spans", "requests", "trace")
 # The table of the repeats of a run, beside the mean of their summaries.
 REPEATS_FILE = "repeats.csv"
+# What a sweep was asked to do, as a config file of `ifbbench sweep`.
+SWEEP_CONFIG = "sweep.yaml"
 # Packages that results depend on.
 PACKAGES = ("ifbbench", "torch", "triton", "numpy")
 

@@ -67,7 +67,7 @@ def run_trace(
         progress.stage("writing trace")
         write_trace(trace.requests, directory / f"trace.{config.recording_format}")
         client = _client(trace, engine)
-        recorder = _recorder(trace, engine, client, directory)
+        recorder = _recorder(trace, engine, client, directory, config)
         if on_recording:
             on_recording(directory)
         try:
@@ -145,12 +145,14 @@ def _delivery(client: ReplayClient) -> Delivery | None:
     return client if isinstance(client, ServedClient) else None
 
 
-def _recorder(trace: Trace, engine: Engine, client: ReplayClient, directory: Path) -> Recorder:
+def _recorder(
+    trace: Trace, engine: Engine, client: ReplayClient, directory: Path, asked: RunConfig
+) -> Recorder:
     config = engine.config
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
     make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
     return make_recorder(
-        directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
+        directory, _describe(trace, engine, directory, asked), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
@@ -251,13 +253,14 @@ def _loop(
         pass
 
 
-def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
-    """The content of run.json."""
-    profile = engine.profile
+def _describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -> dict[str, Any]:
+    """The content of run.json. asked: the settings before they were resolved."""
+    profile, config = engine.profile, engine.config.as_dict() | {"device": engine.device}
     limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None
     return {
         "name": directory.name,
-        "config": engine.config.as_dict() | {"device": engine.device},
+        "config": config,
+        "derived": [name for name, value in asked.as_dict().items() if value is None and config[name] is not None],
         "num_kv_blocks": engine.limits.num_blocks,
         "seed": engine.config.seed,
         "trace": {

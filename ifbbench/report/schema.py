@@ -6,6 +6,7 @@ from dictionaries: their types are here. A field that may be UNSET need not be t
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -218,11 +219,13 @@ class DeviceLimits(Struct):
 
 
 class RunFile(Struct):
-    """What was run, and where. schedule_digest: sha256 of all decisions without times; None until the run has ended.
-    wall_s: real time from the start of the recording to its end."""
+    """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
+    settings; left out by older versions. schedule_digest: sha256 of all decisions without times; None until the run has
+    ended. wall_s: real time from the start of the recording to its end."""
 
     name: str
     config: dict[str, Any]
+    derived: list[str] | UnsetType
     num_kv_blocks: int | None
     seed: int
     trace: TraceIdentity
@@ -311,3 +314,36 @@ def _setting(setting: Setting) -> dict[str, Any]:
         choices: list[str | None] = [*setting.choices]
         schema["enum"] = choices + [None] * setting.is_optional
     return schema
+
+
+def config_schema() -> dict[str, Any]:
+    """The schema of a config file: all settings by each of their names, and what commands take besides."""
+    properties: dict[str, Any] = {}
+    for item in settings():
+        found = _setting(replace(item, is_optional=False))
+        if item.unit:
+            found["description"] += f" [{item.unit}]"
+        if item.value_aliases and "enum" in found:
+            found["enum"] = [*found["enum"], *item.value_aliases]
+        if item.is_list:
+            found = {"description": found["description"], "anyOf": [found, {"type": "array", "items": found}]}
+        if item.command_line_default is not None:
+            found["default"] = item.command_line_default
+        properties |= dict.fromkeys((item.name, *item.aliases), found)
+    value = {"type": [*JSON_TYPES.values()]}
+    values = {"anyOf": [value, {"type": "array", "items": value}]}
+    text, count = {"type": "string"}, {"type": "integer", "minimum": 1}
+    keys: dict[str, tuple[str, dict[str, Any]]] = {
+        "trace": ("The trace, where the command names none.", text),
+        "repeat": ("Runs with other seeds: of the command, or of each point of a sweep.", count),
+        "over": ("Of a sweep: the swept settings, each with its values: a list, or a text such as 512..16384:x2.",
+                 {"anyOf": [{"type": "object", "additionalProperties": values}, {"type": "array", "items": text}]}),
+        "zip": ("Of a sweep: pair the values of several settings instead of crossing them.", {"type": "boolean"}),
+        "keep": ("Of a sweep: what is kept of each run.", {"enum": ["run", "summary"]}),
+        "processes": ("Of a sweep: simulated runs at the same time.", count),
+        "executor": ("Of a sweep: where the points run.", {"enum": ["local", "ray"]}),
+    }
+    for name, (help_text, found) in keys.items():
+        properties[name] = {"description": help_text, **found}
+    return {"$schema": DRAFT, "title": "Config file of ifbbench", "type": "object", "properties": properties,
+            "additionalProperties": False}  # fmt: skip

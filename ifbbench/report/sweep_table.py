@@ -80,6 +80,8 @@ def print_sweep(
     if any(number_in(row, GROWTH) for row in rows):
         console.print("[dim]queue grows: more requests arrive than are served, so that latencies depend on the length "
                       "of the trace[/dim]", highlight=False)  # fmt: skip
+    for sentence in objectives_in_words(rows, over):
+        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
@@ -92,6 +94,28 @@ def print_sweep(
         console.print(f"[bold]{escape(points[0])}[/bold]{others}: {escape(reason)}", highlight=False, soft_wrap=True)
     if len(reasons) > MAX_REASONS:
         console.print(f"… and {len(reasons) - MAX_REASONS} other errors and warnings", highlight=False)
+
+
+def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:
+    """Whether no point meets an objective, with the nearest one, or every point meets all of them."""
+    names = {key[len("slo.") : -len(".met")]: None for row in rows for key in row
+             if key.startswith("slo.") and key.endswith(".met")}  # fmt: skip
+    known = {name: [row for row in rows if row.get(f"slo.{name}.met") is not None] for name in names}
+    found = []
+    for name, some in known.items():
+        # Of an objective of each request, the share of requests that meet it.
+        shares_met = [number_in(row, f"slo.{name}.share") for row in some]
+        values = [number_in(row, f"slo.{name}.value") for row in some]
+        if any(row[f"slo.{name}.met"] for row in some) or any(shares_met) or None in values or not some:
+            continue
+        nearest = min(some, key=lambda row: number_in(row, f"slo.{name}.value") or 0.0)
+        value, target = (significant(number_in(nearest, f"slo.{name}.{part}")) for part in ("value", "target"))
+        found.append(f"No point meets {name}: the nearest has {value} s, with {point_of(nearest, over)}; the target is "
+                     f"{target} s.")
+    if known and all(some and all(row[f"slo.{name}.met"] for row in some) for name, some in known.items()):
+        found.append("Every point meets every objective: the traffic decides, not the settings. More load "
+                     "(--request_rate, --time_scale) or stricter objectives tell the points apart.")
+    return found
 
 
 def point_of(row: SweepRow, over: Sequence[str]) -> str:

@@ -1,0 +1,111 @@
+"""`ifbbench config`: the settings that a command would run with, and the JSON schema of config files."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ifbbench.cli.options import COMMAND_KEYS, Command, SettingsCommand, config_table, given_config, read_config_file
+from ifbbench.config import RunConfig, settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT, OPTION, DERIVED = "default", "option", "derived"
+
+
+@click.group()
+def config() -> None:
+    """Settings as they are resolved, and the schema of config files."""
+
+
+@config.command(cls=SettingsCommand)
+@click.argument("path", metavar="[PATH]", required=False, type=click.Path(path_type=Path))
+@click.option("--changed", is_flag=True, help="Leave out settings that have their default.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def show(path: Path | None, config_file: Path | None, changed: bool, as_json: bool, **options: Any) -> None:
+    """Show each setting with its value, its source, default and unit.
+
+    PATH, the same as --config, is a config file, a run directory or a sweep directory; options win over it. A source of
+    "derived" means that model, device and the other settings decide.
+
+    Example: ifbbench config show --device h100-sxm --model llama-3.1-8b --changed
+    """
+    file = path or config_file
+    rows = shown_settings(file, options)
+    if changed:
+        rows = [row for row in rows if row["value"] != row["default"]]
+    keys = {name: value for name, value in config_table(file).items() if name in COMMAND_KEYS} if file else {}
+    if as_json:
+        click.echo(json.dumps({"settings": {row.pop("name"): row for row in rows}, **keys}, indent=2))
+        return
+    from ifbbench.cli.console import report_console
+
+    _print_settings(rows, keys, report_console(highlight=False))
+
+
+@config.command(cls=Command)
+def schema() -> None:
+    """Print the JSON schema of config files, for editors that check and complete them.
+
+    Example: ifbbench config schema > ifbbench-config.json
+    """
+    from ifbbench.report.schema import config_schema
+
+    click.echo(json.dumps(config_schema(), indent=2))
+
+
+def shown_settings(file: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each setting: name, group, value, source (a file, or one of DEFAULT, OPTION, DERIVED), default, unit.
+    InputError as of a run with these settings."""
+    asked = given_config(file, options)
+    from_file = read_config_file(file) if file else {}
+    given = {name for name, value in options.items() if value not in (None, ())}
+    final, rows = _resolved(asked).as_dict(), []
+    for item in settings():
+        value, wanted = final[item.name], getattr(asked, item.name)
+        source = OPTION if item.name in given else str(file) if item.name in from_file else DEFAULT
+        if value != wanted and value is not None:
+            source = DERIVED
+        rows.append({"name": item.name, "group": item.group, "value": value, "source": source,
+                     "default": item.command_line_default, "unit": item.unit})  # fmt: skip
+    return rows
+
+
+def _resolved(asked: RunConfig) -> RunConfig:
+    """The settings with all that model and device decide. On a real device, the size of the KV cache is known only once
+    the model is loaded, which this does not do."""
+    from ifbbench.api.engine import build_engine
+    from ifbbench.api.resolve import resolve_limits
+    from ifbbench.model.named_models import load_model_config
+
+    if asked.makes_no_tokens:
+        return build_engine(asked).config
+    from ifbbench.execution.build import choose_device
+
+    device = choose_device(asked)
+    longest = load_model_config(asked.model).max_position_embeddings
+    return resolve_limits(asked, longest, device.type == "cpu").with_values(device=str(device))
+
+
+def _print_settings(rows: list[dict[str, Any]], keys: dict[str, Any], console: "Console") -> None:
+    from rich.markup import escape
+
+    from ifbbench.report import plain_table
+
+    for name, value in keys.items():
+        console.print(f"{name}: {value}", markup=False)
+    table = plain_table("", "value", "unit", "source", "default")
+    for group in dict.fromkeys(row["group"] for row in rows):
+        table.add_row(f"[bold]{group}[/bold]")
+        for row in rows:
+            if row["group"] == group:
+                default = _text(row["default"]) if row["value"] != row["default"] else ""
+                cells = (escape(_text(row["value"])), row["unit"], escape(row["source"]), default)
+                table.add_row(f"  {row['name']}", *cells)
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    return {None: "–", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
