@@ -18,7 +18,7 @@ from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
-# Keys of config files that are no settings: what commands are told besides. `run` takes the first two.
+# Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first two.
 COMMAND_KEYS = ("trace", "repeat", "over", "zip", "keep", "processes", "executor")
 RUN_KEYS = COMMAND_KEYS[:2]
 CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")

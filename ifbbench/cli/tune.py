@@ -130,7 +130,7 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
     assert best is not None
 
     def point(one: "Candidate") -> Point:
-        return Point(latency(one, goal), throughput(one), not goal.shortfalls(one.summary))
+        return Point(latency(one, goal), throughput(one, goal), not goal.shortfalls(one.summary))
 
     alike = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
     first = goal.objectives[0] if goal.objectives else None
@@ -138,6 +138,7 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
     named = {"recommended": point(best), **{one.name: point(one) for one in tuning.baselines}}
     plot_candidates(
         [point(one) for one in alike], [point(one) for one in pareto(alike, goal)], named, name.replace("_", " "),
+        "output tokens/s of a GPU" if goal.name == "cost" else "output tokens/s",
         first.target_s if first else None, f"{tuning.runs.trace.name} · {tuning.runs.base.model} · "
         f"{tuning.runs.base.device} · goal {goal.name}", directory,
     )  # fmt: skip

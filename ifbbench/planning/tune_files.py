@@ -119,12 +119,14 @@ def _nearest(best: Candidate, goal: Goal) -> str:
 
 def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     """Those that no other one beats in both output throughput and the latency of the picture, in order of latency."""
-    places = pareto_front([(latency(one, goal), throughput(one)) for one in candidates])
+    places = pareto_front([(latency(one, goal), throughput(one, goal)) for one in candidates])
     return [candidates[place] for place in places]
 
 
-def throughput(one: Candidate) -> float:
-    return one.run.case.replicas * float(one.summary["output_throughput_tokens_per_s"])
+def throughput(one: Candidate, goal: Goal) -> float:
+    """Output tokens/s of all replicas; with the goal cost, of a GPU."""
+    tokens_per_s = one.run.case.replicas * float(one.summary["output_throughput_tokens_per_s"])
+    return tokens_per_s / one.gpus if goal.name == "cost" else tokens_per_s
 
 
 def latency(one: Candidate, goal: Goal) -> float:
@@ -201,7 +203,7 @@ def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
 
 
 class Point(NamedTuple):
-    """A candidate: its latency (s), output tokens/s, and whether it meets the objectives."""
+    """A candidate: its latency (s), throughput, and whether it meets the objectives."""
 
     latency_s: float
     tokens_per_s: float
@@ -209,7 +211,7 @@ class Point(NamedTuple):
 
 
 def plot_candidates(
-    points: Sequence[Point], front: Sequence[Point], named: dict[str, Point], latency_name: str,
+    points: Sequence[Point], front: Sequence[Point], named: dict[str, Point], latency_name: str, throughput_name: str,
     target_s: float | None, subtitle: str, directory: Path,
 ) -> Path:  # fmt: skip
     """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
@@ -225,11 +227,13 @@ def plot_candidates(
         axes.plot(*line, color=SERIES[0], linewidth=1.2, label="Pareto front")
         for number, (name, point) in enumerate(named.items()):
             at = (point.latency_s * scale, point.tokens_per_s)
-            axes.scatter(*at, s=80, facecolors="none", edgecolors=SERIES[number % 3 + 1], linewidths=1.6, label=name)
+            # Rings around the same point are of different size.
+            axes.scatter(*at, s=70 * (1 + 1.2 * number), facecolors="none", edgecolors=SERIES[number % 3 + 1],
+                         linewidths=1.6, label=name)  # fmt: skip
         if target_s is not None:
             axes.axvline(target_s * scale, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, label="objective")
         axes.set_xlabel(f"{latency_name} ({unit})")
-        axes.set_ylabel("output tokens/s")
+        axes.set_ylabel(throughput_name)
         axes.set_ylim(bottom=0)
         known = [point.latency_s for point in points if point.latency_s > 0]
         if known and max(known) > LOG_FROM_RATIO * min(known):

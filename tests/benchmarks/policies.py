@@ -38,6 +38,8 @@ FIGURES = {
     "tpot_p99": ("tpot_s.p99", "TPOT, p99", False),
     "itl_max": ("itl_s.max", "ITL, longest gap", False),
 }
+# Why: what MAX_UTILIZATION does, of which GUARANTEED_NO_EVICT does nothing.
+REASONS = {"pauses_per_request": "pauses per 100 requests", "recomputed_share": "% of tokens twice"}
 
 
 def figure_of(summary: dict[str, Any], path: str) -> float:
@@ -89,9 +91,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """A heat map for each figure: blue where MAX_UTILIZATION is better."""
     found = {(row["reserved_over_actual"], row["pressure"]): row for row in rows}
     with styled():
-        figure = Figure(figsize=(10.5, 3.6))
-        panels = figure.subplots(1, len(FIGURES), sharey=True)
-        for axes, (key, (_, label, more_is_better)) in zip(panels, FIGURES.items(), strict=True):
+        figure = Figure(figsize=(13.5, 3.6))
+        panels = figure.subplots(1, len(FIGURES) + len(REASONS), sharey=True)
+        for axes, (key, (_, label, more_is_better)) in zip(panels, FIGURES.items(), strict=False):
             ratios = np.array([[found[factor, pressure][f"{key}_ratio"] for factor in FACTORS]
                                for pressure in PRESSURES])  # fmt: skip
             gain = np.log2(ratios if more_is_better else 1 / ratios)
@@ -99,11 +101,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             for (row, column), ratio in np.ndenumerate(ratios):
                 colour = "white" if abs(gain[row, column]) > 1.0 else "#222222"
                 axes.text(column, row, f"{ratio:.2f}", ha="center", va="center", fontsize=8.5, color=colour)
+            axes.set_title(label, fontsize=9.5, fontweight="bold")
+        for axes, (key, label) in zip(panels[len(FIGURES) :], REASONS.items(), strict=True):
+            values = 100 * np.array([[found[factor, pressure][key] for factor in FACTORS] for pressure in PRESSURES])
+            axes.imshow(values, cmap="Greys", vmin=0, vmax=2 * values.max(), aspect="auto", origin="lower")
+            for (row, column), value in np.ndenumerate(values):
+                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8.5, color="#222222")
+            axes.set_title(f"Why: {label}", fontsize=9.5, fontweight="bold")
+        for axes in panels:
             axes.set_xticks(range(len(FACTORS)), [f"{factor}×" for factor in FACTORS])
             axes.set_yticks(range(len(PRESSURES)), [f"{pressure:g}" for pressure in PRESSURES])
             axes.grid(visible=False)
-            axes.set_title(label, fontsize=9.5, fontweight="bold")
-            axes.set_xlabel("reserved over actual output")
+            axes.set_xlabel("reserved / actual output")
         panels[0].set_ylabel("pressure on the KV cache")
         figure.suptitle("MAX_UTILIZATION over GUARANTEED_NO_EVICT; blue: MAX_UTILIZATION is better", x=0.01, ha="left",
                         fontsize=10, color=MUTED)  # fmt: skip

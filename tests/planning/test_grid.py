@@ -73,7 +73,7 @@ def test_a_setting_has_one_axis():
 def test_a_sweep_needs_an_axis():
     done = CliRunner().invoke(main, ["sweep"])
     assert done.exit_code == 2
-    assert "Missing option '--over'" in done.output
+    assert "--over: what is swept is missing" in done.output
 
 
 def test_several_axes_make_a_grid():
