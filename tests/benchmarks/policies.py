@@ -39,7 +39,7 @@ FIGURES = {
     "itl_max": ("itl_s.max", "ITL, longest gap", False),
 }
 # Why: what MAX_UTILIZATION does, of which GUARANTEED_NO_EVICT does nothing.
-REASONS = {"pauses_per_request": "pauses per 100 requests", "recomputed_share": "% of tokens twice"}
+REASONS = {"pauses_per_request": "Pauses, of 100 requests", "recomputed_share": "Recomputed tokens, %"}
 
 
 def figure_of(summary: dict[str, Any], path: str) -> float:
@@ -107,15 +107,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.imshow(values, cmap="Greys", vmin=0, vmax=2 * values.max(), aspect="auto", origin="lower")
             for (row, column), value in np.ndenumerate(values):
                 axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8.5, color="#222222")
-            axes.set_title(f"Why: {label}", fontsize=9.5, fontweight="bold")
+            axes.set_title(label, fontsize=9.5, fontweight="bold")
         for axes in panels:
             axes.set_xticks(range(len(FACTORS)), [f"{factor}×" for factor in FACTORS])
             axes.set_yticks(range(len(PRESSURES)), [f"{pressure:g}" for pressure in PRESSURES])
             axes.grid(visible=False)
             axes.set_xlabel("reserved / actual output")
         panels[0].set_ylabel("pressure on the KV cache")
-        figure.suptitle("MAX_UTILIZATION over GUARANTEED_NO_EVICT; blue: MAX_UTILIZATION is better", x=0.01, ha="left",
-                        fontsize=10, color=MUTED)  # fmt: skip
+        what = "MAX_UTILIZATION over GUARANTEED_NO_EVICT (blue: it is better), and its pauses and recomputed tokens"
+        figure.suptitle(what, x=0.01, ha="left", fontsize=10, color=MUTED)
         figure.savefig(path, metadata={"Software": None})
 
 

@@ -10,7 +10,8 @@ from ifbbench.errors import InputError
 from ifbbench.planning.points import run_points
 from ifbbench.planning.tune import Tuner, Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
-from ifbbench.planning.tune_files import answer, pareto, verdict
+from ifbbench.planning.tune_certainty import at_risk, is_undecided
+from ifbbench.planning.tune_files import answer, pareto, record_best, verdict
 from ifbbench.planning.tune_rate import _bracket
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Space, idle_limits
@@ -263,3 +264,47 @@ def test_a_run_without_completed_requests_has_no_candidate():
     searching = tuner()
     assert searching.judge.candidate(Run(Case(searching.space.point()), error="every request is refused")) is None
     assert isinstance(searching.runs, Runs)
+
+
+# How certain the answer is.
+
+
+def with_error(one: Candidate, share: float, **errors: Any) -> Candidate:
+    """A candidate with another score, and an expected error of the simulation."""
+    summary = {**one.summary, "expected_error": {"compared": True, **errors}}
+    return replace(one, run=replace(one.run, summary=summary), score=one.score * share)
+
+
+def test_a_gain_within_the_error_of_the_simulation_is_undecided(goodput):
+    best, goal = goodput.best, Goal.of("output_throughput", None)
+    known = with_error(best, 1.0, output_throughput_tokens_per_s=[-0.08, 0.08])
+    assert is_undecided(known, with_error(best, 0.95), goal)
+    assert not is_undecided(known, with_error(best, 0.9), goal)
+    assert not is_undecided(replace(best, run=known.run), with_error(best, 0.9), Goal.of(None, "ttft=1s"))
+    never = replace(best, run=replace(best.run, summary={**best.summary, "expected_error": {"compared": False}}))
+    assert not is_undecided(never, with_error(best, 0.99), goal)
+
+
+def test_objectives_that_the_error_of_the_simulation_may_break_are_named():
+    objectives = Goal.of("output_throughput", "ttft.p99=1s,tpot.p99=50ms,e2e.p99=1s").objectives
+    values = {"ttft.p99": 0.6, "tpot.p99": 0.04, "e2e.p99": 0.99}
+    summary = {"expected_error": {"ttft_s": [-0.3, 1.3], "itl_s": [-0.1, 0.1]},
+               "slo": {name: {"value": value} for name, value in values.items()}}  # fmt: skip
+    assert at_risk(summary, objectives) == {"ttft.p99": [pytest.approx(0.42), pytest.approx(1.38)]}
+
+
+@pytest.mark.parametrize(
+    ("goal", "options"),
+    [
+        ("goodput", {"slo": "ttft=300ms", "request_rate": 40}), ("output_throughput", {"time_scale": 0}),
+        ("cost", {"slo": "ttft.p99=2s", "request_rate": 40, "max_gpus": 2}),
+        ("max_rate", {"slo": "ttft.p99=300ms", "request_rate": 20}),
+    ],
+)  # fmt: skip
+def test_the_figure_of_each_goal_has_an_interval(tmp_path, goal, options):
+    limits = {"max_batch_size": 64, "max_num_tokens": 2048, "policy": "guaranteed_no_evict", "tokens_per_block": 32}
+    found = tune(goal=goal, max_num_samples=60, tp_size=1, enable_chunked_context=True, **limits, **options)
+    described = answer(found, record_best(found, tmp_path), [])["recommendation"]
+    low, high = described["intervals_95"][found.goal.figure]
+    assert low <= abs(found.best.score) <= high
+    assert high < 3 * low
