@@ -97,7 +97,9 @@ def _is_equal(other: _Ended, asked: _Asked) -> bool:
     limits, theirs = asked.limits, other.asked.limits
     compared = ("max_batch_size", "max_num_tokens", "max_input_len", "num_blocks", "policy")
     different = [name for name in compared if getattr(limits, name) != getattr(theirs, name)]
-    if replace(theirs, **{name: getattr(limits, name) for name in different}) != limits or limits.max_beam_width > 1:
+    if replace(theirs, **{name: getattr(limits, name) for name in different}) != limits:
+        return False
+    if limits.num_micro_batches > 1 or limits.max_beam_width > 1:
         return False
     # Fewer requests are active than either batch size allows: admission and batches are never full.
     if "max_batch_size" in different and other.max_active >= min(limits.max_batch_size, theirs.max_batch_size):
