@@ -15,7 +15,7 @@ from ifbbench.compressed import is_compressed
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
-from ifbbench.report.tables import LIMIT_NAMES
+from ifbbench.report.limits import limit_name
 
 # So much of the end of iterations.jsonl is read: the last 30 to 50 iterations.
 TAIL_BYTES = 1 << 15
@@ -170,7 +170,7 @@ class Follower:
         if now.blocks:
             used = now.used_blocks or 0
             rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}"))
-        limit = "" if now.bound_by == "none" else f", for {LIMIT_NAMES.get(now.bound_by, now.bound_by)}"
+        limit = "" if now.bound_by == "none" else f", for {limit_name(now.bound_by)}"
         rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
         ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"
         rows.append(("now", None, f"{count(now.tokens_per_s)} output tokens/s{ttft}"))

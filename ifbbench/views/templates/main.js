@@ -73,7 +73,7 @@ function describe(view, x, y) {
   const { run } = view, time = view.time(x), k = run.iterationAt(time), number = run.number[k];
   const general = [`${time.toFixed(3)} s, iteration ${grouped(number)}`,
     `${grouped(run.budget.values[k])} tokens in the batch: ${grouped(run.context.values[k])} context and ${grouped(run.generation.values[k])} generation requests`,
-    `${grouped(run.waiting.values[k])} requests wait; bound by ${run.header.limit_names[run.header.limits[run.bound[k]]] || run.header.limits[run.bound[k]]}`];
+    `${grouped(run.waiting.values[k])} requests wait; bound by ${run.nameOf(run.header.limits[run.bound[k]])}`];
   if (run.header.num_kv_blocks) general.push(`${grouped(run.blocks.values[k])} of ${grouped(run.header.num_kv_blocks)} KV blocks used`);
   const found = view.hit(x, y);
   if (!found || found.i < 0) return y < view.timeline && !found ? null : y < view.timeline ? [`Request ${run.header.ids[found.r]}`, "not in the system", general[0]] : general;
@@ -96,7 +96,7 @@ function showLegend(state) {
   const seen = new Set(state.views.flatMap(view => [...new Set(view.run.span.phase)]));
   const entries = [];
   if (state.colour === "cause") {
-    for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.header.cause_names[cause] || cause));
+    for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.nameOf(cause)));
     if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
   } else if (state.colour === "phase") {
     PHASE_NAMES.forEach((name, phase) => seen.has(phase) && entries.push(entry(phase === WAITING ? "var(--waiting)" : PHASE_COLOURS[phase], name)));
@@ -107,7 +107,7 @@ function showLegend(state) {
     if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
   }
   if (state.views.some(view => view.run.pauses.length)) entries.push(entry("var(--selected)", "pause ▸, arrow to the request that it made room for"));
-  entries.push("bound by: ", ...[...new Set(state.views.flatMap(view => view.run.header.limits))].map(limit => entry(causeColour(run, limit), run.header.limit_names[limit] || limit)));
+  entries.push("bound by: ", ...[...new Set(state.views.flatMap(view => view.run.header.limits))].map(limit => entry(causeColour(run, limit), run.nameOf(limit))));
   place.replaceChildren(...entries);
 }
 
@@ -130,12 +130,7 @@ function listen(state) {
     event.target.reportValidity();
     if (view) state.focus({ view, r: view.run.idPlace.get(text) });
   };
-  by("theme").onclick = () => {
-    const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
-    state.redraw();
-  };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.redraw());
+  onTheme(() => state.redraw());
   addEventListener("resize", () => state.redraw());
 }
 

@@ -1,28 +1,5 @@
 // The parts around the timeline: summary, life of a request, distributions, tables.
 
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== undefined) made.setAttribute(name, value);
-  }
-  made.append(...children.filter(child => child !== null && child !== undefined).map(child => (child instanceof Node ? child : String(child))));
-  return made;
-}
-
-/** rows: lists of cells; numbers: the columns of numbers; links: what a click on a row does. */
-function table(caption, heads, rows, numbers = [], links = null) {
-  const kind = k => (numbers.includes(k) ? "number" : undefined);
-  return element("table", {},
-    element("caption", { style: "text-align:left;color:var(--muted);padding-bottom:4px" }, caption),
-    element("thead", {}, element("tr", {}, ...heads.map((head, k) => element("th", { class: kind(k), scope: "col" }, head)))),
-    element("tbody", {}, ...rows.map((cells, row) => {
-      const act = links && links[row];
-      return element("tr", act ? { class: "link", tabindex: 0, onclick: act, onkeydown: event => event.key === "Enter" && act() } : {},
-        ...cells.map((cell, k) => element("td", { class: kind(k) }, cell)));
-    })));
-}
-
 const figure = (summary, path) => path.split(".").reduce((value, key) => (value === null || value === undefined ? value : value[key]), summary);
 const TILES = [
   ["Requests completed", "requests.completed", "count"], ["Duration", "duration_s", "time"],
@@ -184,12 +161,12 @@ function showWhy(views, state) {
     const total = Object.values(header.waiting_s).reduce((a, b) => a + b, 0), names = [...new Set([...Object.keys(header.by_time), ...Object.keys(header.waiting_s)])];
     why.append(table(`Limits${of}`, ["bound by", "of time", "of iterations", "of waiting", ""], names.map(name => {
       const share = total ? (header.waiting_s[name] || 0) / total : 0;
-      return [header.limit_names[name] || name, percent(header.by_time[name]), percent(header.by_iterations[name]), name === "none" ? "" : percent(share),
+      return [run.nameOf(name), percent(header.by_time[name]), percent(header.by_iterations[name]), name === "none" ? "" : percent(share),
         element("span", { class: "bar", style: `width:${(share * 110).toFixed(0)}px` })];
     }), [1, 2, 3]));
     const choose = id => () => state.focus({ view, r: run.idPlace.get(String(id)) });
     if (header.blockers.length) why.append(element("h3", {}, `Held the line${of}`), table("Requests that others waited behind", ["request", "for", "others waited s", "at most"],
-      header.blockers.map(one => [one.request_id, header.limit_names[one.limit] || one.limit, significant(one.waited_s), `${grouped(one.max_behind)} request${one.max_behind === 1 ? "" : "s"}`]), [2, 3], header.blockers.map(one => choose(one.request_id))));
+      header.blockers.map(one => [one.request_id, run.nameOf(one.limit), significant(one.waited_s), `${grouped(one.max_behind)} request${one.max_behind === 1 ? "" : "s"}`]), [2, 3], header.blockers.map(one => choose(one.request_id))));
     slowest.append(table(`By end-to-end time${of}`, ["request", "E2E s", "TTFT s", "share", "mainly"],
       header.slowest.map(one => [one.request_id, significant(one.e2e_s), significant(one.ttft_s), percent(one.share), one.cause]), [1, 2, 3], header.slowest.map(one => choose(one.request_id))));
   }

@@ -145,7 +145,7 @@ class View {
   drawWords(context, i, x0, x1, y, height, colours) {
     const s = this.run.span, phase = s.phase[i];
     let words;
-    if (phase === WAITING) words = this.run.header.cause_names[this.run.header.causes[s.cause[i]]] || this.run.header.causes[s.cause[i]];
+    if (phase === WAITING) words = this.run.nameOf(this.run.header.causes[s.cause[i]]);
     else if (phase === PAUSED) words = s.cause[i] < 0 ? "paused" : `paused for ${this.run.header.ids[s.cause[i]]}`;
     else words = `${grouped(s.tokens[i])} tokens`;
     context.font = `${Math.min(height - 3, 11)}px system-ui, sans-serif`;
