@@ -22,7 +22,7 @@ def draw_lanes(run: RunData) -> Figure:
     bins, spans = TimeBins.of(run), run.spans
     running = spans[spans["phase"].isin(["context", "recompute", "generation", "skipped"])]
     left = bins.clock.starts(running["first_iteration"])
-    right: Floats = span_ends(run)[running.index].to_numpy()
+    right = np.asarray(span_ends(run)[running.index], np.float64)
     lanes, count = _lanes(running["request_id"].tolist(), left, right)
     figure = Figure(figsize=(12, float(np.clip(count * 0.16, 2.4, 8)) + 1.2))
     axes = figure.subplots()

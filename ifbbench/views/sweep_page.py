@@ -57,7 +57,8 @@ def _columns(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
     """The columns of figures in the table: key, heading, kind of value, and whether low or high is best."""
     return [
         {"key": key, "heading": " ".join([*heading.split(), *(["requests/s"] if key == GROWTH else [])]),
-         "kind": "time" if text is None else _kind(key), "best": None if best is None else "high" if best is max else "low"}
+         "kind": "time" if text is None else _kind(key),
+         "best": None if best is None else "high" if best is max else "low"}
         for key, (heading, text, best) in SWEEP_COLUMNS.items()
         if any(number_in(row, key) for row in rows) or key not in WHERE_ANY
     ]  # fmt: skip
