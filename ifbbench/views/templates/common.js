@@ -44,12 +44,24 @@ function table(caption, heads, rows, numbers = [], links = null) {
     })));
 }
 
-/** Round values for the ticks of an axis. */
+/** Round values for the ticks of an axis, and their texts. */
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(one => one * power).find(one => one >= rough), found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
-  return { values: found, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return found.map(value => [value, value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })]);
+}
+
+/** Ticks of a logarithmic axis: powers of ten where there are several, else also twice and five times them. */
+function logTicks(low, high, wanted) {
+  for (const steps of [[1], [1, 2, 5]]) {
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) found.push(...steps.map(step => step * 10 ** power));
+    const inside = found.filter(value => value >= low * 0.999 && value <= high * 1.001);
+    if (inside.length > 2) return inside.map(value => [value, Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 9 })]);
+  }
+  return ticks(low, high, wanted);
 }
 
 /** Switches between light and dark with the button, and calls `changed` after each change. */

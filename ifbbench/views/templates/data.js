@@ -1,6 +1,7 @@
 // A run as arrays: its iterations, spans and requests, and what they say of any stretch of time.
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
+const PHASE_NAMES = ["context", "generation", "recompute after a pause", "paused", "waiting", "skipped"];
 const CONTEXT = 0, GENERATION = 1, RECOMPUTE = 2, PAUSED = 3, WAITING = 4, SKIPPED = 5;
 const BEHIND = "head_of_line", QUEUE = "batch_size";
 const BLOCK = 64;
@@ -198,6 +199,7 @@ class Run {
     return held;
   }
 
+  phaseName(phase) { return phase === SKIPPED && this.header.config.type === "v1" ? "empty slot" : PHASE_NAMES[phase]; }
   nameOf(limit) { return (this.header.limit_texts[limit] || [limit])[0]; }
   words(limit) { return (this.header.limit_texts[limit] || [])[1] || limit || "a decision that is not recorded"; }
 

@@ -1,7 +1,6 @@
 // Colours, and the drawing of strips.
 
 const PHASE_COLOURS = ["#1f6fa8", "#86bfe3", "#d55e00", "#f0c000", "waiting", "#b9a3cf"];
-const PHASE_NAMES = ["context", "generation", "recompute after a pause", "paused", "waiting", "skipped"];
 const REQUEST_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#56b4e9", "#6a4c93", "#7a5c3e"];
 const RUN_COLOURS = ["#0072b2", "#d55e00"];
 
@@ -91,7 +90,7 @@ function drawStrip(context, run, strip, top, width, view, colours) {
     context.setLineDash([]);
     label(context, `limit ${grouped(strip.limit)}`, LEFT + 4, y - 13, colours.limit, colours);
   } else {
-    label(context, `up to ${grouped(highest)}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
+    label(context, `up to ${grouped(Math.ceil(highest - 1e-9))}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
   }
 }
 
@@ -119,13 +118,13 @@ function drawBound(context, run, top, height, width, view, colours) {
 }
 
 function drawTimeAxis(context, top, width, view, colours) {
-  const [unit, scale] = unitOf(view.to), { values, decimals } = ticks(view.from * scale, view.to * scale, Math.max(width / 130, 2));
+  const [unit, scale] = unitOf(view.to);
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "top"; context.fillStyle = colours.muted;
-  for (const value of values) {
+  for (const [value, text] of ticks(view.from * scale, view.to * scale, Math.max(width / 130, 2))) {
     const x = LEFT + (value / scale - view.from) / (view.to - view.from) * width;
     context.fillRect(Math.round(x), top, 1, 4);
     context.textAlign = x > LEFT + width - 40 ? "right" : "center";
-    context.fillText(`${value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })} ${unit}`, x, top + 6);
+    context.fillText(`${text} ${unit}`, x, top + 6);
   }
 }

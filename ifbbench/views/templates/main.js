@@ -78,7 +78,7 @@ function describe(view, x, y) {
   const found = view.hit(x, y);
   if (!found || found.i < 0) return y < view.timeline && !found ? null : y < view.timeline ? [`Request ${run.header.ids[found.r]}`, "not in the system", general[0]] : general;
   const s = run.span, { r, i } = found, phase = s.phase[i], at = Math.max(0, Math.min(number - s.first[i], s.length[i]));
-  let what = PHASE_NAMES[phase];
+  let what = run.phaseName(phase);
   if (phase === CONTEXT || phase === RECOMPUTE) {
     const chunk = s.chunks[s.chunkOffset[i] + at];
     what += `: chunk of ${grouped(chunk === undefined ? s.tokens[i] : chunk)} of ${grouped(s.tokens[i])} tokens`;
@@ -99,7 +99,7 @@ function showLegend(state) {
     for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.nameOf(cause)));
     if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
   } else if (state.colour === "phase") {
-    PHASE_NAMES.forEach((name, phase) => seen.has(phase) && entries.push(entry(phase === WAITING ? "var(--waiting)" : PHASE_COLOURS[phase], name)));
+    PHASE_COLOURS.forEach((colour, phase) => seen.has(phase) && entries.push(entry(phase === WAITING ? "var(--waiting)" : colour, run.phaseName(phase))));
   } else {
     entries.push("Context and recompute are darker.");
     if (state.colour === "class") run.header.classes.forEach((name, k) => entries.push(entry(REQUEST_COLOURS[k % REQUEST_COLOURS.length], name || "no class")));

@@ -113,13 +113,10 @@ function distribution(runs, label, name) {
     add("text", { x: L - 5, y: y + 4, "text-anchor": "end" }, `${share * 100}%`);
   }
   const [unit, scale] = unitOf(Math.sqrt(lowest * high));
-  const { values: marks, decimals } = log ? { values: [], decimals: 0 } : ticks(low * scale, high * scale, 4);
-  if (log) for (let power = Math.ceil(Math.log10(low * scale) - 1e-9); 10 ** power <= high * scale * 1.001; power++) marks.push(10 ** power);
-  if (marks.length < 2) marks.splice(0, marks.length, low * scale, high * scale);
-  for (const mark of marks) {
+  for (const [mark, text] of low === high ? [[low * scale, significant(low, scale)]] : log ? logTicks(low * scale, high * scale, 5) : ticks(low * scale, high * scale, 4)) {
     const x = at(mark / scale);
     add("line", { x1: x, x2: x, y1: H - B, y2: H - B + 4, stroke: "var(--muted)" });
-    add("text", { x, y: H - B + 15, "text-anchor": "middle" }, log || marks.length < 3 ? Number(mark.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 9 }) : mark.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
+    add("text", { x, y: H - B + 15, "text-anchor": "middle" }, text);
   }
   add("text", { x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, `${label} (${unit})`);
   sets.forEach((values, k) => {
@@ -128,7 +125,9 @@ function distribution(runs, label, name) {
     for (let i = 0; i < values.length; i += step) points.push(i);
     if (points[points.length - 1] !== values.length - 1) points.push(values.length - 1);
     const line = points.map(i => `${at(values[i]).toFixed(1)},${(T + (H - T - B) * (1 - i / Math.max(values.length - 1, 1))).toFixed(1)}`);
-    add("polyline", { points: line.join(" "), fill: "none", stroke: runs.length > 1 ? RUN_COLOURS[k] : "var(--accent)", "stroke-width": 1.8 });
+    const colour = runs.length > 1 ? RUN_COLOURS[k] : "var(--accent)";
+    add("polyline", { points: line.join(" "), fill: "none", stroke: colour, "stroke-width": 1.8 });
+    if (values[0] === values[values.length - 1]) add("circle", { cx: at(values[0]), cy: T, r: 4, fill: colour });
   });
   return svg;
 }

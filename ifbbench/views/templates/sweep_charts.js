@@ -60,18 +60,7 @@ function axesOf(label, xName, x, yName, y, draw) {
 /** The ticks of an axis and their texts; those that are given, or round ones. */
 function marksOf(axis, wanted) {
   if (axis.marks) return axis.marks;
-  if (axis.log) {
-    const found = [];
-    for (let power = Math.floor(Math.log10(axis.low)); power <= Math.log10(axis.high); power++) {
-      for (const step of axis.high / axis.low > 300 ? [1] : [1, 2, 5]) {
-        const value = step * 10 ** power;
-        if (value >= axis.low * 0.999 && value <= axis.high * 1.001) found.push([value, Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 9 })]);
-      }
-    }
-    if (found.length > 1) return found;
-  }
-  const { values, decimals } = ticks(axis.low, axis.high, wanted);
-  return values.map(value => [value, value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })]);
+  return axis.log ? logTicks(axis.low, axis.high, wanted) : ticks(axis.low, axis.high, wanted);
 }
 
 function axisOf(values, fromZero) {
