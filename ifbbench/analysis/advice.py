@@ -106,11 +106,13 @@ def _pool_stays(run: RecordedRun, limit: str, blocks: int) -> bool:
         return True
     if not str(config.get("device")).startswith("sim:"):
         return config.get("device") == "null"
+    # All that memory has room for: a pool of the run's size that does not fit would be reported to the user.
+    changed = {SETTING_OF[limit]: 2 * int(config[SETTING_OF[limit]]), SETTING_OF["kv_blocks"]: None}
     try:
-        raised = build_engine(from_mapping(config | {SETTING_OF[limit]: 2 * int(config[SETTING_OF[limit]])}))
+        raised = build_engine(from_mapping(config | changed))
     except InputError:
         return False
-    left = raised.limits.num_blocks
+    left = min(raised.limits.num_blocks, blocks)
     if left >= blocks or config.get("enable_kv_cache_reuse"):
         return left == blocks
     changes = np.zeros(max(span.last for spans in run.spans.values() for span in spans) + 2, np.int64)

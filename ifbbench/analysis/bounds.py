@@ -222,8 +222,7 @@ def _simulated(run: RecordedRun) -> tuple[SimulatedDevice | None, Windows]:
     if not str(config.get("device") or "").startswith("sim:"):
         windows = set(parse_windows(config.get("max_attention_window")))
         return None, ((windows.pop() if len(windows) == 1 else None, 1.0),)
-    # The cost model does not depend on the size of the cache, and one that does not fit again would be reported.
-    executor = build_engine(from_mapping({**config, "max_tokens_in_paged_kvcache": None})).executor
+    executor = build_engine(from_mapping(config)).executor
     assert isinstance(executor, SimulatedExecutor)
     return SimulatedDevice(executor.cost_model), executor.windows
 

@@ -27,12 +27,12 @@ def opened(browser: Any) -> Iterator[Any]:
     """A function that opens a page and returns it; at the end, no error and no request may have been seen."""
     problems: list[str] = []
 
-    def open_page(path: Path) -> Any:
+    def open_page(path: Path, fragment: str = "") -> Any:
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: problems.extend({request.url} - {path.as_uri()}))
-        page.goto(path.as_uri())
+        page.on("request", lambda request: problems.extend({request.url.partition("#")[0]} - {path.as_uri()}))
+        page.goto(path.as_uri() + fragment)
         page.wait_for_function("document.documentElement.dataset.readyMs", timeout=READY_MS)
         return page
 

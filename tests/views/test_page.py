@@ -122,6 +122,12 @@ def test_zoom_hover_search_click_and_keys(runs: list[Path], tmp_path: Path, open
     assert page.evaluate("ifbbench.state.to - ifbbench.state.from") < whole[1] - whole[0]
 
 
+def test_an_address_names_a_request(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path), "#request=17")
+    assert page.locator("#life h2").inner_text() == "Request 17"
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") == page.evaluate("ifbbench.state.end")
+
+
 def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path], tmp_path: Path, opened: Any) -> None:
     page = opened(write_page(runs[:1], tmp_path))
     pictures = set()

@@ -41,6 +41,11 @@ class State {
     showLife(this);
     this.redraw();
   }
+  /** The request of an id in the first run that has it; null if none has. */
+  find(id) {
+    const view = this.views.find(one => one.run.idPlace.has(id));
+    return view ? { view, r: view.run.idPlace.get(id) } : null;
+  }
   /** Select a request and show it from its arrival to its end. */
   focus(chosen) {
     const { run } = chosen.view, from = run.arrives[chosen.r], to = run.leaves[chosen.r], room = (to - from) * 0.08 || 0.01;
@@ -125,10 +130,10 @@ function listen(state) {
     by("found").replaceChildren(...found.map(id => element("option", { value: id })));
   };
   by("search").onchange = event => {
-    const text = event.target.value.trim(), view = state.views.find(one => one.run.idPlace.has(text));
-    event.target.setCustomValidity(text && !view ? `No request ${text}` : "");
+    const text = event.target.value.trim(), found = state.find(text);
+    event.target.setCustomValidity(text && !found ? `No request ${text}` : "");
     event.target.reportValidity();
-    if (view) state.focus({ view, r: view.run.idPlace.get(text) });
+    if (found) state.focus(found);
   };
   onTheme(() => state.redraw());
   addEventListener("resize", () => state.redraw());
@@ -172,6 +177,9 @@ async function start() {
   showConfig(runs);
   document.getElementById("loading").remove();
   globalThis.ifbbench = { state, runs };
+  // run.html#request=46 begins with that request.
+  const named = /^#request=(.+)$/.exec(location.hash), chosen = named && state.find(decodeURIComponent(named[1]));
+  if (chosen) state.select(chosen);
   requestAnimationFrame(() => { document.documentElement.dataset.readyMs = Math.round(performance.now() - started); });
 }
 

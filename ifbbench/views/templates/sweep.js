@@ -26,7 +26,8 @@ class Sweep {
   select(i) {
     this.selected = i;
     showPoint(this);
-    this.redraw();
+    for (const one of document.querySelectorAll("tr.selected, .mark.selected")) one.classList.remove("selected");
+    for (const one of document.querySelectorAll(`tr[data-row="${i}"], .mark[data-point="${i}"]`)) one.classList.add("selected");
   }
   hover(i, event) {
     const tip = document.getElementById("tooltip");
