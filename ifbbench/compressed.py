@@ -16,6 +16,9 @@ STANDARD_INPUT = "-"
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 BUFFER_BYTES = 1 << 16
+# Of a compressed file, a write replaces no more than this of the end that the flush before it wrote: zlib holds back
+# one block, of at most 64 KiB.
+REPLACED_BYTES = 1 << 17
 MAX_LINE = 8 << 20
 """Bytes of the longest line that is read: a prompt of a million token ids fits."""
 
@@ -142,6 +145,44 @@ def _copied(pieces: Iterator[bytes], accept_cut: bool = False) -> BinaryIO:
         raise
     copy.seek(0)
     return cast(BinaryIO, copy)
+
+
+class GrowingFile:
+    """A file of lines that another process is writing, compressed as by GzipWriter or not. It need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unpacker = zlib.decompressobj(GZIP) if is_compressed(path) else None
+        self._position = 0
+        # Content after the last complete line; and how much content behind `_position` was given already.
+        self._rest, self._ahead = b"", 0
+
+    def new_lines(self) -> Iterator[bytes]:
+        """The complete lines since the last call, in pieces of several lines."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            size = self._path.stat().st_size - (REPLACED_BYTES if self._unpacker else 0)
+            while piece := file.read(max(min(size - self._position, BUFFER_BYTES), 0)):
+                self._position += len(piece)
+                content = self._unpacker.decompress(piece) if self._unpacker else piece
+                known = min(self._ahead, len(content))
+                self._ahead -= known
+                lines, newline, rest = (self._rest + content[known:]).rpartition(b"\n")
+                self._rest = rest
+                yield lines + newline
+            if self._unpacker is None:
+                return
+            try:
+                content = self._unpacker.copy().decompress(file.read())
+            except zlib.error:  # the end is being replaced; the next call reads it
+                return
+        lines, newline, _ = (self._rest + content[self._ahead :]).rpartition(b"\n")
+        if newline:
+            self._ahead += len(lines) + 1 - len(self._rest)
+            self._rest = b""
+            yield lines + newline
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:

@@ -5,10 +5,19 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ifbbench.compressed import DamagedFile, content_path, open_to_read, open_to_write, read_pieces
+from ifbbench.compressed import (
+    MAGIC,
+    REPLACED_BYTES,
+    DamagedFile,
+    GrowingFile,
+    content_path,
+    open_to_read,
+    open_to_write,
+    read_pieces,
+)
 
 NAMES = ("some.jsonl", "some.jsonl.gz")
 TEXT = b"".join(b'{"line":%d}\n' % number for number in range(20_000))
@@ -31,6 +40,7 @@ def read(path: Path) -> bytes:
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, name: str, parts: list[bytes]) -> None:
     path = write(tmp_path_factory.mktemp("files") / name, *parts)
     assert read(path) == b"".join(parts)
+    assume(not b"".join(parts).startswith(MAGIC))  # a plain file that begins like gzip is read as one
     with open_to_read(path) as file:
         assert file.read() == b"".join(parts)
 
@@ -87,6 +97,27 @@ def test_what_was_flushed_stays_there_while_more_is_written(tmp_path: Path) -> N
             assert len(file.read()) >= flushed
     assert path.stat().st_size > 2**20
     writer.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_are_read_while_the_file_grows(tmp_path: Path, name: str) -> None:
+    """Each complete line once and in order, whatever of a compressed file's end a later write replaces."""
+    draw, growing = random.Random(3), GrowingFile(tmp_path / name)
+    assert b"".join(growing.new_lines()) == b""
+    writer, written, seen = open_to_write(tmp_path / name), b"", b""
+    for number in range(40):
+        length = draw.choice((10, 1_000, 100_000))
+        part = draw.choice((draw.randbytes(length).hex().encode(), b'{"line":%d}' % number * (length // 10)))
+        part += draw.choice((b"\n", b"\n", b""))
+        writer.write(part)
+        written += part
+        if number % 3 == 0:
+            writer.flush()
+            seen += b"".join(growing.new_lines())
+            assert seen == written[: written.rfind(b"\n") + 1]
+    writer.close()
+    assert seen + b"".join(growing.new_lines()) == written[: written.rfind(b"\n") + 1]
+    assert (tmp_path / name).stat().st_size > 4 * REPLACED_BYTES
 
 
 def test_a_file_that_was_cut_off_gives_what_is_left(tmp_path: Path) -> None:

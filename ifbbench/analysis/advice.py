@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ifbbench.analysis.explain import LIMIT_WORDS, SETTING_OF
+from ifbbench.analysis.explain import SETTING_OF
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.work import STATIC
 from ifbbench.api.engine import build_engine
 from ifbbench.config import POLICIES
 from ifbbench.errors import InputError
+from ifbbench.report.limits import waits_for
 from ifbbench.settings import from_mapping
 
 LIMITS = ("batch_size", "num_tokens", "kv_blocks")
@@ -55,7 +56,7 @@ def advise(run: RecordedRun, waiting_s: Mapping[str, float], by_time: Mapping[st
     idle = idle_limits(run, waiting_s)
     if not total or lost[limit] < NOTABLE_SHARE * total:
         return Advice(_nothing_to_change(lost, total), None, None, None, idle)
-    text = f"Requests waited for {LIMIT_WORDS[limit]} during {lost[limit] / total:.0%} of their time"
+    text = f"Requests waited for {waits_for(limit)} during {lost[limit] / total:.0%} of their time"
     if limit in LIMITS:
         text += f"; this limit bound {by_time.get(limit, 0.0):.0%} of the run's time"
     text += f". To shorten the queue time, {HOW_TO_RAISE[limit]}."
@@ -105,11 +106,13 @@ def _pool_stays(run: RecordedRun, limit: str, blocks: int) -> bool:
         return True
     if not str(config.get("device")).startswith("sim:"):
         return config.get("device") == "null"
+    # All that memory has room for: a pool of the run's size that does not fit would be reported to the user.
+    changed = {SETTING_OF[limit]: 2 * int(config[SETTING_OF[limit]]), SETTING_OF["kv_blocks"]: None}
     try:
-        raised = build_engine(from_mapping(config | {SETTING_OF[limit]: 2 * int(config[SETTING_OF[limit]])}))
+        raised = build_engine(from_mapping(config | changed))
     except InputError:
         return False
-    left = raised.limits.num_blocks
+    left = min(raised.limits.num_blocks, blocks)
     if left >= blocks or config.get("enable_kv_cache_reuse"):
         return left == blocks
     changes = np.zeros(max(span.last for spans in run.spans.values() for span in spans) + 2, np.int64)

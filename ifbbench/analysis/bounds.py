@@ -123,9 +123,14 @@ class Bounds:
         e2e_s = self._run.row_of.get(request_id, {}).get("e2e_s")
         if e2e_s is None:
             return None
-        if request_id not in self.work.ids:  # killed before its spans were written
+        place = self._places.get(request_id)
+        if place is None:  # killed before its spans were written
             return None
-        return min(self._request_s(self.work.ids.index(request_id)), float(e2e_s))
+        return min(self._request_s(place), float(e2e_s))
+
+    @cached_property
+    def _places(self) -> dict[Id, int]:
+        return {request_id: place for place, request_id in enumerate(self.work.ids)}
 
     def _request_s(self, place: int) -> float:
         context, generation = self.work.needed_by(place)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ifbbench.analysis.explain import LIMIT_WORDS
 from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.report.limits import waits_for
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,8 @@ def _state(row: AnyIterationRow | None) -> str:
     blocks = "" if row.used_blocks is None else f", {row.used_blocks:,} KV blocks in use"
     reason = "no request was left out"
     if left_out is not None:
-        reason = f"request {left_out.request_id} was left out first, for {_words(left_out.reason)}"
+        reason = f"request {left_out.request_id} was left out first, for {waits_for(left_out.reason)}"
     return f"{row.active:,} active requests, {details.budget_used:,} tokens{blocks}; {reason}"
-
-
-def _words(limit: str | None) -> str:
-    return LIMIT_WORDS.get(limit or "", limit or "")
 
 
 def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:
@@ -207,7 +203,7 @@ def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:
     if not held:
         return ""
     longest = max(held, key=lambda part: part.last - part.first)
-    words = _words(longest.limit)
+    words = waits_for(longest.limit)
     if longest.behind is None:
         return f": for {words}" if longest.limit else ""
     blocks = ""

@@ -7,16 +7,11 @@ from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
+from ifbbench.report.limits import waits_for
 
 BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {
     "batch_size": "max_batch_size", "num_tokens": "max_num_tokens", "kv_blocks": "max_tokens_in_paged_kvcache",
-}  # fmt: skip
-LIMIT_WORDS = {
-    "batch_size": "a batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks",
-    "reuse_delay": "another request's prefix", "lora_pages": "LoRA pages", "static_batch": "the static batch to end",
-    "beam_width": "a batch of its beam width", "in_flight": "its iteration in flight",
-    "concurrency": "a place under --concurrency",
 }  # fmt: skip
 
 
@@ -56,7 +51,7 @@ class Stretch:
         if self.phase == "arrival":
             return "waits for the next iteration to begin"
         if self.phase == "waiting":
-            what = LIMIT_WORDS.get(self.limit or "", self.limit or "a decision that is not recorded")
+            what = waits_for(self.limit)
             return f"waits for {what}" if self.behind is None else f"waits behind {self.behind}, which waits for {what}"
         if self.phase == "paused":
             return f"is paused to make room for {self.paused_for}"

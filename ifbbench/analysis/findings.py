@@ -8,12 +8,13 @@ import numpy as np
 
 from ifbbench.analysis.advice import LIMITS, Advice, advise
 from ifbbench.analysis.bounds import Bounds, LowerBound
-from ifbbench.analysis.explain import LIMIT_WORDS, RequestLife, request_life
+from ifbbench.analysis.explain import RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
+from ifbbench.report.limits import waits_for
 
 NO_LIMIT = "none"
 
@@ -130,7 +131,7 @@ class Findings:
 def _slow_request(life: RequestLife) -> SlowRequest:
     spent: dict[str, float] = {}
     for stretch in life.stretches:
-        cause = f"waiting for {LIMIT_WORDS.get(stretch.limit, stretch.limit)}" if stretch.limit else stretch.phase
+        cause = f"waiting for {waits_for(stretch.limit)}" if stretch.limit else stretch.phase
         spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
     # A run may be killed between writing the request and its spans.
     cause, longest_s = max(spent.items(), key=lambda item: item[1], default=("not recorded", 0.0))

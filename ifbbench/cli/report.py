@@ -1,6 +1,7 @@
 """`ifbbench report`, `plot`, `export` and `schema`: tables, charts and files of what was run."""
 
 import json
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import REPEATS_FILE
 
 if TYPE_CHECKING:
+    from ifbbench.planning.point_table import SweepTable
     from ifbbench.report.charts import Output
 
 DIRECTORY = click.Path(path_type=Path)
@@ -137,7 +139,7 @@ def schema(file: str | None) -> None:
 @click.argument("paths", metavar="PATH...", nargs=-1, type=DIRECTORY)
 @click.option("--only", metavar="NAME,…", help="Draw these charts only; see --list.")
 @click.option("--list", "list_charts", is_flag=True, help="List the charts, and draw nothing.")
-@click.option("--html", is_flag=True, help="Write the run page instead: one HTML file with an interactive timeline.")
+@click.option("--html", is_flag=True, help="Write the page of the run or sweep instead: one HTML file to look into it.")
 @click.option("--overlay", is_flag=True, help="Draw all runs into common charts, or onto one page.")
 @click.option("--from", "begin", metavar="N|SECONDSs", help="Start at an iteration (120) or a time (3.5s).")
 @click.option("--to", "end", metavar="N|SECONDSs", help="End with an iteration (160) or at a time (800ms).")
@@ -176,7 +178,7 @@ def plot(
     if overlay:
         drawings = [_overlay(paths, how, names, selection, html)]
     elif html:
-        drawings = [(run.name, partial(_write_page, [run], output)) for run in _runs(paths)]
+        drawings = [drawing for path in paths for drawing in _pages(path, output)]
     else:
         drawings = [drawing for path in paths for drawing in _drawings(path, how, names, selection, exact)]
     written: list[Path] = []
@@ -207,6 +209,7 @@ def _list_charts() -> None:
     for name, shows in _chart_names(True).items():
         table.add_row(name, f"with --overlay: {shows}")
     table.add_row("run.html", "with --html: the run page, one interactive file")
+    table.add_row("sweep.html", "with --html: the page of a sweep")
     report_console(highlight=False).print(table)
 
 
@@ -251,6 +254,43 @@ def _overlay(
     return "overlay", draw
 
 
+def _pages(path: Path, output: Path | None) -> list[Drawing]:
+    """The pages of the runs at or below `path`, and that of the sweep which it is, with links to them."""
+    from ifbbench.report.load import find_runs
+
+    table = _sweep_at(path)
+    runs = find_runs(path) if table is None or any(path.rglob("run.json")) else []
+    # Runs of equal names must not replace each other's pages.
+    into = {run: output / run.relative_to(path) if output and len(runs) > 1 else output or run / "charts"
+            for run in runs}  # fmt: skip
+    pages: list[Drawing] = [(run.name, partial(_write_page, [run], into[run])) for run in runs]
+    if table is None:
+        return pages
+
+    def write() -> Sequence[Path]:
+        from ifbbench.views.page import FILE
+        from ifbbench.views.sweep_page import write_sweep_page
+
+        directory = output or path
+        links = {name: [os.path.relpath(into[run] / FILE, directory) for run in runs if name in run.parts]
+                 for name in table.run_names}  # fmt: skip
+        return [write_sweep_page(path.resolve().name, table.rows, table.over, links, directory)]
+
+    return [(path.name, write), *pages]
+
+
+def _sweep_at(path: Path) -> "SweepTable | None":
+    """The table of the sweep that `path` is, None for other directories; InputError if no point of it has figures."""
+    from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
+
+    if not (path / SWEEP_FILE).is_file():
+        return None
+    table = read_sweep(path)
+    if not table.finished:
+        raise InputError(f"{path}: every point of the sweep failed; see the column `error` of {SWEEP_FILE}.")
+    return table
+
+
 def _write_page(runs: Sequence[Path], directory: Path | None) -> Sequence[Path]:
     from ifbbench.views.page import write_page
 
@@ -260,21 +300,17 @@ def _write_page(runs: Sequence[Path], directory: Path | None) -> Sequence[Path]:
 def _drawings(
     path: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool
 ) -> list[Drawing]:
-    from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
     from ifbbench.report.load import find_runs
 
-    table = read_sweep(path) if (path / SWEEP_FILE).is_file() else None
-    is_without_runs = table is not None and not any(path.rglob("run.json"))
-    found = [] if is_without_runs else find_runs(path)
+    table = None if names else _sweep_at(path)
+    found = find_runs(path) if names or table is None or any(path.rglob("run.json")) else []
     runs: list[Drawing] = []
     for run in found:
         # Runs of equal names must not replace each other's files.
         directory = how.directory / run.name if how.directory and len(found) > 1 else how.directory
         runs.append((run.name, partial(_draw_run, run, replace(how, directory=directory), names, selection, exact)))
-    if names or table is None:
+    if table is None:
         return runs
-    if not table.finished:
-        raise InputError(f"{path}: every point of the sweep failed; see the column `error` of {SWEEP_FILE}.")
 
     def draw_sweep() -> Sequence[Path]:
         from ifbbench.report.sweep_charts import plot_sweep

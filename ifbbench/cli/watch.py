@@ -16,7 +16,8 @@ from ifbbench.clock import Progress, WallClock
 from ifbbench.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, Group
+    from rich.table import Table
 
     from ifbbench.views.live import Follower, Snapshot
 
@@ -86,7 +87,7 @@ def _remaining(first: "Snapshot | None", now: "Snapshot", elapsed_s: float) -> s
     return f"{timedelta(seconds=round(elapsed_s * (now.planned_tokens - now.tokens) / done))} left"
 
 
-def _titled(title: str, body: "RenderableType") -> "RenderableType":
+def _titled(title: str, body: "Table | str") -> "Group":
     from rich.console import Group
     from rich.text import Text
 
@@ -151,13 +152,13 @@ class Dashboard(StageProgress):
         """Show the run that is recorded in `directory`."""
         self._directory = directory
 
-    def __rich__(self) -> "RenderableType":
+    def __rich__(self) -> "Group":
         done = f"{self._completed:,}/{self._total:,}" if self._total else ""
         title = "  ".join(filter(None, (self.title, done, self.remaining)))
         table = self._table()
         return _titled(f"{title}  {self._text}" if table is None else title, table or "")
 
-    def _table(self) -> "RenderableType | None":
+    def _table(self) -> "Table | None":
         if self._directory is None:
             return None
         from ifbbench.views.live import Follower
@@ -167,7 +168,7 @@ class Dashboard(StageProgress):
                 text = (self._directory / "run.json").read_text(encoding="utf-8")
                 self._follower = Follower(self._directory, json.loads(text))
             now = self._follower.snapshot()
-        except (InputError, OSError, ValueError):
-            self._directory = None  # compressed, or not written yet: the stage is shown without it
+        except (OSError, ValueError):
+            self._directory = None  # not written yet: the stage is shown without it
             return None
         return None if now is None else self._follower.table(now)

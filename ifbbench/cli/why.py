@@ -74,7 +74,8 @@ def _print_json(content: dict[str, Any]) -> None:
 
 def _print_findings(findings: "Findings", slowest: int, console: "Console") -> None:
     from ifbbench.report import bar, count, percent, plain_table, significant
-    from ifbbench.report.tables import LIMIT_NAMES, settings_line
+    from ifbbench.report.limits import limit_name
+    from ifbbench.report.tables import settings_line
 
     run = findings.run.data
     console.print(f"\n[bold]{run.name}[/bold]  {settings_line(run)}")
@@ -90,7 +91,7 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         share = waited.get(name, 0.0) / total if total else 0.0
         waiting = "" if name == "none" else percent(share)
         by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
-        table.add_row(LIMIT_NAMES.get(name, name), percent(by_time), percent(by_iterations), waiting,
+        table.add_row(limit_name(name), percent(by_time), percent(by_iterations), waiting,
                       f"[cyan]{bar(share)}[/cyan]")  # fmt: skip
     console.print(table)
     console.print(
@@ -101,7 +102,7 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         table = plain_table("Held the line", "for", numbers=["others waited s", "at most", "iterations"])
         for blocker in blockers:
             table.add_row(
-                str(blocker.request_id), LIMIT_NAMES.get(blocker.limit, blocker.limit), significant(blocker.waited_s),
+                str(blocker.request_id), limit_name(blocker.limit), significant(blocker.waited_s),
                 f"{blocker.max_behind:,} requests", f"{blocker.first:,} – {blocker.last:,}",
             )  # fmt: skip
         console.print(table)
@@ -207,7 +208,7 @@ def _grouped(stretches: "list[Stretch]") -> "list[list[Stretch]]":
 
 
 def _in_words(stretches: "list[Stretch]") -> str:
-    from ifbbench.analysis.explain import LIMIT_WORDS
+    from ifbbench.report.limits import waits_for
 
     first = stretches[0]
     behind = list(dict.fromkeys(one.behind for one in stretches))
@@ -215,13 +216,13 @@ def _in_words(stretches: "list[Stretch]") -> str:
         return first.reason
     return (
         f"waits behind {len(behind):,} requests in turn, {behind[0]} to {behind[-1]}, each of which waits for "
-        f"{LIMIT_WORDS.get(first.limit or '', first.limit)}"
+        f"{waits_for(first.limit)}"
     )
 
 
 def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     from ifbbench.report import bar, percent, plain_table
-    from ifbbench.report.tables import LIMIT_NAMES
+    from ifbbench.report.limits import limit_name
 
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
@@ -233,7 +234,7 @@ def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     for name, used in facts.used.items():
         available = facts.available.get(name)
         share = used / available if available else 0.0
-        table.add_row(LIMIT_NAMES[name], f"{used:,}", f"{available:,}" if available else "no limit",
+        table.add_row(limit_name(name), f"{used:,}", f"{available:,}" if available else "no limit",
                       f"[cyan]{bar(share)}[/cyan] {percent(share)}" if available else "")  # fmt: skip
     console.print(table)
     console.print()
@@ -242,7 +243,7 @@ def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     else:
         request_id, limit = facts.left_out
         missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
-        console.print(f"First left out: request {request_id}, for {LIMIT_NAMES.get(limit, limit)}{missing}.")
+        console.print(f"First left out: request {request_id}, for {limit_name(limit)}{missing}.")
     for victim, beneficiary in facts.paused:
         whom = "itself" if victim == beneficiary else f"request {beneficiary}"
         console.print(f"Request {victim} was paused to make room for {whom}.")

@@ -10,7 +10,7 @@ from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.planning.capacity import Fit, Study
 from ifbbench.report import NOTHING, count, plain_table, significant
-from ifbbench.report.tables import LIMIT_NAMES
+from ifbbench.report.limits import limit_name
 
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
@@ -122,10 +122,10 @@ def _fit_table(study: Study) -> Table:
             policy + (f"[dim], {case.moment}[/dim]" if case.moment else ""),
             count(mean) if mean.is_integer() else significant(mean), count(found.by_limit[Limit.KV_BLOCKS]),
             f"[bold]{count(found.at_once)}[/bold]", *([count(found.first)] if is_trace else []),
-            LIMIT_NAMES[found.bound_by],
+            limit_name(found.bound_by),
         )  # fmt: skip
     contiguous = study.contiguous
-    bound = "memory" if contiguous.fit <= study.limits.max_batch_size else LIMIT_NAMES["batch_size"]
+    bound = "memory" if contiguous.fit <= study.limits.max_batch_size else limit_name("batch_size")
     first = [NOTHING] if is_trace else []
     table.add_row("contiguous cache", NOTHING, count(contiguous.fit), count(contiguous.at_once), *first, bound)
     return table

@@ -16,7 +16,8 @@ from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, n
 from ifbbench.replay.run import run_trace
 from ifbbench.report import time_unit
 from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
-from ifbbench.report.sweep_maps import LOG_FROM_RATIO, pareto_front
+from ifbbench.report.sweep_maps import pareto_front
+from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 
 FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",

@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
+from ifbbench.report.limits import LIMITS, limit_name
 from ifbbench.report.load import RunData
 from ifbbench.report.style import (
-    CAUSE_NAMES,
     INK,
     LIMIT,
     LIMIT_DASHES,
@@ -34,10 +34,6 @@ STRIP_HEIGHT = 1.05
 # With more columns than this, cells and letters become smaller, so that the chart still fits a page.
 WIDE = 24
 # What a waiting cell says of its cause. The id behind P is shown if it is as short as this.
-CAUSE_LABELS = {
-    "batch_size": "slot", "num_tokens": "tok", "kv_blocks": "kv", "head_of_line": "line", "static_batch": "static",
-    "reuse_delay": "reuse", "lora_pages": "lora", "beam_width": "beam", "in_flight": "sent",
-}  # fmt: skip
 LONGEST_ID = 3
 KEY = {"context": "C: context (tokens)", "generation": "G: generation (step)", "recompute": "R: recompute (tokens)",
        "skipped": "pale: skipped"}  # fmt: skip
@@ -136,7 +132,7 @@ def _key(cells: pd.DataFrame, width: float) -> str:
     if "paused" in seen:
         parts.append("P→3: paused to make room for 3" if paused.notna().any() else "P: paused")
     causes = dict.fromkeys(cells.loc[cells["phase"] == "waiting", "cause"].dropna())
-    names = [f"{CAUSE_LABELS.get(one, one)}: {CAUSE_NAMES.get(one, one)}" for one in causes]
+    names = [f"{_short(one)}: {limit_name(one)}" for one in causes]
     if names:
         parts.append("waiting for  " + " · ".join(names))
     elif "waiting" in seen:
@@ -147,6 +143,10 @@ def _key(cells: pd.DataFrame, width: float) -> str:
             lines.append("")
         lines[-1] += ("     " if lines[-1] else "") + part
     return "\n".join(lines)
+
+
+def _short(cause: str) -> str:
+    return LIMITS[cause].short if cause in LIMITS else cause[:4]
 
 
 def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: float) -> None:
@@ -161,7 +161,7 @@ def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: fl
         )  # fmt: skip
         size, weight = letter_size, "bold" if phase in ("context", "recompute", "paused") else "normal"
         if phase == "waiting" and isinstance(cause, str):
-            label, size, ink = CAUSE_LABELS.get(cause, cause[:4]), letter_size - 1.5, MUTED
+            label, size, ink = _short(cause), letter_size - 1.5, MUTED
         elif phase == "paused" and cause is not None and cause == cause and len(str(cause)) <= LONGEST_ID:
             label = f"P→{cause}"
         halo = [withStroke(linewidth=3, foreground="white")] if hatch else None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
@@ -19,12 +19,12 @@ from ifbbench.report.figures import figures, output_tokens
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
+from ifbbench.report.limits import BINDING, limit_colours, limit_name
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     FORMATS,
     INK,
     LIMIT,
-    LIMIT_COLOURS,
     LIMIT_DASHES,
     MUTED,
     PHASE_COLOURS,
@@ -37,8 +37,10 @@ from ifbbench.report.style import (
     styled,
     thousands,
 )
-from ifbbench.report.tables import LIMIT_NAMES
 from ifbbench.report.timeline import draw_timeline
+
+# The axis of KV blocks reaches to the size of the pool if that is up to so many times the blocks in use.
+NEAR = 10
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     """Requests that have arrived and do not run, by the limit that bound the iteration."""
     number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
     shares = figures(run).get("waiting_by_limit") or {}
-    for limit, colour in LIMIT_COLOURS.items():
+    for limit, colour in limit_colours(BINDING).items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
             share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""
             axes.stairs(above, bins.edges, baseline=below, fill=True, color=colour, linewidth=0,
-                        label=f"{LIMIT_NAMES[limit]}{share}")  # fmt: skip
+                        label=f"{limit_name(limit)}{share}")  # fmt: skip
         below = above
     axes.set_ylabel("requests waiting")
     axes.set_ylim(0, max(1.0, float(below.max())) * 1.35)  # the legend is above the highest value
@@ -151,18 +153,21 @@ def draw_kv_cache(run: RunData) -> Figure:
     used = bins.peaks(iterations["used_kv_cache_blocks"].to_numpy(dtype=float))
     blocks.stairs(used, bins.edges, fill=True, color=SERIES[0], alpha=0.25, linewidth=0)
     blocks.stairs(used, bins.edges, baseline=None, color=SERIES[0], linewidth=1.2)
-    blocks.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    blocks.annotate(
-        f"pool: {pool:,.0f} blocks of {size:.0f} tokens", (0, pool), xycoords=("axes fraction", "data"),
-        xytext=(4, 4), textcoords="offset points", color=LIMIT, fontsize=8,
-    )  # fmt: skip
-    blocks.set(ylabel="KV blocks used", ylim=(0, pool * 1.14))
+    # What uses little of the pool is drawn larger, with the size of the pool in words.
+    near = pool <= NEAR * used.max()
+    words = f"pool: {pool:,.0f} blocks of {size:.0f} tokens" + ("" if near else " (above this scale)")
+    blocks.annotate(words, (0, pool if near else 1), xycoords=("axes fraction", "data" if near else "axes fraction"),
+                    xytext=(4, 4 if near else -10), textcoords="offset points", color=LIMIT, fontsize=8)  # fmt: skip
+    if near:
+        blocks.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    blocks.set(ylabel="KV blocks used", ylim=(0, pool * 1.14 if near else max(used.max() * 1.3, 1.0)))
     blocks.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     thousands(blocks.yaxis)
     to_percent, to_blocks = 100 / pool, pool / 100
     share = blocks.secondary_yaxis("right", functions=(lambda y: np.asarray(y) * to_percent,
                                                        lambda y: np.asarray(y) * to_blocks))  # fmt: skip
-    share.set(ylabel="% of the pool", yticks=[0, 25, 50, 75, 100])
+    share.set(ylabel="% of the pool")
+    share.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]) if near else MaxNLocator(nbins=4))
     share.spines["right"].set_visible(False)
     share.tick_params(length=0)
     paused = iterations["pauses"].to_numpy(dtype=float)

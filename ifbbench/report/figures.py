@@ -49,6 +49,15 @@ class IterationClock:
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.end_s))
 
 
+def span_ends(run: RunData) -> "pd.Series[float]":
+    """When each of `run.spans` ends: when the next one of its request begins, if that is in the next iteration; else
+    with its last iteration. An engine without requests may wait long between the two."""
+    spans, clock = run.spans, IterationClock.of(run)
+    following = spans.groupby("request_id", sort=False)["first_iteration"].shift(-1) == spans["last_iteration"] + 1
+    starts, ends = clock.starts(spans["last_iteration"] + 1), clock.ends(spans["last_iteration"])
+    return pd.Series(np.where(following, np.maximum(starts, ends), ends), spans.index)
+
+
 def token_iterations(run: RunData) -> dict[str, Integers]:
     """Request id to the iterations that produced its output tokens, in order. Failed requests are left out.
 

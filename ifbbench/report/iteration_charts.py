@@ -7,9 +7,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ifbbench.report import percent, significant
 from ifbbench.report.cells import tint
+from ifbbench.report.figures import span_ends
+from ifbbench.report.limits import limit_colours, limit_name
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
-    CAUSE_NAMES,
     INK,
     LIMIT,
     LIMIT_DASHES,
@@ -17,7 +18,6 @@ from ifbbench.report.style import (
     PHASE_COLOURS,
     SERIES,
     TimeBins,
-    cause_colours,
     heading,
     legend_above,
     stack,
@@ -25,7 +25,6 @@ from ifbbench.report.style import (
 )
 from ifbbench.report.timeline import PHASE_NAMES
 
-BOUND_NAMES = CAUSE_NAMES | {"none": "no limit"}
 HISTOGRAM_BINS = 40
 # Prefix of the cause of requests that stand behind another one, which a limit held.
 BEHIND = "behind "
@@ -50,7 +49,7 @@ def draw_budget(run: RunData) -> Figure:
     for (axes, shares), (label, setting, values, layers) in zip(grid, panels, strict=True):
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
         stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
-        axes.stairs(bins.peaks(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
+        axes.stairs(bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
         limit = run.config.get(setting)
         _axis_to_limit(axes, setting, limit, float(values.max()))
         axes.set_ylabel(label)
@@ -101,9 +100,10 @@ def draw_queue(run: RunData) -> Figure:
     bins = TimeBins.of(run)
     spans = run.spans[run.spans["phase"].isin(["waiting", "paused"])]
     causes = spans["cause"].where(spans["phase"] == "waiting", "paused").fillna("none").astype(str)
-    layers = {cause: bins.covered(spans[causes == cause]) for cause in causes.unique()}
+    ends_s = span_ends(run)
+    layers = {cause: bins.covered(spans[causes == cause], ends_s) for cause in causes.unique()}
     layers = _by_head(layers, bins, run)
-    colours = cause_colours({cause.removeprefix(BEHIND) for cause in layers})
+    colours = limit_colours({cause.removeprefix(BEHIND) for cause in layers})
     colours = {kind + cause: tint(colour, 0.5) if kind else colour for cause, colour in colours.items()
                for kind in ("", BEHIND) if kind + cause in layers}  # fmt: skip
     widths = np.diff(bins.edges_s)
@@ -130,7 +130,7 @@ def draw_queue(run: RunData) -> Figure:
 
 def _cause_name(cause: str) -> str:
     limit = cause.removeprefix(BEHIND)
-    name = CAUSE_NAMES.get(limit, limit)
+    name = limit_name(limit)
     return name if limit == cause else f"behind one that waits for {name}"
 
 
@@ -159,13 +159,13 @@ def draw_bound(run: RunData) -> Figure:
     strip, shares = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 4]})
     bins, iterations = TimeBins.of(run), run.iterations
     found = iterations["bound_by"].fillna("none").astype(str)
-    colours = cause_colours(found.unique())
+    colours = limit_colours(found.unique())
     ones = np.ones(len(found))
     times = {limit: bins.means(np.where(found == limit, ones, 0.0)) for limit in colours}
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
     latency_ms = iterations["latency_ms"].to_numpy(dtype=float)
     total_ms = float(latency_ms.sum()) or 1.0
-    names = {limit: f"{BOUND_NAMES.get(limit, limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
+    names = {limit: f"{limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
              for limit in colours}  # fmt: skip
     # Stretches without an iteration stay white.
     stack(shares, bins.edges, {limit: np.where(whole > 1e-9, values / whole, 0.0) for limit, values in times.items()},

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ifbbench.report.cells import REQUEST_COLOURS, request_order, tint
+from ifbbench.report.figures import span_ends
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import INK, TimeBins, heading, legend_above
 
@@ -21,7 +22,7 @@ def draw_lanes(run: RunData) -> Figure:
     bins, spans = TimeBins.of(run), run.spans
     running = spans[spans["phase"].isin(["context", "recompute", "generation", "skipped"])]
     left = bins.clock.starts(running["first_iteration"])
-    right = np.maximum(bins.clock.starts(running["last_iteration"] + 1), bins.clock.ends(running["last_iteration"]))
+    right = np.asarray(span_ends(run)[running.index], np.float64)
     lanes, count = _lanes(running["request_id"].tolist(), left, right)
     figure = Figure(figsize=(12, float(np.clip(count * 0.16, 2.4, 8)) + 1.2))
     axes = figure.subplots()

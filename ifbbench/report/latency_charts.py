@@ -10,16 +10,15 @@ from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 from ifbbench.recording.spans import limit_waited_for
 from ifbbench.report import percent, significant, time_unit
 from ifbbench.report.figures import TokenGaps, inter_token_gaps
+from ifbbench.report.limits import limit_colours, limit_name
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.recorded import PART_OF_ATTRIBUTION
 from ifbbench.report.style import (
-    CAUSE_NAMES,
     INK,
     LIMIT,
     MUTED,
     SERIES,
     TimeBins,
-    cause_colours,
     heading,
     legend_above,
     thousands,
@@ -32,6 +31,7 @@ LOG_FROM_RATIO = 20
 # Percentiles that the chart of latencies marks, and from which ratio of values its axis is logarithmic.
 MARKS = (50, 90, 99)
 LOG_LATENCY_FROM_RATIO = 10
+NARROW = 1.01
 RARE_RATIO = 15
 MAX_CURVE_POINTS = 2000
 # A stall is a gap of more than so many times the median one.
@@ -70,6 +70,8 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     if logarithmic:
         shares.set_xscale("log")
         shares.xaxis.set_minor_locator(NullLocator())
+    if values[-1] < values[0] * NARROW:
+        shares.xaxis.set_major_locator(MaxNLocator(nbins=3))  # their labels have many digits
     thousands(shares.xaxis)
     low, high = float(values[0]), float(values[-1])
     high_value = high
@@ -116,11 +118,11 @@ def draw_ttft(run: RunData) -> Figure:
     ttft_s, lengths = done["ttft_s"].to_numpy(dtype=float), done["prompt_len"].to_numpy(dtype=float)
     unit, scale = time_unit([float(np.median(ttft_s))] if len(ttft_s) else [])
     causes = _main_waits(done)
-    colours = cause_colours(causes) | ({"none": "#8A8A8A"} if "none" in causes else {})
+    colours = limit_colours(causes) | ({"none": "#8A8A8A"} if "none" in causes else {})
     size, opacity = (22, 0.85) if len(done) <= 400 else (8, 0.5) if len(done) <= 4000 else (4, 0.3)
     for cause, colour in reversed(colours.items()):
         chosen = causes == cause
-        name = "computing" if cause == "none" else CAUSE_NAMES.get(cause, cause)
+        name = "computing" if cause == "none" else limit_name(cause)
         axes.scatter(lengths[chosen], ttft_s[chosen] * scale, s=size, color=colour, alpha=opacity, linewidths=0,
                      label=f"{name} ({percent(chosen.mean())})", rasterized=len(done) > 2000)  # fmt: skip
     axes.set(xlabel="prompt length (tokens)", ylabel=f"TTFT ({unit})")

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 from ifbbench.report import significant, time_unit
 from ifbbench.report.cells import request_order
 from ifbbench.report.charts import Output
-from ifbbench.report.figures import figures, inter_token_gaps, output_tokens
+from ifbbench.report.figures import figures, inter_token_gaps, output_tokens, span_ends
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     INK,
@@ -168,7 +168,7 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
     batches = [own.means(run.iterations["scheduled_requests"].to_numpy(dtype=float))
                for run, own in zip(runs, bins, strict=True)]  # fmt: skip
     highest = max(float(batch.max()) for batch in batches)
-    population = max(float(own.covered(run.spans).max()) for run, own in zip(runs, bins, strict=True))
+    population = max(float(own.covered(run.spans, span_ends(run)).max()) for run, own in zip(runs, bins, strict=True))
     seen: list[str] = []
     for place, (run, label, own, batch) in enumerate(zip(runs, labels, bins, batches, strict=True)):
         upper, lower = panels[2 * place], panels[2 * place + 1]

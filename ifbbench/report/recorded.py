@@ -40,26 +40,11 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
     whole = Population.merged(list(populations.values()))
     figures = whole.figures(span_s, ends_s, objectives, window)
     counts = figures.pop("requests")
-    recomputed = _total(requests if thinned else iterations, "recomputed_tokens" if thinned else "tokens_recomputed")
-    computed, empty, padding = (
-        _total(iterations, name) for name in ("budget_used", "empty_generation_slots", "padding_tokens")
-    )
-    slots = computed + empty + padding
-    limits, numbers = _numbered(iterations["bound_by"])
     found = {
         "requests": counts | {"total": int(total or counts["total"])},
         "duration_s": span_s,
         **figures,
-        "iterations": len(iterations),
-        "pauses": int(iterations["pauses"].sum()),
-        # Where not each iteration was recorded, those of the requests that ended.
-        "recomputed_tokens": recomputed,
-        "recomputed_share": recomputed / computed if computed else 0.0,
-        "empty_generation_slots": None if thinned else empty,
-        "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
-        **_of_cache(iterations),
-        "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
-        **shares_of_limits(limits, numbers, iterations["latency_ms"].to_numpy(dtype=float)),
+        **_of_iterations(iterations, requests, thinned),
         "waiting_by_limit": _waiting_by_limit(done),
         **NO_TRAFFIC,
     }
@@ -91,6 +76,28 @@ def restrict_summary(run: RunData) -> dict[str, Any]:
     figures = steady_figures(run)
     write_json(run.path / "summary.json", figures)
     return figures
+
+
+def _of_iterations(iterations: pd.DataFrame, requests: pd.DataFrame, thinned: bool) -> dict[str, Any]:
+    """What the iterations did and what bound them. thinned: whether only some of them were recorded."""
+    recomputed = _total(requests if thinned else iterations, "recomputed_tokens" if thinned else "tokens_recomputed")
+    computed, empty, padding = (
+        _total(iterations, name) for name in ("budget_used", "empty_generation_slots", "padding_tokens")
+    )
+    slots = computed + empty + padding
+    limits, numbers = _numbered(iterations["bound_by"])
+    return {
+        "iterations": len(iterations),
+        "pauses": int(iterations["pauses"].sum()),
+        # Where not each iteration was recorded, those of the requests that ended.
+        "recomputed_tokens": recomputed,
+        "recomputed_share": recomputed / computed if computed else 0.0,
+        "empty_generation_slots": None if thinned else empty,
+        "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
+        **_of_cache(iterations),
+        "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
+        **shares_of_limits(limits, numbers, iterations["latency_ms"].to_numpy(dtype=float)),
+    }
 
 
 def _populations(

@@ -1,6 +1,6 @@
 """What all charts share: fonts and colours, headings, limits, and the axis of time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,19 +30,6 @@ PHASE_COLOURS = {
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-LIMIT_COLOURS = {"batch_size": SERIES[0], "num_tokens": SERIES[1], "kv_blocks": SERIES[2], "none": "#C4C4C4"}
-# A colour for each limit that requests wait for. Reasons of a user's policy take those of OTHER_CAUSES.
-CAUSE_COLOURS = {
-    "batch_size": "#0072B2", "num_tokens": "#D55E00", "kv_blocks": "#009E73", "none": "#C9C9C9",
-    "head_of_line": "#9FB8CC", "paused": "#F0C000", "static_batch": "#B9A3CF",
-}  # fmt: skip
-OTHER_CAUSES = ("#CC79A7", "#7A5C3E", "#56B4E9", "#4D4D4D")
-CAUSE_NAMES = {
-    "batch_size": "batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit",
-    "head_of_line": "behind another request", "paused": "paused", "static_batch": "end of the static batch",
-    "reuse_delay": "another request's prefix", "lora_pages": "LoRA pages", "beam_width": "a batch of its beam width",
-    "in_flight": "its iteration in flight", "concurrency": "place under --concurrency",
-}  # fmt: skip
 FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None, "Creator": "ifbbench"}, ".pdf": {"CreationDate": None},
@@ -121,14 +108,6 @@ def retitle(figure: Figure, text: str) -> None:
     for item in axes.get_children():
         if isinstance(item, Text) and item.get_text() == own:
             item.set_text(text)
-
-
-def cause_colours(causes: Iterable[str]) -> dict[str, str]:
-    """A colour for each cause of waiting, the known ones first."""
-    found = set(causes)
-    others = sorted(found - CAUSE_COLOURS.keys())
-    own = {name: OTHER_CAUSES[place % len(OTHER_CAUSES)] for place, name in enumerate(others)}
-    return {name: colour for name, colour in (CAUSE_COLOURS | own).items() if name in found}
 
 
 def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None) -> Legend:
@@ -216,20 +195,25 @@ class TimeBins:
     def rates(self, amounts: Floats) -> Floats:
         """Per-iteration amounts (tokens) as amount per second in each bin, an iteration's spread over its time."""
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(amounts))])
-        times = np.column_stack([self.clock.start_s, self.clock.end_s]).ravel()
+        times = np.column_stack(self._alone).ravel()
         known = np.column_stack([total[:-1], total[1:]]).ravel()
         gathered: Floats = np.diff(np.interp(self.edges_s, times, known)) / np.diff(self.edges_s)
         return gathered
 
     def means(self, values: Floats) -> Floats:
         """Per-iteration values (a count of requests) averaged over the time of each bin; 0 between iterations."""
-        return self.rates(values * (self.clock.end_s - self.clock.start_s))
+        begin_s, end_s = self._alone
+        return self.rates(values * (end_s - begin_s))
 
-    def covered(self, spans: pd.DataFrame) -> Floats:
-        """How many of `spans` cover a moment of each bin, on average."""
-        starts = self.clock.starts(spans["first_iteration"])
-        # A span lasts until the next iteration begins; the last one until its end.
-        ends = np.maximum(self.clock.starts(spans["last_iteration"] + 1), self.clock.ends(spans["last_iteration"]))
+    @cached_property
+    def _alone(self) -> tuple[Floats, Floats]:
+        """Begin and end of each iteration. With overlap, one begins when the one before has ended."""
+        end_s = np.maximum.accumulate(self.clock.end_s)
+        return np.maximum(self.clock.start_s, np.concatenate([[-np.inf], end_s[:-1]])), end_s
+
+    def covered(self, spans: pd.DataFrame, ends_s: "pd.Series[float]") -> Floats:
+        """How many of `spans` cover a moment of each bin, on average. ends_s: of these spans and any others."""
+        starts, ends = self.clock.starts(spans["first_iteration"]), ends_s[spans.index].to_numpy()
         gathered = np.zeros(len(self.edges_s))
         for times, sign in ((starts, 1.0), (ends, -1.0)):
             ordered = np.sort(times)
@@ -238,8 +222,22 @@ class TimeBins:
             gathered += sign * (before * self.edges_s - sums[before])
         return np.asarray(np.maximum(np.diff(gathered) / np.diff(self.edges_s), 0.0))
 
+    def highest(self, values: Floats) -> Floats:
+        """The largest value of the iterations that run in each bin; 0 where none does."""
+        begin_s, end_s = self._alone
+        first = np.clip(np.searchsorted(self.edges_s, begin_s, side="right") - 1, 0, len(self.edges_s) - 2)
+        last = np.clip(np.searchsorted(self.edges_s, end_s) - 1, first, len(self.edges_s) - 2)
+        found = np.zeros(len(self.edges_s) - 1)
+        np.maximum.at(found, last, np.nan_to_num(values))
+        for place in np.flatnonzero(last > first):  # at most one for each edge
+            part = found[first[place] : last[place]]
+            np.maximum(part, values[place], out=part)
+        return found
+
     def peaks(self, values: Floats) -> Floats:
-        """The largest per-iteration value of each bin; a bin in which no iteration ended keeps the value before it."""
+        """The largest per-iteration value of each bin; a bin in which no iteration ended keeps the value before it.
+
+        For values that hold between iterations, such as the blocks in use."""
         bins = np.clip(np.searchsorted(self.edges_s, self.clock.end_s) - 1, 0, len(self.edges_s) - 2)
         peaks = np.full(len(self.edges_s) - 1, -1.0)
         np.maximum.at(peaks, bins, np.nan_to_num(values))

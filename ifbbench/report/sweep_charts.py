@@ -12,20 +12,24 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 
 from ifbbench.errors import InputError
 from ifbbench.report import significant
-from ifbbench.report.style import INK, SERIES, save, styled, thousands, title
-from ifbbench.report.sweep_maps import LOG_FROM_RATIO, draw_heat_maps, draw_limits, draw_pareto
+from ifbbench.report.limits import limit_name
+from ifbbench.report.style import INK, LIMIT, LIMIT_DASHES, SERIES, save, styled, thousands, title
+from ifbbench.report.sweep_maps import draw_heat_maps, draw_limits, draw_pareto
 from ifbbench.report.sweep_metrics import (
     BOUND_BY,
+    LOG_FROM_RATIO,
     METRICS,
     Metric,
     colour_of,
     is_complete,
+    knee_of,
     shares_by_limit,
+    subject_of,
     text_of,
     ticks_of,
+    varied_in,
 )
 from ifbbench.report.sweep_table import SweepRow, number_in, shares
-from ifbbench.report.tables import LIMIT_NAMES
 
 # The number of METRICS that are drawn in any case.
 ALWAYS = 2
@@ -48,7 +52,7 @@ def plot_sweep(rows: Sequence[SweepRow], over: Sequence[str], directory: Path) -
             raise InputError(
                 f"sweep: not every row has a value of {name!r}; expected the rows of `ifbbench sweep --over {name}=…`."
             )
-    varied = [name for name in over if len({row[name] for row in rows}) > 1] or list(over[:1])
+    varied = varied_in(rows, over)
     with styled():
         charts = {f"sweep-{name}" if len(varied) > 1 else "sweep": draw_sweep(rows, name, varied) for name in varied}
         if len(varied) == 2 and len(rows) > 2:
@@ -92,7 +96,14 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
     if with_limits:
         _draw_shares(panels[-1], [place[row[over]] for row in rows], rows)
     panels[-1].set_xlabel(over)
-    title(panels[0], f"Sweep over {over}", f"a line for each {' and '.join(others)}" if others else "")
+    knee = None if others else knee_of(rows, over)
+    if knee is not None:
+        for axes in panels[: len(metrics)]:
+            axes.axvline(knee, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=1)
+        panels[0].annotate(f"knee: {text_of(knee)}", (knee, 0), xytext=(4, 4), textcoords="offset points", fontsize=8,
+                           color=LIMIT)  # fmt: skip
+    notes = [subject_of(rows), f"a line for each {' and '.join(others)}" if others else ""]
+    title(panels[0], f"Sweep over {over}", " · ".join(filter(None, notes)))
     if 1 < len(groups) <= MAX_LINES:
         lines = [Line2D([], [], color=colour, marker="o", markersize=4, label=name)
                  for name, colour in zip(groups, LINE_COLOURS, strict=False)]  # fmt: skip
@@ -159,7 +170,7 @@ def _draw_shares(axes: Axes, positions: Sequence[float], rows: Sequence[SweepRow
     below = np.zeros(len(rows))
     for limit, values in shares_by_limit(rows).items():
         axes.bar(left, values, np.subtract(right, left), bottom=below, align="edge", color=colour_of(limit),
-                 label=LIMIT_NAMES.get(limit, limit))  # fmt: skip
+                 label=limit_name(limit))  # fmt: skip
         below += values
     axes.set(ylabel="bound by, of time", ylim=(0, 1))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))

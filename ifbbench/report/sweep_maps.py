@@ -12,25 +12,26 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from ifbbench.report import significant, time_unit
+from ifbbench.report.limits import limit_name
 from ifbbench.report.load import Floats
 from ifbbench.report.style import INK, thousands, title
 from ifbbench.report.sweep_metrics import (
+    LOG_FROM_RATIO,
     METRICS,
     THROUGHPUT,
     colour_of,
     is_complete,
     main_limit,
     shares_by_limit,
+    subject_of,
     text_of,
     ticks_of,
 )
 from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, number_in
-from ifbbench.report.tables import LIMIT_NAMES
 
 # The metrics of heat maps, and the latencies that throughput is drawn against.
 HEATED = METRICS[:3]
 LATENCIES = {"ttft_s.p99": "TTFT p99", "tpot_s.p99": "TPOT p99"}
-LOG_FROM_RATIO = 8
 # Points that the chart of limits has a bar for, and those up to which its bars are wide.
 MAX_BARS, MAX_WIDE_BARS = 300, 48
 
@@ -67,7 +68,8 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    figure.suptitle(f"Sweep over {varied[0]} and {varied[1]}", x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+    figure.suptitle(f"Sweep over {varied[0]} and {varied[1]}\n{subject_of(rows)}".strip(), x=0.01, ha="left",
+                    fontsize=11, fontweight="bold")  # fmt: skip
     return figure
 
 
@@ -112,12 +114,12 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     thousands(panels[0].yaxis)
     limits = dict.fromkeys(main_limit(row) or "none" for row in complete)
     handles = [Line2D([], [], color=colour_of(limit), marker="o", linestyle="",
-                      label=f"bound by {LIMIT_NAMES.get(limit, limit)}") for limit in limits]  # fmt: skip
+                      label=f"bound by {limit_name(limit)}") for limit in limits]  # fmt: skip
     handles.append(Line2D([], [], color=INK, linewidth=1.2, label="Pareto front"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5)
     left_out = len(rows) - len(complete)
     note = f"{left_out} points with failed requests are left out" if left_out else f"labels: {', '.join(varied)}"
-    title(panels[0], "Throughput against latency", note)
+    title(panels[0], "Throughput against latency", " · ".join(filter(None, (subject_of(rows), note))))
     return figure
 
 
@@ -131,11 +133,12 @@ def _label_front(axes: Axes, front: Sequence[tuple[float, float, SweepRow]], var
         x, y, row = front[index]
         if all(abs(y - other) > 0.06 * top for other in labelled):
             labelled.append(y)
-            # No point is at the upper left of the front, but near the left edge there is no room.
+            # No point is at the upper left of the front. Near the left edge, where it is steep, there is room at the
+            # right of it only.
             is_at_edge = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] < 0.25
             text = ", ".join(text_of(row[name]) for name in varied)
-            axes.annotate(text, (x, y), xytext=(0 if is_at_edge else -5, 6), textcoords="offset points", fontsize=7,
-                          color=INK, ha="left" if is_at_edge else "right",
+            offset, side = ((7, -7), "left") if is_at_edge else ((-5, 6), "right")
+            axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=7, color=INK, ha=side,
                           path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
 
 
@@ -156,7 +159,7 @@ def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     axes = figure.subplots()
     left = np.zeros(len(shown))
     for limit, values in shares_by_limit(shown).items():
-        axes.barh(range(len(shown)), values, left=left, color=colour_of(limit), label=LIMIT_NAMES.get(limit, limit))
+        axes.barh(range(len(shown)), values, left=left, color=colour_of(limit), label=limit_name(limit))
         left += values
     names = [", ".join(text_of(row[name]) for name in varied) for row in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=font_size)
@@ -165,5 +168,5 @@ def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     axes.grid(False)
     figure.legend(loc="outside lower center", ncols=5)
     more = f" (the first {len(shown)} of {len(rows)} points)" if len(rows) > len(shown) else ""
-    title(axes, f"What bound each point{more}", ", ".join(varied))
+    title(axes, f"What bound each point{more}", " · ".join(filter(None, (subject_of(rows), ", ".join(varied)))))
     return figure

@@ -2,22 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from ifbbench.report import time_unit
+from ifbbench.report.limits import limit_colours
 from ifbbench.report.load import Floats
-from ifbbench.report.style import LIMIT_COLOURS, SERIES
+from ifbbench.report.style import SERIES
 from ifbbench.report.sweep_table import SweepRow, number_in, shares
 
 THROUGHPUT, BOUND_BY = "output_throughput_tokens_per_s", "bound_by_time"
 # The number from which values of settings are abbreviated.
 LONG_FROM = 1e5
 LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-# The colours of p50 and p99, and of a limit of a user policy.
+# The ratio of the largest to the smallest value from which an axis is logarithmic.
+LOG_FROM_RATIO = 8
+MIN_KNEE_POINTS, MIN_KNEE_HEIGHT = 4, 0.15
+# The colours of p50 and p99.
 PERCENTILES = ("#86BFE3", "#14507A")
-OWN_LIMIT = "#7A5195"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,36 @@ def main_limit(row: SweepRow) -> str:
 
 
 def colour_of(limit: str) -> str:
-    return LIMIT_COLOURS.get(limit, OWN_LIMIT)
+    return limit_colours([limit])[limit]
+
+
+def varied_in(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:
+    """The settings that differ among the points; the first one where none does."""
+    return [name for name in over if len({str(row[name]) for row in rows}) > 1] or list(over[:1])
+
+
+def subject_of(rows: Sequence[SweepRow]) -> str:
+    """The trace, model and device of the points, as far as they are the same: `chat, llama-3.1-8b on sim:h100-sxm`."""
+    values = {name: {str(row.get(name) or "") for row in rows} for name in ("trace", "model", "device")}
+    trace, model, device = (text_of(found.pop()) if len(found) == 1 else "" for found in values.values())
+    return ", ".join(filter(None, (PurePath(trace).stem, " on ".join(filter(None, (model, device))))))
+
+
+def knee_of(rows: Sequence[SweepRow], over: str) -> float | None:
+    """The value of a setting from which throughput gains little: where the curve is highest above the straight line
+    from its first point to its last, both axes from 0 to 1 (Kneedle, Satopaa et al. 2011).
+
+    None for a text, for fewer than MIN_KNEE_POINTS values, and for a curve without a knee."""
+    known = sorted((x, y) for row in rows if (x := number_in(row, over)) is not None
+                   and (y := number_in(row, THROUGHPUT)) is not None)  # fmt: skip
+    if len(known) < max(len(rows), MIN_KNEE_POINTS):
+        return None
+    xs, ys = np.array(known).T
+    if xs[-1] <= xs[0] or ys.max() <= ys[0]:
+        return None
+    above = (ys - ys[0]) / (ys.max() - ys[0]) - (xs - xs[0]) / (xs[-1] - xs[0])
+    place = int(above.argmax())
+    return float(known[place][0]) if above[place] >= MIN_KNEE_HEIGHT else None
 
 
 def ticks_of(rows: Sequence[SweepRow], name: str) -> list[Any]:

@@ -82,11 +82,18 @@ def print_sweep(
                       "of the trace[/dim]", highlight=False)  # fmt: skip
     for sentence in objectives_in_words(rows, over):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+    _print_reasons(rows, over, console, warnings or {})
+
+
+def _print_reasons(
+    rows: Sequence[SweepRow], over: Sequence[str], console: Console, warnings: Mapping[str, Sequence[str]]
+) -> None:
+    """Each error and warning once, with the first point that it is of."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
             reasons.setdefault(str(row["error"]), []).append(point_of(row, over))
-    for point, of_point in (warnings or {}).items():
+    for point, of_point in warnings.items():
         for warning in of_point:
             reasons.setdefault(warning, []).append(point)
     for reason, points in list(reasons.items())[:MAX_REASONS]:

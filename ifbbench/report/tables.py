@@ -10,12 +10,12 @@ from rich.table import Table
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import NOTHING, bar, count, percent, plain_table, significant, time_unit
 from ifbbench.report.figures import figures
+from ifbbench.report.limits import BINDING, limit_name
 from ifbbench.report.load import RunData
 from ifbbench.report.profile import print_profile
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
-LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
 # Shares of each limit: key in the summary, heading, and cells of the bar.
 LIMIT_SHARES = {"bound_by_time": ("of the time", 16), "waiting_by_limit": ("of waiting", 16),
                 "bound_by": ("of iterations", 0)}  # fmt: skip
@@ -224,10 +224,10 @@ def _bound_table(known: dict[str, Any]) -> Table:
         if cells:
             table.add_column("")
         table.add_column(heading, justify="right")
-    names = dict.fromkeys((*LIMIT_NAMES, *(name for values in shares.values() for name in values)))
+    names = dict.fromkeys((*BINDING, *(name for values in shares.values() for name in values)))
     del names["none"]
     for name in (*names, "none"):
-        row = [escape(LIMIT_NAMES.get(name, name))]  # reasons of a user policy have their own names
+        row = [escape(limit_name(name))]  # reasons of a user policy have their own names
         for key, values in shares.items():
             share, cells = values.get(name, 0.0) / (sum(values.values()) or 1.0), LIMIT_SHARES[key][1]
             if cells:

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ifbbench.report import time_unit
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
-from ifbbench.report.figures import IterationClock
+from ifbbench.report.figures import IterationClock, span_ends
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     INK,
@@ -157,7 +157,8 @@ def _draw_many(run: RunData, requests: list[str]) -> Figure:
 
 def draw_population(axes: Axes, bins: TimeBins, run: RunData, highest: float | None = None) -> list[str]:
     """Requests in each phase over time, one upon the other; returns the phases that there are."""
-    layers = {phase: bins.covered(run.spans[run.spans["phase"] == phase]) for phase in STACKING_ORDER}
+    ends_s = span_ends(run)
+    layers = {phase: bins.covered(run.spans[run.spans["phase"] == phase], ends_s) for phase in STACKING_ORDER}
     layers = {phase: values for phase, values in layers.items() if values.any()}
     total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
     axes.set_ylabel("requests in\nthe system")

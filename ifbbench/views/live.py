@@ -1,7 +1,9 @@
 """The state of a run that is going on, from the ends of the files that it is writing."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ifbbench.analysis.rows import Id, IterationDetails
-from ifbbench.compressed import is_compressed
-from ifbbench.errors import InputError
+from ifbbench.compressed import GrowingFile, read_pieces
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
-from ifbbench.report.tables import LIMIT_NAMES
+from ifbbench.report.limits import limit_name
 
 # So much of the end of iterations.jsonl is read: the last 30 to 50 iterations.
 TAIL_BYTES = 1 << 15
@@ -106,19 +107,14 @@ def in_unit(seconds: float) -> str:
 
 
 class Follower:
-    """Reads what a run has written since the last look.
-
-    run: run.json. InputError if the files are compressed, whose ends cannot be read alone.
-    """
+    """Reads what a run has written since the last look. run: run.json."""
 
     def __init__(self, directory: Path, run: dict[str, Any]) -> None:
         self.directory = directory
         self._config: dict[str, Any] = dict(run.get("config") or {})
         self._requests = int((run.get("trace") or {}).get("requests") or 0)
-        if is_compressed(find_lines(directory, "iterations")):
-            raise InputError(f"{directory}: its files are compressed, so that their ends cannot be read; follow a run "
-                             "with --recording_format jsonl.")  # fmt: skip
-        self._read_bytes = 0
+        self._files: dict[str, GrowingFile] = {}
+        self._tail = b""
         self._completed = self._failed = self._tokens = 0
         self._recent: deque[float] = deque(maxlen=RECENT_REQUESTS)
         self._pauses: deque[tuple[int, Id, Id]] = deque(maxlen=PAUSES_SHOWN)
@@ -170,7 +166,7 @@ class Follower:
         if now.blocks:
             used = now.used_blocks or 0
             rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}"))
-        limit = "" if now.bound_by == "none" else f", for {LIMIT_NAMES.get(now.bound_by, now.bound_by)}"
+        limit = "" if now.bound_by == "none" else f", for {limit_name(now.bound_by)}"
         rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
         ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"
         rows.append(("now", None, f"{count(now.tokens_per_s)} output tokens/s{ttft}"))
@@ -186,21 +182,13 @@ class Follower:
     def _planned_tokens(self) -> int:
         if self._planned is None:
             path = find_lines(self.directory, "trace")
-            rows = Decoder(_Planned).decode_lines(path.read_bytes()) if path.exists() else []
+            rows = Decoder(_Planned).decode_lines(b"".join(read_pieces(path))) if path.exists() else []
             self._planned = sum(row.output_len for row in rows)
         return self._planned
 
     def _read_requests(self) -> None:
         """Count the requests that ended since the last look."""
-        path = find_lines(self.directory, "requests")
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._read_bytes)
-            text = file.read()
-        text = text[: text.rfind(b"\n") + 1]
-        self._read_bytes += len(text)
-        for row in _decoded(self._ended_requests, text):
+        for row in chain.from_iterable(_decoded(self._ended_requests, text) for text in self._new_lines("requests")):
             if row.outcome != "completed":
                 self._failed += 1
                 continue
@@ -210,16 +198,17 @@ class Follower:
                 self._recent.append(row.ttft_s)
 
     def _last_iterations(self) -> list[_Iteration]:
-        path = find_lines(self.directory, "iterations")
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - TAIL_BYTES, 0))
-            text = file.read()
-        # The first line is cut off at its begin, and the last one may be written right now.
-        begin = text.find(b"\n") + 1 if size > TAIL_BYTES else 0
-        return _decoded(self._iterations, text[begin : text.rfind(b"\n") + 1])
+        for text in self._new_lines("iterations"):
+            self._tail = self._tail[-TAIL_BYTES:] + text
+        # The first line is cut off at its begin.
+        begin = self._tail.find(b"\n", len(self._tail) - TAIL_BYTES) + 1 if len(self._tail) > TAIL_BYTES else 0
+        return _decoded(self._iterations, self._tail[begin:])
+
+    def _new_lines(self, name: str) -> Iterator[bytes]:
+        # Before the run has written its first line, its format is not known.
+        if name not in self._files and (path := find_lines(self.directory, name)).exists():
+            self._files[name] = GrowingFile(path)
+        return self._files[name].new_lines() if name in self._files else iter(())
 
 
 def _composition(row: _Iteration) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Writing the run page: templates and data become one file that opens without a network."""
+"""Writing pages: templates and data become one file that opens without a network. Here the page of one or two runs."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ifbbench.recording.run_directory import replace_file
 from ifbbench.views.page_data import page_data
 
 FILE = "run.html"
-SCRIPTS = ("data.js", "draw.js", "view.js", "panels.js", "main.js")
+SCRIPTS = ("common.js", "data.js", "draw.js", "view.js", "panels.js", "main.js")
 
 
 def write_page(directories: Sequence[Path], into: Path) -> Path:
@@ -27,27 +27,31 @@ def write_page(directories: Sequence[Path], into: Path) -> Path:
         divergence = comparison.first_divergence
         content["divergence"] = None if divergence is None else divergence.as_dict()
         content["same_trace"] = comparison.same_trace
-    path = into / FILE
+    title = " and ".join(dict.fromkeys(run["name"] for run in content["runs"]))
+    return write_html(into / FILE, "page", SCRIPTS, title, content)
+
+
+def write_html(path: Path, template: str, scripts: Sequence[str], title: str, content: dict[str, Any]) -> Path:
+    """Write `template`.html with its scripts and `content` as one file. InputError if that is not possible."""
     try:
-        into.mkdir(parents=True, exist_ok=True)
-        replace_file(path, _html(content).encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, _html(template, scripts, title, content).encode())
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror or error}).") from error
     return path
 
 
-def _html(content: dict[str, Any]) -> str:
+def _html(template: str, scripts: Sequence[str], title: str, content: dict[str, Any]) -> str:
     templates = files("ifbbench.views") / "templates"
-    title = " and ".join(dict.fromkeys(run["name"] for run in content["runs"]))
     # "<" cannot begin a tag in the data, and NaN is not JSON.
     data = json.dumps(_finite(content), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     parts = {
         "title": title.replace("&", "&amp;").replace("<", "&lt;"),
         "style": (templates / "page.css").read_text(encoding="utf-8"),
-        "script": "\n".join((templates / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "script": "\n".join((templates / name).read_text(encoding="utf-8") for name in scripts),
         "data": data,
     }
-    html = (templates / "page.html").read_text(encoding="utf-8")
+    html = (templates / f"{template}.html").read_text(encoding="utf-8")
     for name, text in parts.items():
         html = html.replace(f"{{{{{name}}}}}", text)
     return html

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.analysis.explain import LIMIT_WORDS
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.report.figures import figures
-from ifbbench.report.style import CAUSE_NAMES
-from ifbbench.report.tables import LIMIT_NAMES, settings_line
+from ifbbench.report.limits import LIMITS, limit_colours, limit_name, waits_for
+from ifbbench.report.tables import settings_line
 from ifbbench.views.perfetto import batch_composition
 
 PHASES = ("context", "generation", "recompute", "paused", "waiting", "skipped")
@@ -67,6 +66,8 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
     _add_iterations(block, run)
     causes = _add_spans(block, run, ids, place)
     limits = _add_heads(block, findings, place)
+    if not isinstance(bounds := findings.bounds, str):
+        block.add("request.least_s", np.array([_number(bounds.request_s(one)) for one in ids]))
     ledger = [
         [entry.iteration, place[entry.victim], place[entry.beneficiary], entry.blocks_freed, entry.tokens_recomputed,
          entry.lost_s, entry.gained_s, entry.nth] for entry in findings.ledger.entries
@@ -79,13 +80,19 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "config": run.config, "versions": run.data.run.get("versions") or {}, "summary": figures(run.data),
         "num_kv_blocks": run.data.run.get("num_kv_blocks"), "recorded_every": run.data.recorded_every,
         "ids": [str(one) for one in ids], **names, "phases": PHASES, "causes": causes, "head_limits": limits,
-        "limits": run.iterations.limits, "limit_words": LIMIT_WORDS, "limit_names": LIMIT_NAMES,
-        "cause_names": CAUSE_NAMES, "advice": vars(findings.advice), "by_time": findings.by_time,
-        "by_iterations": findings.by_iterations, "waiting_s": findings.waiting_s,
+        "limits": run.iterations.limits, "limit_texts": _limit_texts(run, causes),
+        "advice": vars(findings.advice), "by_time": findings.by_time, "by_iterations": findings.by_iterations,
+        "waiting_s": findings.waiting_s,
         "slowest": [vars(one) for one in findings.slowest(SLOWEST)],
         "blockers": [vars(one) for one in findings.heads.blockers[:BLOCKERS]], "ledger": ledger,
         "arrays": index, "data": data,
     }  # fmt: skip
+
+
+def _limit_texts(run: RecordedRun, causes: list[str]) -> dict[str, tuple[str, str, str]]:
+    """Of each limit and cause of waiting its name, what a request waits for, and its colour."""
+    colours = limit_colours((*LIMITS, *run.iterations.limits, *causes))
+    return {name: (limit_name(name), waits_for(name), colour) for name, colour in colours.items()}
 
 
 def _add_requests(block: Block, run: RecordedRun, ids: list[Id]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.analysis.explain import LIMIT_WORDS
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.errors import InputError
+from ifbbench.report.limits import limit_name, waits_for
 
 FILE = "trace.perfetto-trace"
 NANOSECONDS = 1e9
@@ -135,8 +135,7 @@ def _nanoseconds(seconds: Floats) -> list[int]:
 
 def _iterations(run: RecordedRun) -> Iterator[bytes]:
     iterations, name = run.iterations, _number(10, NAME_IDS["iteration"])
-    bound = [_note("bound by", LIMIT_WORDS.get(limit, "no limit" if limit == "none" else limit))
-             for limit in iterations.limits]  # fmt: skip
+    bound = [_note("bound by", limit_name(limit)) for limit in iterations.limits]
     left_out = [_note("first left out", str(request)) for request, _ in iterations.left_out_pairs]
     columns = (_nanoseconds(iterations.start_s), _nanoseconds(iterations.end_s), iterations.number.tolist(),
                iterations.limit.tolist(), iterations.left_out.tolist(), iterations.budget_used.tolist())  # fmt: skip
@@ -218,4 +217,4 @@ def _bounds(run: RecordedRun, spans: list[Span], end_s: float | None) -> list[in
 
 def _cause(span: Span) -> str:
     cause: Id | None = span.cause
-    return f"request {cause}" if span.phase == "paused" else LIMIT_WORDS.get(str(cause), str(cause).replace("_", " "))
+    return f"request {cause}" if span.phase == "paused" else waits_for(None if cause is None else str(cause))

@@ -11,12 +11,20 @@ from matplotlib.figure import Figure
 from ifbbench.errors import InputError
 from ifbbench.report.cells import timeline_cells
 from ifbbench.report.charts import CHARTS, Output, plot_run
-from ifbbench.report.figures import TokenGaps
+from ifbbench.report.figures import IterationClock, TokenGaps
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.load import load_run
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
 from ifbbench.report.timeline import draw_timeline
-from tests.report.example_runs import DOCUMENTATION, PHASES, finish, write_documentation_run, write_large_run, write_run
+from tests.report.example_runs import (
+    DOCUMENTATION,
+    PHASES,
+    finish,
+    timeline,
+    write_documentation_run,
+    write_large_run,
+    write_run,
+)
 
 NAMES = sorted(CHARTS)
 SMALL = Output(formats=("png",), dpi=40)
@@ -190,3 +198,23 @@ def test_bins_keep_tokens_and_peaks(tmp_path: Path) -> None:
     assert len(bins.edges) == MAX_BINS + 1
     assert (bins.rates(tokens) * np.diff(bins.edges_s)).sum() == pytest.approx(tokens.sum())
     assert bins.peaks(used).max() == used.max()
+
+
+def test_a_span_ends_with_its_last_iteration_where_the_engine_idles_after_it(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "idle", timeline("a C5 G1 . .", "b . . C4 G1"), {}, max_blocks=8))
+    run.iterations.loc[run.iterations["iteration_counter"] >= 2, "start_s"] += 10.0
+    (bars,) = draw_lanes(run).axes[0].collections
+    right = sorted(float(np.asarray(path.vertices, dtype=float)[:, 0].max()) for path in bars.get_paths())
+    clock = TimeBins.of(run).clock
+    assert right[:2] == pytest.approx([clock.start_s[1], clock.end_s[1]], abs=1e-9)
+    assert right[2] > 10
+
+
+def test_iterations_that_overlap_are_counted_once() -> None:
+    clock = IterationClock(np.arange(3.0), np.array([0.0, 0.5, 1.5]), np.array([1.0, 2.0, 3.0]))
+    bins = TimeBins(clock, np.linspace(0.0, 4.0, 5))
+    assert bins.means(np.array([2.0, 4.0, 6.0])) == pytest.approx([2, 4, 6, 0])
+    assert bins.rates(np.array([10.0, 20.0, 30.0])) == pytest.approx([10, 20, 30, 0])
+    assert bins.highest(np.array([2.0, 4.0, 6.0])) == pytest.approx([2, 4, 6, 0])
+    wide = TimeBins(clock, np.array([0.0, 0.25, 2.5, 4.0]))
+    assert wide.highest(np.array([5.0, 4.0, 6.0])) == pytest.approx([5, 6, 6])

@@ -11,6 +11,7 @@ from ifbbench.errors import InputError
 from ifbbench.report.style import styled
 from ifbbench.report.sweep_charts import draw_sweep, plot_sweep
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_pareto, pareto_front
+from ifbbench.report.sweep_metrics import knee_of, subject_of
 
 
 def test_sweep_over_numbers_and_texts(tmp_path: Path) -> None:
@@ -120,3 +121,30 @@ def test_points_with_failed_requests_are_not_on_the_front() -> None:
         figure = draw_pareto(rows, ["batch", "policy"])
     highest = [max(np.max(np.asarray(line.get_ydata(), dtype=float)) for line in axes.lines) for axes in figure.axes]
     assert highest == [801, 801]
+
+
+@pytest.mark.parametrize(
+    ("throughput", "knee"),
+    [
+        ({8: 2.0, 12: 3.0, 16: 4.0, 20: 4.8, 24: 4.9, 28: 4.95}, 20.0),  # rises, then flat
+        ({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, None),  # a straight line
+        ({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}, None),  # falls
+        ({1: 1.0, 2: 2.0, 3: 2.0}, None),  # too few points
+        ({1: 1.0, 2: 2.0, 3: None, 4: 2.0}, None),  # a point without figures
+        ({"a": 1.0, "b": 2.0, "c": 2.0, "d": 2.0}, None),
+    ],
+    ids=str,
+)
+def test_the_knee_is_where_throughput_stops_to_grow(throughput: dict[Any, float | None], knee: float | None) -> None:
+    rows = [{"rate": rate, "output_throughput_tokens_per_s": value} for rate, value in throughput.items()]
+    assert knee_of(rows, "rate") == knee
+    with styled():
+        texts = [text.get_text() for text in draw_sweep(rows, "rate").axes[0].texts]
+    assert [text for text in texts if text.startswith("knee")] == ([] if knee is None else [f"knee: {knee:g}"])
+
+
+def test_the_subject_is_what_all_points_have_in_common() -> None:
+    row = {"trace": "/data/chat.csv", "model": "llama-3.1-8b", "device": "sim:h100-sxm"}
+    assert subject_of([row, row]) == "chat, llama-3.1-8b on sim:h100-sxm"
+    assert subject_of([row, {**row, "trace": "b.csv"}]) == "llama-3.1-8b on sim:h100-sxm"
+    assert subject_of([{"x": 1}]) == ""

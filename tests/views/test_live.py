@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.cli.watch import run_progress
-from ifbbench.errors import InputError
+from ifbbench.compressed import open_to_write
 from ifbbench.views.live import Follower
 
 RUN = (
@@ -86,11 +86,33 @@ def test_watch_prints_lines_until_the_run_has_ended(run: Path, tmp_path: Path) -
     assert (missing.exit_code, "has no run.json" in missing.output) == (2, True)
 
 
-def test_compressed_files_cannot_be_followed(tmp_path: Path) -> None:
+def test_compressed_files_are_followed(run: Path, tmp_path: Path) -> None:
+    part = going_on(run, tmp_path / "part", 0.0)
+    contents = {name: (run / f"{name}.jsonl").read_bytes() for name in ("iterations", "requests")}
+    for name in contents:
+        (part / f"{name}.jsonl").unlink()
+    follower = Follower(part, json.loads((part / "run.json").read_text()))
+    assert follower.snapshot() is None
+    writers = {name: open_to_write(part / f"{name}.jsonl.gz") for name in contents}
+    for share in (0.3, 0.6, 1.0):
+        for name, content in contents.items():
+            end = content.rfind(b"\n", 0, int(len(content) * share)) + 1
+            writers[name].write(content[:end])
+            contents[name] = content[end:]
+            writers[name].flush()
+        now = follower.snapshot()
+        assert now is not None
+    for writer in writers.values():
+        writer.close()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (now.completed, now.tokens, now.iteration) == (40, now.planned_tokens, summary["iterations"] - 1)
+
+
+def test_watch_shows_a_compressed_run(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [*RUN.split(), str(tmp_path / "run"), "--recording_format", "jsonl.gz"])
     assert done.exit_code == 0
-    with pytest.raises(InputError, match="are compressed"):
-        Follower(tmp_path / "run", {})
+    shown = CliRunner().invoke(main, ["watch", str(tmp_path / "run"), "--once"])
+    assert "40 of 40" in shown.output
 
 
 def test_a_terminal_shows_the_run_below_its_progress(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,14 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from ifbbench.analysis.explain import request_life
+from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.cli.main import main
 from ifbbench.views.page import write_page
 
@@ -20,8 +18,6 @@ RUN = (
     "run chat --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 60 --request_rate 40 --max_batch_size 48 "
     "--max_num_tokens 1024 --max_tokens_in_paged_kvcache 30000 --quiet --output"
 )
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-READY_MS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -35,35 +31,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         made.append(directory)
     assert json.loads((made[0] / "summary.json").read_text())["pauses"] > 3
     return made
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed, in which the page would be opened")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def opened(browser: Any) -> Iterator[Any]:
-    """A function that opens a page and returns it; at the end, no error and no request may have been seen."""
-    problems: list[str] = []
-
-    def open_page(path: Path) -> Any:
-        page = browser.new_page(viewport={"width": 1300, "height": 1000})
-        page.on("console", lambda message: problems.append(message.text))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: problems.extend({request.url} - {path.as_uri()}))
-        page.goto(path.as_uri())
-        page.wait_for_function("document.documentElement.dataset.readyMs", timeout=READY_MS)
-        return page
-
-    yield open_page
-    assert problems == []
 
 
 def test_the_file_refers_to_nothing_else(runs: list[Path], tmp_path: Path) -> None:
@@ -96,11 +63,12 @@ def test_the_figures_are_those_of_summary_json(runs: list[Path], tmp_path: Path,
 def test_the_life_of_each_request_is_what_why_tells(runs: list[Path], tmp_path: Path, opened: Any) -> None:
     page = opened(write_page(runs[:1], tmp_path))
     run = RecordedRun.load(runs[0])
-    heads = HeadsOfLine(run)
+    findings = Findings(run)
     lives = page.evaluate("ifbbench.runs[0].header.ids.map((_, r) => ifbbench.runs[0].life(r))")
     assert len(lives) == 60
     for request_id, shown in zip(run.trace, lives, strict=True):
-        life = request_life(run, heads, request_id)
+        life = findings.life(request_id)
+        assert "Alone on the device" in shown["sentences"][0]
         assert shown["sentences"] == life.sentences()
         assert [one["reason"] for one in shown["stretches"]] == [one.reason for one in life.stretches]
         assert [one["first"] for one in shown["stretches"]] == [one.first for one in life.stretches]
@@ -152,6 +120,12 @@ def test_zoom_hover_search_click_and_keys(runs: list[Path], tmp_path: Path, open
     assert page.locator("#life h2").inner_text() == "Request 0"
     page.keyboard.press("+")
     assert page.evaluate("ifbbench.state.to - ifbbench.state.from") < whole[1] - whole[0]
+
+
+def test_an_address_names_a_request(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path), "#request=17")
+    assert page.locator("#life h2").inner_text() == "Request 17"
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") == page.evaluate("ifbbench.state.end")
 
 
 def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path], tmp_path: Path, opened: Any) -> None:

@@ -1,7 +1,7 @@
-"use strict";
 // A run as arrays: its iterations, spans and requests, and what they say of any stretch of time.
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
+const PHASE_NAMES = ["context", "generation", "recompute after a pause", "paused", "waiting", "skipped"];
 const CONTEXT = 0, GENERATION = 1, RECOMPUTE = 2, PAUSED = 3, WAITING = 4, SKIPPED = 5;
 const BEHIND = "head_of_line", QUEUE = "batch_size";
 const BLOCK = 64;
@@ -199,7 +199,9 @@ class Run {
     return held;
   }
 
-  words(limit) { return this.header.limit_words[limit] || limit || "a decision that is not recorded"; }
+  phaseName(phase) { return phase === SKIPPED && this.header.config.type === "v1" ? "empty slot" : PHASE_NAMES[phase]; }
+  nameOf(limit) { return (this.header.limit_texts[limit] || [limit])[0]; }
+  words(limit) { return (this.header.limit_texts[limit] || [])[1] || limit || "a decision that is not recorded"; }
 
   /** What a request did from its arrival to its end, as `ifbbench why --request` tells it. */
   life(r) {
@@ -246,6 +248,7 @@ class Run {
     const waits = this.parts(r).filter(([name]) => name.startsWith("waiting") || name.startsWith("paused"));
     const waited = waits.reduce((sum, part) => sum + part[1], 0), e2e = of.e2e_s[r];
     const text = [`Request ${id} arrived at ${of.arrival_s[r].toFixed(3)} s, had its first token after ${of.ttft_s[r].toFixed(3)} s and its last after ${e2e.toFixed(3)} s.`];
+    if (of.least_s && Number.isFinite(of.least_s[r])) text[0] += ` Alone on the device it takes at least ${of.least_s[r].toFixed(3)} s.`;
     if (!waits.length || waits[0][1] < 0.01 * e2e) return [...text, "Nothing held it back for more than 1 % of that time."];
     text.push(`It waited or was paused for ${(waited / e2e * 100).toFixed(0)}% of that time.`);
     const idle = stretches.filter(one => one.phase === "waiting" || one.phase === "paused");

@@ -1,30 +1,6 @@
-// Numbers in words, colours, and the drawing of strips.
-
-const grouped = value => Math.round(value).toLocaleString("en-US");
-function significant(value, scale = 1) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  value *= scale;
-  if (value === 0) return "0";
-  const decimals = Math.min(Math.max(2 - Math.floor(Math.log10(Math.abs(value))), 0), 9);
-  return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
-}
-function percent(share) {
-  if (share === null || share === undefined || Number.isNaN(share)) return "–";
-  if (share > 0 && share < 0.01) return "<1 %";
-  if (share > 0.99 && share < 1) return ">99 %";
-  return `${(share * 100).toFixed(0)} %`;
-}
-const unitOf = seconds => (seconds >= 1 || !seconds ? ["s", 1] : seconds < 1e-4 ? ["µs", 1e6] : ["ms", 1e3]);
-function inUnit(seconds) {
-  const [unit, scale] = unitOf(Math.abs(seconds));
-  return `${significant(seconds, scale)} ${unit}`;
-}
+// Colours, and the drawing of strips.
 
 const PHASE_COLOURS = ["#1f6fa8", "#86bfe3", "#d55e00", "#f0c000", "waiting", "#b9a3cf"];
-const PHASE_NAMES = ["context", "generation", "recompute after a pause", "paused", "waiting", "skipped"];
-const CAUSE_COLOURS = { batch_size: "#0072b2", num_tokens: "#d55e00", kv_blocks: "#009e73", none: "#9aa4ae", head_of_line: "#8aa9c2",
-  static_batch: "#b9a3cf" };
-const OTHER_COLOURS = ["#cc79a7", "#7a5c3e", "#56b4e9", "#4d4d4d"];
 const REQUEST_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#56b4e9", "#6a4c93", "#7a5c3e"];
 const RUN_COLOURS = ["#0072b2", "#d55e00"];
 
@@ -33,7 +9,7 @@ function theme() {
   return Object.fromEntries(["ground", "panel", "ink", "muted", "line", "accent", "limit", "waiting", "selected"].map(name => [name, get(name)]));
 }
 function causeColour(run, cause) {
-  return CAUSE_COLOURS[cause] || OTHER_COLOURS[Math.max(run.header.causes.indexOf(cause), 0) % OTHER_COLOURS.length];
+  return (run.header.limit_texts[cause] || run.header.limit_texts.none)[2];
 }
 
 /** The colour of a span. */
@@ -47,14 +23,6 @@ function spanColour(run, mode, r, i, colours) {
     return phase === WAITING ? colours.waiting : PHASE_COLOURS[phase];
   }
   return REQUEST_COLOURS[(mode === "class" ? run.request.class[r] : r) % REQUEST_COLOURS.length];
-}
-
-/** Round values for the ticks of an axis. */
-function ticks(low, high, wanted) {
-  const rough = (high - low) / wanted || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(one => one * power).find(one => one >= rough), found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
-  return { values: found, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
 
 const LEFT = 74, RIGHT = 12, STRIP = 54, GAP = 12, AXIS = 24;
@@ -122,7 +90,7 @@ function drawStrip(context, run, strip, top, width, view, colours) {
     context.setLineDash([]);
     label(context, `limit ${grouped(strip.limit)}`, LEFT + 4, y - 13, colours.limit, colours);
   } else {
-    label(context, `up to ${grouped(highest)}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
+    label(context, `up to ${grouped(Math.ceil(highest - 1e-9))}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
   }
 }
 
@@ -150,13 +118,13 @@ function drawBound(context, run, top, height, width, view, colours) {
 }
 
 function drawTimeAxis(context, top, width, view, colours) {
-  const [unit, scale] = unitOf(view.to), { values, decimals } = ticks(view.from * scale, view.to * scale, Math.max(width / 130, 2));
+  const [unit, scale] = unitOf(view.to);
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "top"; context.fillStyle = colours.muted;
-  for (const value of values) {
+  for (const [value, text] of ticks(view.from * scale, view.to * scale, Math.max(width / 130, 2))) {
     const x = LEFT + (value / scale - view.from) / (view.to - view.from) * width;
     context.fillRect(Math.round(x), top, 1, 4);
     context.textAlign = x > LEFT + width - 40 ? "right" : "center";
-    context.fillText(`${value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })} ${unit}`, x, top + 6);
+    context.fillText(`${text} ${unit}`, x, top + 6);
   }
 }

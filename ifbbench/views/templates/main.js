@@ -41,6 +41,11 @@ class State {
     showLife(this);
     this.redraw();
   }
+  /** The request of an id in the first run that has it; null if none has. */
+  find(id) {
+    const view = this.views.find(one => one.run.idPlace.has(id));
+    return view ? { view, r: view.run.idPlace.get(id) } : null;
+  }
   /** Select a request and show it from its arrival to its end. */
   focus(chosen) {
     const { run } = chosen.view, from = run.arrives[chosen.r], to = run.leaves[chosen.r], room = (to - from) * 0.08 || 0.01;
@@ -73,12 +78,12 @@ function describe(view, x, y) {
   const { run } = view, time = view.time(x), k = run.iterationAt(time), number = run.number[k];
   const general = [`${time.toFixed(3)} s, iteration ${grouped(number)}`,
     `${grouped(run.budget.values[k])} tokens in the batch: ${grouped(run.context.values[k])} context and ${grouped(run.generation.values[k])} generation requests`,
-    `${grouped(run.waiting.values[k])} requests wait; bound by ${run.header.limit_names[run.header.limits[run.bound[k]]] || run.header.limits[run.bound[k]]}`];
+    `${grouped(run.waiting.values[k])} requests wait; bound by ${run.nameOf(run.header.limits[run.bound[k]])}`];
   if (run.header.num_kv_blocks) general.push(`${grouped(run.blocks.values[k])} of ${grouped(run.header.num_kv_blocks)} KV blocks used`);
   const found = view.hit(x, y);
   if (!found || found.i < 0) return y < view.timeline && !found ? null : y < view.timeline ? [`Request ${run.header.ids[found.r]}`, "not in the system", general[0]] : general;
   const s = run.span, { r, i } = found, phase = s.phase[i], at = Math.max(0, Math.min(number - s.first[i], s.length[i]));
-  let what = PHASE_NAMES[phase];
+  let what = run.phaseName(phase);
   if (phase === CONTEXT || phase === RECOMPUTE) {
     const chunk = s.chunks[s.chunkOffset[i] + at];
     what += `: chunk of ${grouped(chunk === undefined ? s.tokens[i] : chunk)} of ${grouped(s.tokens[i])} tokens`;
@@ -96,10 +101,10 @@ function showLegend(state) {
   const seen = new Set(state.views.flatMap(view => [...new Set(view.run.span.phase)]));
   const entries = [];
   if (state.colour === "cause") {
-    for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.header.cause_names[cause] || cause));
+    for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.nameOf(cause)));
     if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
   } else if (state.colour === "phase") {
-    PHASE_NAMES.forEach((name, phase) => seen.has(phase) && entries.push(entry(phase === WAITING ? "var(--waiting)" : PHASE_COLOURS[phase], name)));
+    PHASE_COLOURS.forEach((colour, phase) => seen.has(phase) && entries.push(entry(phase === WAITING ? "var(--waiting)" : colour, run.phaseName(phase))));
   } else {
     entries.push("Context and recompute are darker.");
     if (state.colour === "class") run.header.classes.forEach((name, k) => entries.push(entry(REQUEST_COLOURS[k % REQUEST_COLOURS.length], name || "no class")));
@@ -107,7 +112,7 @@ function showLegend(state) {
     if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
   }
   if (state.views.some(view => view.run.pauses.length)) entries.push(entry("var(--selected)", "pause ▸, arrow to the request that it made room for"));
-  entries.push("bound by: ", ...[...new Set(state.views.flatMap(view => view.run.header.limits))].map(limit => entry(causeColour(run, limit), run.header.limit_names[limit] || limit)));
+  entries.push("bound by: ", ...[...new Set(state.views.flatMap(view => view.run.header.limits))].map(limit => entry(causeColour(run, limit), run.nameOf(limit))));
   place.replaceChildren(...entries);
 }
 
@@ -125,17 +130,12 @@ function listen(state) {
     by("found").replaceChildren(...found.map(id => element("option", { value: id })));
   };
   by("search").onchange = event => {
-    const text = event.target.value.trim(), view = state.views.find(one => one.run.idPlace.has(text));
-    event.target.setCustomValidity(text && !view ? `No request ${text}` : "");
+    const text = event.target.value.trim(), found = state.find(text);
+    event.target.setCustomValidity(text && !found ? `No request ${text}` : "");
     event.target.reportValidity();
-    if (view) state.focus({ view, r: view.run.idPlace.get(text) });
+    if (found) state.focus(found);
   };
-  by("theme").onclick = () => {
-    const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
-    state.redraw();
-  };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.redraw());
+  onTheme(() => state.redraw());
   addEventListener("resize", () => state.redraw());
 }
 
@@ -177,6 +177,9 @@ async function start() {
   showConfig(runs);
   document.getElementById("loading").remove();
   globalThis.ifbbench = { state, runs };
+  // run.html#request=46 begins with that request.
+  const named = /^#request=(.+)$/.exec(location.hash), chosen = named && state.find(decodeURIComponent(named[1]));
+  if (chosen) state.select(chosen);
   requestAnimationFrame(() => { document.documentElement.dataset.readyMs = Math.round(performance.now() - started); });
 }
 

@@ -1,28 +1,5 @@
 // The parts around the timeline: summary, life of a request, distributions, tables.
 
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== undefined) made.setAttribute(name, value);
-  }
-  made.append(...children.filter(child => child !== null && child !== undefined).map(child => (child instanceof Node ? child : String(child))));
-  return made;
-}
-
-/** rows: lists of cells; numbers: the columns of numbers; links: what a click on a row does. */
-function table(caption, heads, rows, numbers = [], links = null) {
-  const kind = k => (numbers.includes(k) ? "number" : undefined);
-  return element("table", {},
-    element("caption", { style: "text-align:left;color:var(--muted);padding-bottom:4px" }, caption),
-    element("thead", {}, element("tr", {}, ...heads.map((head, k) => element("th", { class: kind(k), scope: "col" }, head)))),
-    element("tbody", {}, ...rows.map((cells, row) => {
-      const act = links && links[row];
-      return element("tr", act ? { class: "link", tabindex: 0, onclick: act, onkeydown: event => event.key === "Enter" && act() } : {},
-        ...cells.map((cell, k) => element("td", { class: kind(k) }, cell)));
-    })));
-}
-
 const figure = (summary, path) => path.split(".").reduce((value, key) => (value === null || value === undefined ? value : value[key]), summary);
 const TILES = [
   ["Requests completed", "requests.completed", "count"], ["Duration", "duration_s", "time"],
@@ -136,13 +113,10 @@ function distribution(runs, label, name) {
     add("text", { x: L - 5, y: y + 4, "text-anchor": "end" }, `${share * 100}%`);
   }
   const [unit, scale] = unitOf(Math.sqrt(lowest * high));
-  const { values: marks, decimals } = log ? { values: [], decimals: 0 } : ticks(low * scale, high * scale, 4);
-  if (log) for (let power = Math.ceil(Math.log10(low * scale) - 1e-9); 10 ** power <= high * scale * 1.001; power++) marks.push(10 ** power);
-  if (marks.length < 2) marks.splice(0, marks.length, low * scale, high * scale);
-  for (const mark of marks) {
+  for (const [mark, text] of low === high ? [[low * scale, significant(low, scale)]] : log ? logTicks(low * scale, high * scale, 5) : ticks(low * scale, high * scale, 4)) {
     const x = at(mark / scale);
     add("line", { x1: x, x2: x, y1: H - B, y2: H - B + 4, stroke: "var(--muted)" });
-    add("text", { x, y: H - B + 15, "text-anchor": "middle" }, log || marks.length < 3 ? Number(mark.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 9 }) : mark.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
+    add("text", { x, y: H - B + 15, "text-anchor": "middle" }, text);
   }
   add("text", { x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, `${label} (${unit})`);
   sets.forEach((values, k) => {
@@ -151,7 +125,9 @@ function distribution(runs, label, name) {
     for (let i = 0; i < values.length; i += step) points.push(i);
     if (points[points.length - 1] !== values.length - 1) points.push(values.length - 1);
     const line = points.map(i => `${at(values[i]).toFixed(1)},${(T + (H - T - B) * (1 - i / Math.max(values.length - 1, 1))).toFixed(1)}`);
-    add("polyline", { points: line.join(" "), fill: "none", stroke: runs.length > 1 ? RUN_COLOURS[k] : "var(--accent)", "stroke-width": 1.8 });
+    const colour = runs.length > 1 ? RUN_COLOURS[k] : "var(--accent)";
+    add("polyline", { points: line.join(" "), fill: "none", stroke: colour, "stroke-width": 1.8 });
+    if (values[0] === values[values.length - 1]) add("circle", { cx: at(values[0]), cy: T, r: 4, fill: colour });
   });
   return svg;
 }
@@ -184,12 +160,12 @@ function showWhy(views, state) {
     const total = Object.values(header.waiting_s).reduce((a, b) => a + b, 0), names = [...new Set([...Object.keys(header.by_time), ...Object.keys(header.waiting_s)])];
     why.append(table(`Limits${of}`, ["bound by", "of time", "of iterations", "of waiting", ""], names.map(name => {
       const share = total ? (header.waiting_s[name] || 0) / total : 0;
-      return [header.limit_names[name] || name, percent(header.by_time[name]), percent(header.by_iterations[name]), name === "none" ? "" : percent(share),
+      return [run.nameOf(name), percent(header.by_time[name]), percent(header.by_iterations[name]), name === "none" ? "" : percent(share),
         element("span", { class: "bar", style: `width:${(share * 110).toFixed(0)}px` })];
     }), [1, 2, 3]));
     const choose = id => () => state.focus({ view, r: run.idPlace.get(String(id)) });
     if (header.blockers.length) why.append(element("h3", {}, `Held the line${of}`), table("Requests that others waited behind", ["request", "for", "others waited s", "at most"],
-      header.blockers.map(one => [one.request_id, header.limit_names[one.limit] || one.limit, significant(one.waited_s), `${grouped(one.max_behind)} request${one.max_behind === 1 ? "" : "s"}`]), [2, 3], header.blockers.map(one => choose(one.request_id))));
+      header.blockers.map(one => [one.request_id, run.nameOf(one.limit), significant(one.waited_s), `${grouped(one.max_behind)} request${one.max_behind === 1 ? "" : "s"}`]), [2, 3], header.blockers.map(one => choose(one.request_id))));
     slowest.append(table(`By end-to-end time${of}`, ["request", "E2E s", "TTFT s", "share", "mainly"],
       header.slowest.map(one => [one.request_id, significant(one.e2e_s), significant(one.ttft_s), percent(one.share), one.cause]), [1, 2, 3], header.slowest.map(one => choose(one.request_id))));
   }

@@ -15,10 +15,12 @@ class View {
     element.append(this.canvas);
     this.height = this.timeline + AXIS + this.strips.reduce((sum, strip) => sum + (strip.height || STRIP) + GAP, 0) + 8;
     this.canvas.style.height = `${this.height}px`;
+    this.measure();
     this.listen();
   }
 
-  get width() { return Math.max(this.canvas.clientWidth - LEFT - RIGHT, 50); }
+  /** Reads the width of the canvas once for each drawing: the browser lays out the page for it. */
+  measure() { this.width = Math.max(this.canvas.clientWidth - LEFT - RIGHT, 50); }
   x(time) { return LEFT + (time - this.state.from) / (this.state.to - this.state.from) * this.width; }
   time(x) { return this.state.from + (x - LEFT) / this.width * (this.state.to - this.state.from); }
 
@@ -47,7 +49,8 @@ class View {
   y(r) { return this.rowOf[r] * this.rowHeight; }
 
   draw() {
-    const ratio = window.devicePixelRatio || 1, { canvas, state, run } = this, width = this.width;
+    this.measure();
+    const ratio = window.devicePixelRatio || 1, { canvas, state, run, width } = this;
     if (canvas.width !== Math.round(canvas.clientWidth * ratio)) canvas.width = Math.round(canvas.clientWidth * ratio);
     if (canvas.height !== Math.round(this.height * ratio)) canvas.height = Math.round(this.height * ratio);
     const context = canvas.getContext("2d", { alpha: false }), colours = theme();
@@ -122,7 +125,7 @@ class View {
       const middle = this.run.spanAt(r, (this.run.runsFrom[r] + this.run.leaves[r]) / 2);
       if (middle < 0) return;
       context.fillStyle = spanColour(this.run, this.state.colour, r, middle, colours);
-      context.fillRect(Math.round(left), y, Math.max(wide, 1), height);
+      context.fillRect(Math.round(left), Math.round(y), Math.max(Math.round(wide), 1), Math.max(Math.round(height), 1));
       return;
     }
     let i = Math.max(lastUpTo(s.from, from, low, high), low), reached = -Infinity;
@@ -145,7 +148,7 @@ class View {
   drawWords(context, i, x0, x1, y, height, colours) {
     const s = this.run.span, phase = s.phase[i];
     let words;
-    if (phase === WAITING) words = this.run.header.cause_names[this.run.header.causes[s.cause[i]]] || this.run.header.causes[s.cause[i]];
+    if (phase === WAITING) words = this.run.nameOf(this.run.header.causes[s.cause[i]]);
     else if (phase === PAUSED) words = s.cause[i] < 0 ? "paused" : `paused for ${this.run.header.ids[s.cause[i]]}`;
     else words = `${grouped(s.tokens[i])} tokens`;
     context.font = `${Math.min(height - 3, 11)}px system-ui, sans-serif`;

@@ -1,0 +1,53 @@
+"""The limits that bind iterations and hold requests: how each is named, and its colour."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class LimitText(NamedTuple):
+    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell.
+
+    A limit without a colour of its own takes one of OTHER_COLOURS.
+    """
+
+    name: str
+    waits_for: str
+    short: str
+    colour: str = ""
+
+
+LIMITS = {
+    "batch_size": LimitText("batch size", "a batch slot", "slot", "#0072B2"),
+    "num_tokens": LimitText("token budget", "token budget", "tok", "#D55E00"),
+    "kv_blocks": LimitText("KV blocks", "KV blocks", "kv", "#009E73"),
+    "none": LimitText("no limit", "no limit", "none", "#C4C4C4"),
+    "head_of_line": LimitText("behind another request", "the request before it", "line", "#9FB8CC"),
+    "paused": LimitText("paused", "blocks after a pause", "paused", "#F0C000"),
+    "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "#B9A3CF"),
+    "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse"),
+    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora"),
+    "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam"),
+    "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
+    "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
+}
+# What an iteration can be bound by, `none` last; the others are reasons to wait only.
+BINDING = ("batch_size", "num_tokens", "kv_blocks", "none")
+OTHER_COLOURS = ("#CC79A7", "#7A5C3E", "#56B4E9", "#4D4D4D")
+
+
+def limit_name(limit: str) -> str:
+    """The limit in a table or a legend. A reason of a user's policy is its own name."""
+    return LIMITS[limit].name if limit in LIMITS else limit
+
+
+def waits_for(limit: str | None) -> str:
+    """What follows "waits for" of a request that `limit` holds."""
+    return LIMITS[limit].waits_for if limit in LIMITS else limit or "a decision that is not recorded"
+
+
+def limit_colours(limits: Iterable[str]) -> dict[str, str]:
+    """A colour for each of `limits`, the known ones first."""
+    found = set(limits)
+    known = {name: limit.colour for name, limit in LIMITS.items() if limit.colour and name in found}
+    others = sorted(found - known.keys())
+    return known | {name: OTHER_COLOURS[place % len(OTHER_COLOURS)] for place, name in enumerate(others)}

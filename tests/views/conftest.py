@@ -1,0 +1,40 @@
+"""A browser for the tests of pages."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+READY_MS = 20_000
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed, in which the page would be opened")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """A function that opens a page and returns it; at the end, no error and no request may have been seen."""
+    problems: list[str] = []
+
+    def open_page(path: Path, fragment: str = "") -> Any:
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: problems.extend({request.url.partition("#")[0]} - {path.as_uri()}))
+        page.goto(path.as_uri() + fragment)
+        page.wait_for_function("document.documentElement.dataset.readyMs", timeout=READY_MS)
+        return page
+
+    yield open_page
+    assert problems == []

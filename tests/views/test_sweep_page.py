@@ -1,0 +1,156 @@
+"""The page of a sweep in a browser: it opens without a network; figures, filter, charts and commands are right."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+from ifbbench.planning.point_table import read_sweep
+from ifbbench.views.sweep_page import command_of
+
+SWEEP = (
+    "sweep chat --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 40 --request_rate 60 --quiet "
+    "--max_tokens_in_paged_kvcache 40000 --processes 1"
+)
+
+
+def _invoke(*words: str) -> str:
+    done = CliRunner().invoke(main, [*words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two settings, three values of one and two of the other, with run directories."""
+    directory = tmp_path_factory.mktemp("sweeps") / "sizes"
+    _invoke(*SWEEP.split(), "--over", "max_batch_size=4,16,64", "--over", "policy=max_utilization,guaranteed_no_evict",
+            "--keep", "run", "--output", str(directory))  # fmt: skip
+    _invoke("plot", str(directory), "--html")
+    return directory
+
+
+@pytest.fixture
+def page(sweep: Path, opened: Any) -> Any:
+    return opened(sweep / "sweep.html")
+
+
+def test_the_file_refers_to_its_run_pages_only(sweep: Path) -> None:
+    text = (sweep / "sweep.html").read_text()
+    assert re.findall(r"""(?:src|href)=["'](?!#|data:)|https?://(?!www\.w3\.org/2000/svg)|@import""", text) == []
+
+
+def test_the_figures_of_the_table_are_those_of_sweep_csv(sweep: Path, page: Any) -> None:
+    with (sweep / "sweep.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert page.locator("#table tbody tr").count() == len(rows) == 6
+    for number, row in enumerate(rows):
+        shown = page.eval_on_selector_all(
+            f"#table tr[data-row='{number}'] [data-figure]",
+            "all => all.map(one => [one.dataset.figure, one.dataset.value])",
+        )
+        assert len(shown) > 5
+        assert {name: float(value) for name, value in shown} == {name: float(row[name]) for name, _ in shown}
+
+
+def test_sorting_and_filtering(page: Any) -> None:
+    def order() -> list[int]:
+        return [int(row.get_attribute("data-row")) for row in page.locator("#table tbody tr").all()]
+
+    key = "output_throughput_tokens_per_s"
+    page.click(f"#table button[data-key='{key}']")
+    values = page.evaluate(f"ifbbench.sweep.figures['{key}']")
+    assert [values[row] for row in order()] == sorted(values, reverse=True)
+    assert page.locator(f"#table th:has(button[data-key='{key}'])").get_attribute("aria-sort") == "descending"
+    page.click(f"#table button[data-key='{key}']")
+    assert [values[row] for row in order()] == sorted(values)
+    page.fill("#filter", "max_batch_size>=16 policy=max_utilization")
+    assert sorted(order()) == [2, 4]
+    assert page.locator("#count").inner_text() == "2 of 6 points"
+    assert page.locator("#pareto svg").first.locator(".mark[opacity='1']").count() == 2
+    page.fill("#filter", "no such point")
+    assert order() == []
+    page.fill("#filter", "")
+    page.select_option("#limit", index=1)
+    assert 0 < len(order()) <= 6
+
+
+def test_a_point_has_its_figures_its_command_and_its_run_page(sweep: Path, page: Any, tmp_path: Path) -> None:
+    page.locator("#table tbody tr").nth(1).focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.locator("#point h2").inner_text() == "max_batch_size=16, policy=max_utilization"
+    link = page.locator("#point a.run").get_attribute("href")
+    run = (sweep / link).resolve()
+    assert run == (sweep / "max_batch_size=16,policy=max_utilization/charts/run.html").resolve()
+    assert run.is_file()
+    command = shlex.split(page.locator("#command").inner_text())
+    assert command[:2] == ["ifbbench", "run"]
+    _invoke(*command[1:], "--quiet", "--output", str(tmp_path / "again"))
+    again = json.loads((tmp_path / "again/summary.json").read_text())
+    shown = dict(page.eval_on_selector_all("[data-all]", "all => all.map(one => [one.dataset.all, one.dataset.value])"))
+    assert float(shown["ttft_s.p99"]) == again["ttft_s"]["p99"]
+    assert float(shown["iterations"]) == again["iterations"]
+    page.keyboard.press("Escape")
+    assert page.locator("#point").is_hidden()
+
+
+def test_marks_of_the_charts_lead_to_points(page: Any) -> None:
+    rows = page.evaluate("ifbbench.sweep.points.length")
+    assert page.locator("#pareto svg").count() == 3
+    for chart in page.locator("#curves svg").all():
+        assert chart.locator("circle.mark").count() == rows
+    maps = page.locator("#maps svg")
+    assert maps.count() == page.locator("#curves svg").count() + 1
+    assert maps.first.locator("rect.mark").count() == rows
+    throughput = page.evaluate("ifbbench.sweep.figures['output_throughput_tokens_per_s']")
+    texts = maps.first.locator("text.on-dark, text.on-light").all_text_contents()
+    assert sorted(float(text.replace(",", "")) for text in texts) == pytest.approx(sorted(throughput), rel=0.006)
+    maps.first.locator("rect.mark[data-point='3']").click()
+    assert page.evaluate("ifbbench.sweep.selected") == 3
+    page.select_option("#map-rows", "policy")
+    assert page.locator("#map-columns").input_value() == "max_batch_size"
+    page.select_option("#against", "policy")
+    assert page.locator("#curves svg").first.get_attribute("aria-label").startswith("output tokens/s against policy")
+
+
+def test_the_front_is_of_points_that_no_other_one_beats(page: Any) -> None:
+    figures = page.evaluate("ifbbench.sweep.figures")
+    points = set(zip(figures["ttft_s.p99"], figures["output_throughput_tokens_per_s"], strict=True))
+    best = {(x, y) for x, y in points if not any(a <= x and b >= y and (a, b) != (x, y) for a, b in points)}
+    assert len(page.locator("#pareto .front").first.get_attribute("points").split()) == len(best)
+
+
+def test_failed_points_and_a_sweep_over_one_setting(tmp_path: Path, opened: Any) -> None:
+    directory = tmp_path / "windows"
+    done = CliRunner().invoke(
+        main, [*SWEEP.split(), "--over", "max_batch_size=2,4,8,16", "--keep", "summary", "--output", str(directory)]
+    )
+    assert done.exit_code == 0, done.output
+    table = (directory / "sweep.csv").read_text().splitlines()
+    cells = table[1].split(",")
+    cells[1] = "out of memory <b>"
+    (directory / "sweep.csv").write_text("\n".join([table[0], ",".join(cells), *table[2:]]) + "\n")
+    _invoke("plot", str(directory), "--html")
+    page = opened(directory / "sweep.html")
+    assert page.locator("#table tbody tr").first.inner_text().split("\t") == ["2", "out of memory <b>"]
+    assert "1 failed" in page.locator("header").inner_text()
+    assert page.locator("#maps").is_hidden()
+    page.locator("#table tbody tr").nth(1).click()
+    assert page.locator("#point a.run").count() == 0
+
+
+def test_a_command_has_the_settings_that_are_not_the_defaults(sweep: Path) -> None:
+    words = shlex.split(command_of(read_sweep(sweep).rows[0]))
+    assert words[2].endswith("chat.yaml")
+    assert words[:2] + words[3:] == [
+        "ifbbench", "run", "--max_num_samples", "40", "--request_rate", "60.0", "--policy", "max_utilization",
+        "--max_batch_size", "4", "--max_tokens_in_paged_kvcache", "40000", "--device", "sim:h100-sxm", "--model",
+        "llama-3.1-8b",
+    ]  # fmt: skip
