@@ -193,7 +193,7 @@ class RunConfig:
         False, "Hide the host's work behind the device's: --overlap partitioned, unless --overlap says otherwise.",
         elsewhere="enable_overlap enable_overlap_schedule")
     overlap: str | None = _scheduling(
-        None, "Form of overlap: two micro batches, each with its part of the requests, in flight in turn (partitioned); "
+        None, "Form of overlap: two micro batches, each with a part of the requests, in flight in turn (partitioned); "
         "or all requests, each iteration submitted before the tokens of the one before are known (async).",
         choices=OVERLAPS, elsewhere="async_scheduling")
     static_emulated_batch_size: int | None = _scheduling(

@@ -81,8 +81,8 @@ class BatchingConfig:
             raise ValueError("overlap works with beam width 1 only")
         if self.reuse.enabled and (len(self.windows) > 1 or self.is_contiguous):
             raise ValueError("blocks are reused in a paged cache with one attention window only")
-        if self.batching_type is BatchingType.V1 and (self.overlap is not None or self.pp_size > 1):
-            raise ValueError("static batches (V1) do not overlap, and run in no pipeline")
+        if self.overlap is not None and self.batching_type is BatchingType.V1:
+            raise ValueError("static batches (V1) do not overlap")
 
     @property
     def effective_policy(self) -> str:
@@ -107,7 +107,10 @@ class BatchingConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Parts that the active requests are divided into. They run in turn, each while the others are in flight."""
+        """Parts that the active requests are divided into. They run in turn, each while the others are in flight.
+        Static batches (V1) are not divided, and pass through a pipeline alone."""
+        if self.batching_type is BatchingType.V1:
+            return 1
         if self.pp_size > 1:
             return self.pp_size
         return OVERLAPPING if self.overlap == Overlap.PARTITIONED else 1
@@ -120,7 +123,7 @@ class BatchingConfig:
     @property
     def max_active(self) -> int:
         """Maximum number of active requests: a full batch for each pipeline stage."""
-        return self.max_batch_size * self.pp_size
+        return self.max_batch_size * (self.num_micro_batches if self.pp_size > 1 else 1)
 
     @property
     def micro_batch_size(self) -> int:
@@ -129,7 +132,7 @@ class BatchingConfig:
 
     @property
     def num_slots(self) -> int:
-        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add to them."""
+        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add."""
         return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
 
     @property

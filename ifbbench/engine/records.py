@@ -2,6 +2,7 @@
 digest of a schedule, which are made of them."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
@@ -264,9 +265,10 @@ class ScheduleDigest:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._generating: set[int] = set()
-        self._entering: set[int] = set()
-        self._leaving: set[int] = set()
         self._held: set[int] = set()
+        # Those that enter or leave generation with the next turn of each micro batch.
+        self._entering: defaultdict[int, set[int]] = defaultdict(set)
+        self._leaving: defaultdict[int, set[int]] = defaultdict(set)
 
     def add(self, record: IterationRecord) -> None:
         """Take in one iteration."""
@@ -279,25 +281,32 @@ class ScheduleDigest:
             changed = context or joined or left or paused
             line = _digest_line(context, sorted(joined), sorted(left), sorted(paused)) if changed else _SAME_AGAIN
             self._hash.update(line)
-        self._entering = {chunk.request.index for chunk in record.context if chunk.is_last}
-        self._leaving = {request.index for request in record.finished}
+        turn = record.iteration % record.num_micro_batches
+        self._entering[turn] = {chunk.request.index for chunk in record.context if chunk.is_last}
+        self._leaving[turn] = {request.index for request in record.finished}
         self._held = held
 
     def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
-        """The requests that joined and left generation since the iteration before, those paused and those held."""
-        if not (self._leaving or self._held or record.paused or record.held):
-            return self._entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
+        """The requests that joined and left generation since the iteration before, or the latest one of the same micro
+        batch, those paused and those held."""
+        turn = record.iteration % record.num_micro_batches
+        entering, leaving = self._entering[turn], self._leaving[turn]
+        if not (leaving or self._held or record.paused or record.held):
+            return entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
         paused = {pause.victim.index for pause in record.paused}
         held = {request.index for request in record.held}
-        left = (self._leaving | paused | held) & self._generating
-        joined = (self._entering | (self._held - held)) - self._leaving - paused - held
+        left = (leaving | paused | held) & self._generating
+        joined = (entering | (self._held - held)) - leaving - paused - held
+        if paused and record.num_micro_batches > 1:
+            for others in self._entering.values():
+                others -= paused
         return joined, left, paused, held
 
     def add_stretch(self, stretch: Stretch) -> None:
         """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
         self.add(stretch.first)
         self._hash.update(_SAME_AGAIN * (stretch.length - 1))
-        self._leaving = {request.index for request in stretch.finished}
+        self._leaving[0] = {request.index for request in stretch.finished}
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()

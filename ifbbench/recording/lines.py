@@ -37,11 +37,12 @@ def number(value: float) -> float:
 
 
 class SpanLine(Struct):
-    """A line of `spans.jsonl`: consecutive iterations in which one request does one thing.
+    """A line of `spans.jsonl`: consecutive iterations of a micro batch in which one request does one thing.
 
     cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
     the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
-    output tokens that were not there before.
+    output tokens that were not there before. every: with several micro batches, of a span in which the request runs,
+    their number: it runs in each so many iterations, from the first to the last.
     """
 
     request_id: int
@@ -53,6 +54,7 @@ class SpanLine(Struct):
     first_output: int | UnsetType
     chunks: list[int] | UnsetType
     produced: int | UnsetType
+    every: int | UnsetType = UNSET
 
 
 class RequestLine(Struct):
@@ -206,7 +208,7 @@ class IterationEncoder:
         details = IterationDetails(
             number(start_s), number((end_s - start_s) * 1000), number((submit_s - start_s) * 1000),
             number((end_s - submit_s) * 1000), UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET,
-            record.queued, record.queued + record.active - scheduled, self._bound_by,
+            record.queued, record.queued + record.active - record.in_flight - scheduled, self._bound_by,
             None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
             [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
             record.recomputed, record.budget_used, record.padding or UNSET,

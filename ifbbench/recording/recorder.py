@@ -21,10 +21,11 @@ from ifbbench.engine.records import (
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
+from ifbbench.recording import metrics
 from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
-from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, shares_of_limits, slow_ttft_s
+from ifbbench.recording.metrics import BOUND_BY, HeadOfLine, Population, bound_by, by_group, slow_ttft_s
 from ifbbench.recording.run_directory import OPEN_SPANS, replace_file, write_json
-from ifbbench.recording.spans import HeadOfLine, RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
+from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
 FLUSH_INTERVAL_S = 1.0
@@ -105,7 +106,8 @@ class RunMetrics:
     ) -> bytes:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        output_len = sum([last - first + 1 for first, last in stretches])
+        every = timeline.every
+        output_len = sum([(last - first) // every + 1 for first, last in stretches])
         # On a real clock, a request may arrive after the start of the iteration that fetches it.
         first_scheduled_s = max(starts[next(first for name, first in timeline.closed if name == "context")], arrival_s)
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
@@ -118,7 +120,7 @@ class RunMetrics:
         lengths = request.original_prompt_len, output_len
         population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, *lengths, self._completed)
         self._completed += 1
-        population.gaps.add(stretches)
+        population.gaps.add(stretches, every)
         population.reused_tokens += request.reused_tokens
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         self.last_end_s = max(self.last_end_s, end_s)
@@ -180,7 +182,7 @@ class RunMetrics:
             "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)),
             "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
-            **shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
+            **metrics.shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
             "waiting_by_limit": self._waited_s,
             **NO_TRAFFIC,
         }  # fmt: skip

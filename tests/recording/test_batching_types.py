@@ -190,9 +190,11 @@ def test_a_paused_request_that_is_stopped_while_its_iteration_is_in_flight_is_re
 
 
 @pytest.mark.parametrize("overlap", [None, "partitioned", "async"])
-def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(directory: Path, overlap: str | None) -> None:
+def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(
+    directory: Path, overlap: str | None
+) -> None:
     config = limits("max_utilization", overlap=overlap, num_blocks=7)
-    run(trace_of([(0.0, 4, 17), (0.0, 4, 17)]), config, directory, stops={12: [101]})
+    run(trace_of([(0.0, 4, 17), (0.0, 4, 17)]), config, directory, stops={24 if overlap == "partitioned" else 12: [101]})
     outcomes = {request["request_id"]: request for request in lines(directory, "requests.jsonl")}
     assert outcomes[101]["pauses"] == 1
     assert outcomes[101]["outcome"] == "stopped"

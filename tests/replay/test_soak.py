@@ -18,6 +18,7 @@ from ifbbench.compressed import read_pieces
 from ifbbench.config import (
     CHUNKING_POLICIES,
     EARLY_STOPPING,
+    OVERLAPS,
     POLICIES,
     RECORDING_FORMATS,
     RESULT_FORMATS,
@@ -30,7 +31,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording.iteration_lines import documented_fields
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
-from ifbbench.report.load import load_run
+from ifbbench.report.load import load_run, micro_batches_of
 from ifbbench.report.outputs import write_outputs
 
 LIMIT_S = 60
@@ -93,7 +94,8 @@ DRAWS: dict[str, Draw] = {
     "max_seq_len": sometimes(0.9, 32, 64, 100, 256),
     "max_input_len": sometimes(0.15, 8, 31, 64),
     "max_beam_width": sometimes(0.12, 1, 2, 4),
-    "enable_trt_overlap": on_or_off(0.25),
+    "enable_trt_overlap": on_or_off(0.15),
+    "overlap": sometimes(0.2, *OVERLAPS),
     "static_emulated_batch_size": sometimes(0.15, 1, 2, 5),
     "static_emulated_timeout": lambda draw: draw.choice([0, 1, 2]),
     "tokens_per_block": lambda draw: draw.choice([1, 2, 4, 8, 8, 16, 32]),
@@ -113,7 +115,7 @@ DRAWS: dict[str, Draw] = {
     "dtype": sometimes(0.06, "float32", "bf16", "fp8", "int4"),
     "cpu_threads": lambda draw: 1,
     "tp_size": sometimes(0.04, 2),
-    "pp_size": sometimes(0.04, 2),
+    "pp_size": sometimes(0.06, 2, 4),
     "engine_overhead": sometimes(0.1, "vllm"),
     "temperature": sometimes(0.15, 0.7, 2.0),
     "top_k": sometimes(0.1, 1, 5),
@@ -302,6 +304,8 @@ def check_files(directory: Path, config: RunConfig) -> None:
     check_spans(summary, done, spans)
     if config.iteration_stats_every == 1:
         check_iterations(summary, iterations, spans)
+        if run["config"]["overlap"] != "async" or micro_batches_of(run["config"]) > 1:
+            check_batches(iterations, spans, micro_batches_of(run["config"]))
 
 
 def check_arrivals(requests: list[dict[str, Any]], trace: list[dict[str, Any]], config: RunConfig) -> None:
@@ -345,7 +349,9 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
     for line in done:
         own = of_request.pop(line["request_id"])
         for before, after in pairwise(own):
-            assert before["first_iteration"] <= before["last_iteration"] == after["first_iteration"] - 1
+            assert before["first_iteration"] <= before["last_iteration"]
+            # The turns of other micro batches may be in between.
+            assert 0 < after["first_iteration"] - before["last_iteration"] <= before.get("every", 1)
         assert own[-1]["last_iteration"] < summary["iterations"]
         phases = Counter(span["phase"] for span in own)
         assert sum(span.get("produced", 0) for span in own) == line["output_len"]
@@ -353,6 +359,23 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
         context = sum(span["tokens"] for span in own if span["phase"] == "context")
         assert context == line["prompt_len"] - line["reused_tokens"] or line["pauses"]
     assert not of_request, "spans of requests that were refused"
+
+
+def check_batches(iterations: list[dict[str, Any]], spans: list[dict[str, Any]], every: int) -> None:
+    """The batches of the iterations are those of the spans: a request runs in the iterations of one micro batch. With
+    overlap async, a discarded step of a complete request is in no span."""
+    context, generation = Counter[int](), Counter[int]()
+    for span in spans:
+        if (counted := {"context": context, "recompute": context, "generation": generation}.get(span["phase"])) is None:
+            continue
+        assert span.get("every", 1) == every
+        counted.update(range(span["first_iteration"], span["last_iteration"] + 1, every))
+    for line in map(documented_fields, iterations):
+        number = line["iteration_counter"]
+        assert line["context_requests"] == context[number]
+        if "microbatch_id" in line:
+            assert line["generation_requests"] == generation[number]
+            assert every == 1 or line["microbatch_id"] == number % every
 
 
 def check_iterations(summary: dict[str, Any], iterations: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
