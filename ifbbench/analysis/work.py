@@ -26,7 +26,6 @@ class RunWork:
 
     computed: [iterations], all. unpadded: without the padding of static batches: positions beyond a prompt and the
         empty slots of complete requests. useful: without what had been computed before a pause, either.
-    num_requests: [iterations], requests in the batch.
     ids: of the requests that ran. needed: [requests], the useful work of each, its prompt in one chunk.
     outputs: [requests], iterations in which each needs an output. held_blocks: [requests], KV blocks that it needs in
         each of these, added up.
@@ -35,7 +34,6 @@ class RunWork:
     computed: StepWorks
     unpadded: StepWorks
     useful: StepWorks
-    num_requests: Integers
     ids: list[Id]
     needed: StepWorks
     outputs: Integers
@@ -184,23 +182,14 @@ def read_work(run: RecordedRun, windows: Windows) -> RunWork:
         computed = _Sums(size, windows)
         computed.add_context(iteration, start, longest[iteration], is_last)
         computed.add_steps([*reader.useful_steps, *reader.idle])
-    everything = _columns([*reader.useful_steps, *reader.steps_again, *reader.idle], len(_Steps._fields))
-    requests = _covering(everything[0], everything[1], size, every) + np.bincount(iteration, minlength=size)
     ids = [one.request_id for one in reader.needed]
     needed, outputs, held = _needed(run, reader.needed, windows)
-    return RunWork(computed.works, unpadded.works, useful.works, requests, ids, needed, outputs, held)
+    return RunWork(computed.works, unpadded.works, useful.works, ids, needed, outputs, held)
 
 
 def _columns(rows: Sequence[Any], count: int) -> list[Integers]:
     table = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * count).reshape(len(rows), count)
     return [table[:, place] for place in range(count)]
-
-
-def _covering(first: Integers, last: Integers, size: int, every: int) -> Integers:
-    """How many of the stretches contain each iteration: every so many from `first` to `last`."""
-    changes = np.bincount(first, minlength=size + every) - np.bincount(last + every, minlength=size + every)
-    counted: Integers = cumulated(changes, every)[:size]
-    return counted
 
 
 class _Sums:

@@ -48,13 +48,17 @@ def read_run(log: Log) -> None:
                              "expected one with in-flight batching on a device.")  # fmt: skip
     if config.get("max_attention_window"):
         raise InputError(f"{directory}: a run with --max_attention_window; expected one that attends to all tokens.")
+    if (stages := int(config.get("pp_size") or 1)) > 1:
+        raise InputError(f"{directory}: a run with --pp_size {stages}: its iterations wait for each other's stages; "
+                         "expected one without pipeline stages.")  # fmt: skip
     log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
     log.overlaps = bool(config.get("overlap") or config.get("enable_trt_overlap"))
     rows = list(map(_fields, read_lines(find_lines(directory, "iterations"), ("ifbbench",))))
     if not rows:
         raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
-    works = _works(directory, max(row["iteration_counter"] for row in rows), micro_batches_of(config))
-    _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows])
+    every = micro_batches_of(config)
+    works = _works(directory, max(row["iteration_counter"] for row in rows), every)
+    _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows], every)
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +79,11 @@ def read_iterations(log: Log, lines: Iterable[Mapping[str, Any]]) -> None:
     _add_samples(log, rows, works)
 
 
-def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[StepWork]) -> None:
-    """A sample for each row whose counts agree with its work, except where the run waited for requests."""
+def _add_samples(
+    log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[StepWork], every: int = 1
+) -> None:
+    """A sample for each row whose counts agree with its work, except where the run waited for requests. every: the
+    number of micro batches."""
     numbers = np.array([row["iteration_counter"] for row in rows])
     details = [row["ifbbench"] for row in rows]
     start_s, latency_s, host_s = (
@@ -96,7 +103,11 @@ def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[St
             continue
         waited = gap_s[index] >= WAIT_S
         if log.overlaps:
-            if not waited and index:
+            # Of micro batches, the device's time is known where one was submitted before the other ended.
+            is_known = not waited and index and counted[0] + counted[2] > 0
+            if every > 1:
+                is_known = is_known and start_s[index] + host_s[index] <= end_s[index - 1]
+            if is_known:
                 log.samples.append((Sample(work, float(end_s[index] - end_s[index - 1]), None), True))
             continue
         gap = usual_gap_s if waited else float(gap_s[index])
