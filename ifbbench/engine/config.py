@@ -11,6 +11,7 @@ from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 
+UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
 # Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
 LOOK_AHEAD = 8
@@ -96,9 +97,10 @@ class BatchingConfig:
         """Whether batch size or token budget change during a run."""
         return self.tunes_batch_size or self.tunes_num_tokens
 
-    def has_budget(self, num_tokens: int) -> bool:
-        """Whether so many tokens fit into an iteration."""
-        return self.max_num_tokens is None or num_tokens <= self.max_num_tokens
+    @property
+    def token_budget(self) -> int:
+        """Maximum number of tokens in an iteration; larger than any batch without a limit."""
+        return UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
 
     @property
     def is_async(self) -> bool:

@@ -13,7 +13,7 @@ from ifbbench.errors import InputError
 from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
 from ifbbench.recording.iteration_lines import documented_fields
-from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
+from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.load import SPAN_FIELDS, cumulated, micro_batches_of, read_lines
 from ifbbench.simulation.step_work import StepWork
 
@@ -53,7 +53,7 @@ def read_run(log: Log) -> None:
                          "expected one without pipeline stages.")  # fmt: skip
     log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
     log.overlaps = bool(config.get("overlap") or config.get("enable_trt_overlap"))
-    rows = list(map(_fields, read_lines(find_lines(directory, "iterations"), ("ifbbench",))))
+    rows = list(map(_fields, read_lines(find_iterations(directory), ("ifbbench",))))
     if not rows:
         raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
     every = micro_batches_of(config)

@@ -141,6 +141,11 @@ class IterationEncoder:
         # The latest iterations, if the last of them was left out.
         self._latest: IterationRecord | Stretch | None = None
 
+    def whole(self, record: IterationRecord, bound_by: str) -> bytes:
+        """The line of a static batch."""
+        self._bound_by = bound_by
+        return self._encoded(record)
+
     def record(self, record: IterationRecord, bound_by: str) -> Sequence[bytes]:
         """The line of one iteration; none if it is left out. bound_by: its limit."""
         before, self._bound_by = self._bound_by, bound_by
@@ -204,7 +209,9 @@ class IterationEncoder:
 
     def _details(self, record: IterationRecord) -> IterationDetails:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
-        scheduled = len(record.context) + record.num_generation + record.idle
+        scheduled = len(record.context)
+        if record.steps is None:
+            scheduled += record.num_generation + record.idle
         details = IterationDetails(
             number(start_s), number((end_s - start_s) * 1000), number((submit_s - start_s) * 1000),
             number((end_s - submit_s) * 1000), UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET,
@@ -214,6 +221,9 @@ class IterationEncoder:
             record.recomputed, record.budget_used, record.padding or UNSET,
             record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
         )  # fmt: skip
+        if record.steps is not None:
+            details.first_step, details.last_step = record.steps
+            return details
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
             details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)

@@ -22,7 +22,7 @@ from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.errors import InputError
 from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
 from ifbbench.recording.lines import RequestLine, SpanLine
-from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
+from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 
 Floats = NDArray[np.float64]
 
@@ -99,7 +99,7 @@ class RunData:
         Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
         required = ITERATION_FIELDS[self.config.get("iteration_stats_format") or "batch_manager"]
-        rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), required))
+        rows = map(_flat_iteration, read_lines(find_iterations(self.path), required))
         recorded = _table_of(rows, ITERATION_COLUMNS)
         recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
         return _filled(recorded, self.spans, self.num_micro_batches) if self.recorded_every > 1 else recorded

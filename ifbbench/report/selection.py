@@ -105,4 +105,6 @@ def _clipped(spans: pd.DataFrame, first: int, last: int, num_micro_batches: int)
         # Output tokens come in the last iterations of a span.
         produced=np.minimum((spans["produced"].fillna(0) - cut_behind).clip(lower=0), lengths),
     )
-    return spans[lengths > 0].reset_index(drop=True)  # a window may lie between two steps
+    # The window may lie between two steps.
+    with_steps: pd.DataFrame = spans[spans["first_iteration"] <= spans["last_iteration"]]
+    return with_steps.reset_index(drop=True)

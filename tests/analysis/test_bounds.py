@@ -30,7 +30,8 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "overlap async": {"overlap": "async"},
     "thinned": {"iteration_stats_every": 7, "policy": "max_utilization"},
 }
-INEXACT = ("two passes", "overlap", "overlap async", "two stages", "thinned")  # the recorded times of these are not those of the device alone
+# The recorded times of these are not those of the device alone.
+INEXACT = ("two passes", "overlap", "overlap async", "two stages", "thinned")
 
 
 @pytest.fixture(scope="module")

@@ -84,13 +84,13 @@ DRAWS: dict[str, Draw] = {
     "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
     "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
-    "max_num_tokens": sometimes(0.5, 4, 9, 16, 33, 64, 100),
+    "max_num_tokens": sometimes(0.5, 4, 9, 16, 33, 64, 100, "none"),
     "enable_batch_size_tuning": on_or_off(0.1),
     "enable_max_num_tokens_tuning": on_or_off(0.1),
     "dynamic_batch_moving_average_window": sometimes(0.1, 1, 3),
     "enable_chunked_context": lambda draw: draw.choice([None, True, True, False]),
     "context_chunking_policy": sometimes(0.4, *CHUNKING_POLICIES),
-    "context_chunk_unit": sometimes(0.4, 1, 2, 4, 8),
+    "context_chunk_unit": sometimes(0.25, 4, 8, 16),
     "max_seq_len": sometimes(0.9, 32, 64, 100, 256),
     "max_input_len": sometimes(0.15, 8, 31, 64),
     "max_beam_width": sometimes(0.12, 1, 2, 4),
@@ -282,6 +282,9 @@ def check_files(directory: Path, config: RunConfig) -> None:
     run = json.loads((directory / "run.json").read_text())
     requests, spans = lines(directory, "requests", config), lines(directory, "spans", config)
     iterations, trace = lines(directory, "iterations", config), lines(directory, "trace", config)
+    if config.type == "v1":
+        check_static_batches(iterations, lines(directory, "steps", config), config)
+        iterations = lines(directory, "steps", config)
     assert not summary["partial"]
     assert not run["partial"]
     assert run["schedule_digest"] == summary["schedule_digest"]
@@ -359,6 +362,17 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
         context = sum(span["tokens"] for span in own if span["phase"] == "context")
         assert context == line["prompt_len"] - line["reused_tokens"] or line["pauses"]
     assert not of_request, "spans of requests that were refused"
+
+
+def check_static_batches(batches: list[dict[str, Any]], steps: list[dict[str, Any]], config: RunConfig) -> None:
+    """A line a static batch, which sums up its steps."""
+    documented = list(map(documented_fields, batches))
+    assert [line["iteration_counter"] for line in documented] == list(range(len(batches)))
+    assert all(line["scheduled_requests"] == line["context_requests"] for line in documented)
+    if config.iteration_stats_every == 1:
+        summed = list(map(documented_fields, steps))
+        for name in ("total_generation_tokens", "total_context_tokens", "empty_generation_slots", "context_requests"):
+            assert sum(line[name] for line in documented) == sum(line[name] for line in summed)
 
 
 def check_batches(iterations: list[dict[str, Any]], spans: list[dict[str, Any]], every: int) -> None:
