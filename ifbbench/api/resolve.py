@@ -4,7 +4,7 @@ import logging
 import re
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
-from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
+from ifbbench.engine.config import UNLIMITED, V1_POLICY, BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
@@ -25,7 +25,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    config = _as_batching_type_needs(config)
+    overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
+    config = _as_batching_type_needs(config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None))
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(
@@ -33,7 +34,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         context_chunk_unit=config.context_chunk_unit or config.tokens_per_block,
     )
     if config.enable_chunked_context is None:  # the default of the command line
-        possible = config.kv_cache_type == "paged" and config.max_num_tokens >= _resolved(config.context_chunk_unit)
+        has_budget = (config.max_num_tokens or UNLIMITED) >= _resolved(config.context_chunk_unit)
+        possible = config.kv_cache_type == "paged" and has_budget
         config = config.with_values(enable_chunked_context=possible)
     _check_settings(config)
     _check_beams(config)
@@ -42,7 +44,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         raise InputError(f"--max_seq_len: {max_seq_len} is more than the {model_max_seq_len} positions of model "
                          f"{config.model}; give a smaller one.")
     longest = max_seq_len - 1
-    if not config.enable_chunked_context:
+    if not (config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
         longest = min(longest, config.max_num_tokens)
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
@@ -63,8 +65,10 @@ def _as_batching_type_needs(config: RunConfig) -> RunConfig:
         return config
     if config.policy != V1_POLICY:
         _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
-    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
-                         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
+    off: dict[str, bool | None] = dict.fromkeys(
+        ("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
+         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
+    off["overlap"] = None
     for name in off:
         if getattr(config, name):
             _log.warning("--type v1 turns --%s off.", name)
@@ -76,7 +80,12 @@ def _check_settings(config: RunConfig) -> None:
     if config.concurrency is not None and config.static_emulated_batch_size is not None:
         raise InputError("--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; "
                          "leave out one of them.")
-    if config.enable_chunked_context and config.max_num_tokens < _resolved(config.context_chunk_unit):
+    unit = _resolved(config.context_chunk_unit)
+    if config.enable_chunked_context and unit % config.tokens_per_block:
+        raise InputError(f"--context_chunk_unit: {unit} tokens are no whole number of KV cache blocks; expected a "
+                         f"multiple of --tokens_per_block {config.tokens_per_block}. With --tokens_per_block 1 any "
+                         "unit is one.")
+    if config.enable_chunked_context and (config.max_num_tokens or UNLIMITED) < unit:
         raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of "
                          f"{config.context_chunk_unit} tokens; raise it, or lower --context_chunk_unit (default: "
                          "--tokens_per_block).")
@@ -125,7 +134,7 @@ def _check_beams(config: RunConfig) -> None:
     if config.beam_width is not None and config.beam_width > max_beam_width:
         raise InputError(f"--max_beam_width: {max_beam_width} is less than --beam_width {config.beam_width}; raise "
                          "it or leave it out.")
-    if config.max_num_tokens < max_beam_width:
+    if config.max_num_tokens is not None and config.max_num_tokens < max_beam_width:
         raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than the {max_beam_width} beams of one "
                          "request, each of which runs a token in an iteration; raise it.")
     if max_beam_width == 1:
@@ -157,7 +166,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         batching_type=BatchingType(config.type),
         policy=config.policy,
         max_batch_size=_resolved(config.max_batch_size),
-        max_num_tokens=config.max_num_tokens,
+        max_num_tokens=None if config.type == BatchingType.V1 else config.max_num_tokens,
         max_seq_len=_resolved(config.max_seq_len),
         max_input_len=_resolved(config.max_input_len),
         tokens_per_block=config.tokens_per_block,
@@ -166,7 +175,8 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         chunk_unit=_resolved(config.context_chunk_unit) if config.enable_chunked_context else None,
         chunking_policy=config.context_chunking_policy,
         max_beam_width=_resolved(config.max_beam_width),
-        enable_overlap=config.enable_trt_overlap,
+        overlap=None if config.overlap is None else Overlap(config.overlap),
+        pp_size=config.pp_size,
         vocab_size=vocab_size,
         reuse=ReuseRules(config.enable_kv_cache_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse),
         windows=layout.windows if is_limited else (),

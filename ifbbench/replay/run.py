@@ -149,8 +149,11 @@ def _recorder(
     trace: Trace, engine: Engine, client: ReplayClient, directory: Path, asked: RunConfig
 ) -> Recorder:
     config = engine.config
-    statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
-    make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
+    statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
+    make_recorder: Callable[..., Recorder] = Recorder
+    if config.log_iteration_data:
+        printed = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
+        make_recorder = partial(_PrintingRecorder, printed=printed)
     return make_recorder(
         directory, _describe(trace, engine, directory, asked), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
@@ -212,7 +215,8 @@ class _PrintingRecorder(Recorder):
 
     def iteration(self, record: IterationRecord) -> None:
         super().iteration(record)
-        print(json.dumps(self._printed.fields(record)), file=sys.stderr)
+        for reported in self._printed.reported(record):
+            print(json.dumps(self._printed.fields(reported)), file=sys.stderr)
 
     def stretch(self, stretch: Stretch) -> None:
         super().stretch(stretch)

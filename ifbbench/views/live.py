@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ifbbench.analysis.rows import Id, IterationDetails
 from ifbbench.compressed import GrowingFile, read_pieces
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.run_directory import find_iterations, find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.limits import limit_name
 
@@ -206,8 +206,10 @@ class Follower:
 
     def _new_lines(self, name: str) -> Iterator[bytes]:
         # Before the run has written its first line, its format is not known.
-        if name not in self._files and (path := find_lines(self.directory, name)).exists():
-            self._files[name] = GrowingFile(path)
+        if name not in self._files:
+            path = find_iterations(self.directory) if name == "iterations" else find_lines(self.directory, name)
+            if path.exists():
+                self._files[name] = GrowingFile(path)
         return self._files[name].new_lines() if name in self._files else iter(())
 
 
