@@ -6,6 +6,7 @@ or blocks are short. Each rule below makes sure that they are short in neither o
 are equal, one after the other, and of the summary only the size of the KV cache differs.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -107,7 +108,7 @@ def _is_equal(other: _Ended, asked: _Asked) -> bool:
     # No request is refused, and none is ever left out or cut: the order in which policies try them is of no
     # consequence, nor is a larger token budget.
     if {"max_num_tokens", "max_input_len", "policy"} & set(different):
-        is_less = limits.max_num_tokens < theirs.max_num_tokens
+        is_less = (limits.max_num_tokens or math.inf) < (theirs.max_num_tokens or math.inf)
         if is_less or asked.refused or other.asked.refused or not _runs_all_at_once(other.summary):
             return False
     # As many requests as were active at most fit into either cache, whichever they are, when they are complete.
