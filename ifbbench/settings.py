@@ -1,5 +1,6 @@
 """Settings by the names that users write: own names, aliases, and names that other systems have for the same."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,9 +9,15 @@ from ifbbench.errors import InputError
 from ifbbench.fields import Setting, did_you_mean
 
 
+def snake_case(name: str) -> str:
+    """`name` with underscores instead of dashes and of capital letters: `maxNumTokens` is `max_num_tokens`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+
+
 def setting(name: str) -> Setting:
-    """The setting called `name` (own name or alias, dashes or underscores); InputError lists near names if unknown."""
-    wanted = name.replace("-", "_")
+    """The setting called `name`: its own name or an alias, with dashes, underscores or capital letters between words.
+    InputError lists near names if there is none."""
+    wanted = snake_case(name)
     for candidate in settings():
         if wanted in (candidate.name, *candidate.aliases):
             return candidate
@@ -32,6 +39,10 @@ def same_elsewhere(name: str) -> str | None:
 
 def from_mapping(values: Mapping[str, Any], command_line: bool = False) -> RunConfig:
     """A RunConfig from names (own or alias) and values, texts included. Missing ones have the default of the library,
-    or that of the command line."""
+    or that of the command line. InputError for a setting that is given by two names."""
     defaults = {item.name: item.command_line_default for item in settings()} if command_line else {}
-    return RunConfig(**defaults | {setting(name).name: value for name, value in values.items()})
+    given: dict[str, str] = {}
+    for name in values:
+        if (other := given.setdefault(setting(name).name, name)) != name:
+            raise InputError(f"{name}: {other} is the same setting; give one of them.")
+    return RunConfig(**defaults | {own: values[name] for own, name in given.items()})
