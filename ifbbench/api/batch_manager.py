@@ -30,7 +30,7 @@ from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
 from ifbbench.model.config import ModelConfig
-from ifbbench.settings import from_mapping, snake_case
+from ifbbench.settings import from_mapping, own_names, snake_case
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
@@ -242,20 +242,18 @@ class BatchManager:
 
 
 def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Mapping[str, Any]) -> RunConfig:
-    """Settings by their own names, those of TensorRT-LLM, and both with capital letters between words; those of the KV
-    cache also nested."""
-    values: dict[str, Any] = {"type": model_type, "max_beam_width": max_beam_width, "policy": policy}
+    """The settings. Those of the KV cache may be nested, which go before others of their names. Arguments win."""
+    flat: dict[str, Any] = {}
+    nested: Mapping[str, Any] = {}
     for name, value in optional_params.items():
-        nested = {name: value}
-        if snake_case(name) == "kv_cache_config":
-            nested = {} if value is None else value
-            if not isinstance(nested, Mapping):
+        if snake_case(name) != "kv_cache_config":
+            flat[name] = value
+        elif value is not None:
+            if not isinstance(value, Mapping):
                 raise InputError(f"{name}: expected a mapping of its settings, not {type(value).__name__}.")
-        for own_name, own_value in nested.items():
-            if own_name in values:
-                raise InputError(f"{own_name}: it is given twice; leave one out.")
-            values[own_name] = own_value
-    return from_mapping(values)
+            nested = value
+    named = {"type": model_type, "max_beam_width": max_beam_width, "policy": policy}
+    return from_mapping({**own_names(flat), **own_names(nested), **named})
 
 
 def _engine(executor_or_model: Executor | str | Path, settings: RunConfig) -> tuple[BatchingConfig, Executor]:

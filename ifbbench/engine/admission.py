@@ -135,19 +135,13 @@ class Admission:
         """Fetch requests, and add to `active` what the limits allow; returns the newly active requests."""
         if now_s < self._idle_until_s:
             return ()
-        arrived: list[Request] = []
+        admitted: list[Request] = []
         if self._max_queue_size is None:
             self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD)
+            self._activate(active, admitted)
         else:
-            arrived = self._get_requests(NO_LIMIT)
-            self._add(arrived)
-        admitted = []
-        while self.waiting and self._may_enter(self.waiting[0], active):
-            request = self.waiting.pop(0)
-            active.add(request)
-            admitted.append(request)
-        if self._max_queue_size is not None and len(self.waiting) > self._max_queue_size:
-            self._refuse_beyond(self._max_queue_size, arrived)
+            while self._fetch_all(self._max_queue_size, active, admitted):
+                pass
         if self._next_change is not None:
             change_s = self._next_change(now_s)
             self._idle_until_s = math.inf if change_s is None else change_s
@@ -167,15 +161,27 @@ class Admission:
         self._idle_until_s = -math.inf
         self._in_use.pop(request.request_id, None)
 
-    def _refuse_beyond(self, max_queue_size: int, arrived: list[Request]) -> None:
-        """Refuse the last of the requests that have just `arrived`, by priority and arrival, until the queue is no
-        longer than its maximum."""
-        newest = set(map(id, arrived))
-        for request in [request for request in reversed(self.waiting) if id(request) in newest]:
-            if len(self.waiting) <= max_queue_size:
-                return
+    def _activate(self, active: ActiveRequests, admitted: list[Request]) -> None:
+        while self.waiting and self._may_enter(self.waiting[0], active):
+            request = self.waiting.pop(0)
+            active.add(request)
+            admitted.append(request)
+
+    def _fetch_all(self, max_queue_size: int, active: ActiveRequests, admitted: list[Request]) -> int:
+        """Fetch all requests that have arrived, activate what the limits allow, and refuse those that find the queue
+        full: of the new ones the last by priority and arrival. Returns how many were refused; more may have arrived
+        then."""
+        arrived = self._get_requests(NO_LIMIT)
+        num_refused = self._add(arrived)
+        self._activate(active, admitted)
+        surplus = len(self.waiting) - max_queue_size
+        if surplus <= 0:
+            return num_refused
+        new = set(map(id, arrived))
+        for request in [request for request in reversed(self.waiting) if id(request) in new][:surplus]:
             self.withdraw(request)
-            self._refuse(request, f"the queue is full: {max_queue_size} requests wait (max_queue_size); send it later")
+            self._refuse(request, f"the queue is full (max_queue_size {max_queue_size}); send the request again later")
+        return num_refused + surplus
 
     def _fetch(self, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
