@@ -64,12 +64,11 @@ class _BadWords:
 class LogitsProcessors:
     """The processors of each slot's request, and what they need of its sequence.
 
-    How often each token occurs is counted in a table [counted slots · beams, vocabulary]; a slot takes its rows when
-    its first request with a penalty comes, and keeps them.
+    How often each token occurs is counted in a table [rows, vocabulary]. A slot takes rows, one for each beam, when the
+    first request with a penalty comes, and keeps them.
     """
 
-    def __init__(self, num_slots: int, max_beams: int, vocabulary: int, device: torch.device) -> None:
-        self._max_beams = max_beams
+    def __init__(self, num_slots: int, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._device = device
         self._is_active = np.zeros(num_slots, np.bool_)
@@ -83,12 +82,14 @@ class LogitsProcessors:
         self._biases: dict[int, Tensor] = {}
         self._bad_words: dict[int, _BadWords] = {}
         self._counts: Tensor | None = None
-        # First row of each slot in the table; -1 before it has one.
-        self._count_rows = np.full(num_slots, -1, np.int64)
+        self._num_count_rows = 0
+        # The rows of each slot in the table: the first one, and how many.
+        self._first_row = np.zeros(num_slots, np.int64)
+        self._num_rows = np.zeros(num_slots, np.int64)
 
     def assign(
         self, slot: int, params: SamplingParams, end_tokens: tuple[int, ...], original_prompt_len: int,
-        prompt: IntArray | None,
+        prompt: IntArray | None, beam_width: int = 1,
     ) -> None:  # fmt: skip
         """Set the processors of the request that now has `slot`.
 
@@ -119,12 +120,12 @@ class LogitsProcessors:
             self._biases[slot] = to_device(bias, self._device)
         sequence = prompt.astype(np.int64)
         if words:
-            self._bad_words[slot] = _BadWords.of(words, self._max_beams, self._device)
+            self._bad_words[slot] = _BadWords.of(words, beam_width, self._device)
             self._bad_words[slot].start(sequence)
         if params.has_penalties:
             # Virtual tokens are not counted.
             counts = np.bincount(sequence[sequence < self._vocabulary], minlength=self._vocabulary)
-            self._rows_of(slot)[0] = to_device(counts.astype(np.int32), self._device)
+            self._row_of_prompt(slot, beam_width).copy_(to_device(counts.astype(np.int32), self._device))
 
     def apply(
         self, scores: Tensor, slots: Int64Array, positions: Int64Array, beams: Int64Array | None = None
@@ -160,10 +161,10 @@ class LogitsProcessors:
         def column(values: NDArray[np.float32]) -> Tensor:
             return to_device(values[slots], self._device).unsqueeze(1)
 
-        if self._counts is None or not (self._count_rows[slots] >= 0).any():
+        if self._counts is None or not len(self._counted(slots)):
             return scores
-        # A row without penalties may have the counts of another: they change nothing.
-        rows = np.maximum(self._count_rows[slots], 0) + beams
+        # What has no penalty may get the counts of another: they change nothing.
+        rows = np.minimum(self._first_row[slots] + beams, len(self._counts) - 1)
         counts = self._counts.index_select(0, to_device(rows, self._device))
         occurs, penalties = counts > 0, column(self._repetition)
         lowered = torch.where(scores < 0, scores * penalties, scores / penalties)
@@ -179,7 +180,7 @@ class LogitsProcessors:
         counted = self._counted(slots)
         if len(counted):
             chosen = tokens.index_select(0, to_device(counted, self._device))
-            self._count(self._count_rows[slots[counted]], chosen)
+            self._count(self._first_row[slots[counted]], chosen)
         if self._bad_words:
             for row, slot in enumerate(slots.tolist()):
                 if (words := self._bad_words.get(slot)) is not None:
@@ -191,7 +192,7 @@ class LogitsProcessors:
             return
         counted = self._counted(slots)
         if len(counted) and self._counts is not None:
-            first = self._count_rows[slots[counted]][:, None]
+            first = self._first_row[slots[counted]][:, None]
             rows = first + np.arange(beams.tokens.shape[1])
             parents = self._counts.index_select(0, to_device((first + beams.parents[counted]).ravel(), self._device))
             self._counts.index_copy_(0, to_device(rows.ravel(), self._device), parents)
@@ -213,18 +214,17 @@ class LogitsProcessors:
         places = to_device(rows * self._vocabulary, self._device) + tokens
         self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
-    def _rows_of(self, slot: int) -> Tensor:
-        """The rows of `slot` in the table, [beams, vocabulary], which grows to twice its size where it has none."""
-        first = int(self._count_rows[slot])
-        if first < 0:
-            first = (int(self._count_rows.max()) + self._max_beams) if self._counts is not None else 0
-            self._count_rows[slot] = first
+    def _row_of_prompt(self, slot: int, beam_width: int) -> Tensor:
+        """The row of beam 0 of `slot`, which takes rows of the table if it has fewer than beams."""
+        if self._num_rows[slot] < beam_width:
+            self._first_row[slot], self._num_rows[slot] = self._num_count_rows, beam_width
+            self._num_count_rows += beam_width
             capacity = 0 if self._counts is None else len(self._counts)
-            if first + self._max_beams > capacity:
-                larger = max(2 * capacity, self._max_beams)
-                grown = torch.zeros((larger, self._vocabulary), dtype=torch.int32, device=self._device)
+            if self._num_count_rows > capacity:
+                shape = max(2 * capacity, self._num_count_rows), self._vocabulary
+                grown = torch.zeros(shape, dtype=torch.int32, device=self._device)
                 if self._counts is not None:
                     grown[:capacity] = self._counts
                 self._counts = grown
         assert self._counts is not None
-        return self._counts[first : first + self._max_beams]
+        return self._counts[int(self._first_row[slot])]

@@ -50,8 +50,7 @@ class ModelExecutor:
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or model.config.max_position_embeddings)
-        max_beams = layout.windows[0].attention_window.max_beam_width
-        self._processors = LogitsProcessors(num_slots, max_beams, model.config.vocab_size, model.device)
+        self._processors = LogitsProcessors(num_slots, model.config.vocab_size, model.device)
         self._sampler, log_probs = Sampler(num_slots), log_probs_of
         if model.uses_kernels:
             from ifbbench.kernels import token_choice
@@ -164,7 +163,7 @@ class ModelExecutor:
         for owner in batch.owners:
             self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
             self._processors.assign(
-                owner.slot, owner.sampling, owner.end_tokens, owner.original_prompt_len, owner.prompt
+                owner.slot, owner.sampling, owner.end_tokens, owner.original_prompt_len, owner.prompt, owner.beam_width
             )
             self._optional.assign(owner.slot, owner.options)
         self._cache.move_before(batch.moves)
@@ -230,6 +229,7 @@ class SlotOwner:
     sampling: SamplingParams
     options: OutputOptions
     end_tokens: tuple[int, ...]
+    beam_width: int
     prompt: IntArray | None
 
     @classmethod
@@ -239,7 +239,7 @@ class SlotOwner:
         is_needed = chunk.is_last and request.sampling.changes_logits
         prompt = request.tokens_between(0, request.prompt_len).copy() if is_needed else None
         return cls(request.slot, request.original_prompt_len, request.sampling, request.options,
-                   request.stop.end_tokens, prompt)  # fmt: skip
+                   request.stop.end_tokens, request.beam_width, prompt)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
