@@ -144,10 +144,9 @@ def _options(request: InferenceRequest, pad_id: int) -> OutputOptions:
     table = _floats("prompt_embedding_table", request.prompt_embedding_table, 2)
     if request.prompt_vocab_size is not None:
         size = integer(request.prompt_vocab_size, "prompt_vocab_size", 0)
-        if table is None or size > len(table):
-            rows = "none" if table is None else len(table)
-            raise InputError(f"prompt_vocab_size: {size} virtual tokens, but prompt_embedding_table has {rows} rows.")
-        table = table[:size]
+        if size > (rows := 0 if table is None else len(table)):
+            raise InputError(f"prompt_vocab_size: {size} virtual tokens, but {rows} rows of prompt_embedding_table.")
+        table = None if table is None else table[:size]
     weights, config = _floats("lora_weights", request.lora_weights, 2), None
     if request.lora_config is not None:
         config = _array("lora_config", request.lora_config, 2, "iu").astype(np.int32)

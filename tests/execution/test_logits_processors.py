@@ -36,7 +36,7 @@ def processors_of(sampling: SamplingParams, prompt_len: int, ends: tuple[int, ..
     chosen = of.LogitsProcessorList()
     if sampling.embedding_bias is not None:
         bias = {(token,): float(value) for token, value in enumerate(sampling.embedding_bias)}
-        chosen.append(of.SequenceBiasLogitsProcessor(bias))  # type: ignore[arg-type]
+        chosen.append(of.SequenceBiasLogitsProcessor(bias))
     if sampling.repetition_penalty != 1:
         chosen.append(of.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.bad_words:
