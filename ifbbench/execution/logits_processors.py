@@ -48,7 +48,7 @@ class _BadWords:
         newest = np.full(longest, NO_TOKEN, np.int64)
         tail = sequence[-longest:]
         newest[longest - len(tail) :] = tail
-        self.history[0] = to_device(newest, self.history.device)
+        self.history[0].copy_(to_device(newest, self.history.device))
 
     def append(self, tokens: Tensor, parents: Tensor | None = None) -> None:
         """Add a token, [beams], to each beam's parent, [beams]."""
@@ -98,16 +98,16 @@ class LogitsProcessors:
         is_active = params.changes_logits
         if not (is_active or self._is_active[slot]):
             return
+        self._biases.pop(slot, None)
+        self._bad_words.pop(slot, None)
         self._num_active += is_active - int(self._is_active[slot])
         self._is_active[slot] = is_active
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
         self._first_end[slot] = original_prompt_len + params.min_length if params.min_length else 0
-        if prompt is None:
+        if prompt is None or not is_active:
             return
-        self._biases.pop(slot, None)
-        self._bad_words.pop(slot, None)
         if params.min_length:
             ids = np.array(end_tokens, np.int64)
             self._end_tokens[slot] = ids[(ids >= 0) & (ids < self._vocabulary)]
@@ -146,7 +146,7 @@ class LogitsProcessors:
         own = scores.index_select(0, index).float()
         for row, slot in enumerate(slots.tolist()):
             if (bias := self._biases.get(slot)) is not None:
-                own[row] += bias
+                own[row].add_(bias)
         own = self._penalised(own, slots, beams)
         for row, (slot, beam) in enumerate(zip(slots.tolist(), beams.tolist(), strict=True)):
             if (words := self._bad_words.get(slot)) is not None:
@@ -224,7 +224,7 @@ class LogitsProcessors:
                 shape = max(2 * capacity, self._num_count_rows), self._vocabulary
                 grown = torch.zeros(shape, dtype=torch.int32, device=self._device)
                 if self._counts is not None:
-                    grown[:capacity] = self._counts
+                    grown[:capacity].copy_(self._counts)
                 self._counts = grown
         assert self._counts is not None
         return self._counts[int(self._first_row[slot])]

@@ -134,6 +134,24 @@ def test_a_slot_forgets_the_processors_of_its_request_before() -> None:
     assert processors.apply(scores, slot, np.array([3])) is scores
 
 
+def test_a_wider_request_follows_in_a_slot_with_processors() -> None:
+    """In turn with processors and without, which others in the batch have."""
+    processors = LogitsProcessors(2, VOCABULARY, CPU)
+    (*_, every, _) = variants(0, [1, 2, 3])
+    prompt = np.array([1, 2, 3], np.int32)
+    processors.assign(0, every, END_TOKENS, 3, prompt)
+    for sampling in (SamplingParams(), every, SamplingParams(bad_words=((8, 9),))):
+        processors.assign(0, sampling, END_TOKENS, 3, prompt, beam_width=3)
+        processors.assign(1, every, END_TOKENS, 3, prompt, beam_width=3)
+        beams = BeamInputs(np.full((2, 3), 8, np.int32), np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32),
+                           np.zeros(2, np.int32))  # fmt: skip
+        processors.follow(beams, np.array([0, 1]))
+        slots, parents = np.repeat([0, 1], 3), np.tile(np.arange(3), 2)
+        found = processors.apply(torch.zeros(6, VOCABULARY), slots, np.full(6, 4), parents)
+        theirs = processors_of(sampling, 3, END_TOKENS)
+        torch.testing.assert_close(found[:3], theirs(torch.tensor([[1, 2, 3, 8]] * 3), torch.zeros(3, VOCABULARY)))
+
+
 def processed_requests(seed: int, **fields: Any) -> list[FakeRequest]:
     requests = requests_of(LENGTHS, VOCABULARY, stop=StopConditions(END_TOKENS), beam_width=fields.pop("beam_width", 1))
     for index, request in enumerate(requests):
