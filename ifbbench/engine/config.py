@@ -47,9 +47,10 @@ class BatchingType(StrEnum):
 class BatchingConfig:
     """Limits of tokens, requests and blocks. ValueError for settings that contradict each other.
 
-    chunk_unit: None means no chunked context. vocab_size: token ids are checked against it; None without a model.
-    max_num_tokens: None is no limit. overlap: None is none, and pp_size above 1 leaves it without effect: a pipeline of
-    so many stages has as many micro batches in flight.
+    chunk_unit: None means no chunked context. vocab_size, hidden_size: token ids and arrays of requests are checked
+    against them; None without a model. max_num_tokens: None is no limit. max_queue_size: requests that may wait; None
+    means all. overlap: None is none, and pp_size above 1 leaves it without effect: a pipeline of so many stages has as
+    many micro batches in flight.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
     tuning_window: see DynamicLimits.
@@ -69,6 +70,8 @@ class BatchingConfig:
     overlap: Overlap | None = None
     pp_size: int = 1
     vocab_size: int | None = None
+    hidden_size: int | None = None
+    max_queue_size: int | None = None
     reuse: ReuseRules = NO_REUSE
     num_host_blocks: int = 0
     windows: tuple[WindowLayout, ...] = ()
