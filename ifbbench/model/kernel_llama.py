@@ -121,17 +121,21 @@ class KernelLlama(LlamaModel):
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache."""
         weights, epsilon = self._weights, self.config.rms_norm_eps
-        hidden = weights.embedding.index_select(0, inputs.tokens)
+        part, is_last = weights.part, weights.part is None or weights.part.is_last
+        hidden = self._embedded(inputs)
         normed = add_rms_norm(hidden, None, weights.layers[0].attention_norm, epsilon)
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             attention = self._kernel_attention(index, layer, normed, inputs.positions, inputs.layers[index])
-            if index == self.config.num_layers - 1:
+            if index == self.config.num_layers - 1 and is_last:
                 # The cache is complete. From here on only the rows of wanted logits are needed.
                 attention = attention.index_select(0, inputs.output_rows)
                 hidden = hidden.index_select(0, inputs.output_rows)
-            normed = add_rms_norm(hidden, layer.attention_output(attention), layer.mlp_norm, epsilon)
-            normed = add_rms_norm(hidden, layer.down(swiglu(layer.gate_up(normed))), next_norm, epsilon)
+            normed = add_rms_norm(hidden, self._sum(layer.attention_output(attention)), layer.mlp_norm, epsilon)
+            normed = add_rms_norm(hidden, self._sum(layer.down(swiglu(layer.gate_up(normed)))), next_norm, epsilon)
+        if part is not None and not is_last:
+            part.links.send(hidden)
+            return hidden[:0]
         return weights.lm_head(normed)
 
     def _kernel_attention(

@@ -3,6 +3,7 @@
 One pass runs a mixed batch of context chunks and generation tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -78,30 +79,40 @@ class LlamaModel:
     uses_kernels = False
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, operations: Operations | None = None) -> None:
-        """operations: the steps between matrix products (default: PyTorch's)."""
+        """config: of the part that `weights` are. operations: the steps between matrix products (default: PyTorch's).
+        """
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.operations = operations or Operations()
         self._weights = weights
         self._rotary = RotaryEmbedding(config, self.device)
+        part = weights.part
+        # Of the results of products whose inputs the ranks share.
+        self._sum: Callable[[Tensor], Tensor] = _unchanged if part is None or part.tp_size == 1 else part.links.sum
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache.
+        """Logits [outputs, vocabulary] of `inputs.output_rows`; no rows from a part that is not the last stage. Stores
+        the batch's keys and values in the cache.
 
         Each weight is read once for all requests together.
         """
         hidden = self._embedded(inputs)
         angles = self.operations.angles(self._rotary, inputs.positions, hidden)
-        last = self.config.num_layers - 1
+        part = self._weights.part
+        # Of a part whose hidden state goes to the next stage, all rows are needed.
+        last = self.config.num_layers - 1 if part is None or part.is_last else None
         for index, layer in enumerate(self._weights.layers):
             attention = self._attention(index, layer, hidden, angles, inputs.layers[index])
             if index == last:
                 # The cache is complete. From here on only the rows of wanted logits are needed.
                 attention = attention.index_select(0, inputs.output_rows)
                 hidden = hidden.index_select(0, inputs.output_rows)
-            hidden = hidden + layer.attention_output(attention)
+            hidden = hidden + self._sum(layer.attention_output(attention))
             hidden = hidden + self._mlp(layer, hidden)
+        if part is not None and not part.is_last:
+            part.links.send(hidden)
+            return hidden[:0]
         return self._weights.lm_head(self._norm(hidden, self._weights.final_norm, self._weights.final_norm_bias))
 
     def _attention(
@@ -117,7 +128,8 @@ class LlamaModel:
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         """Input of the first layer, [tokens, hidden]."""
-        return self._weights.embedding.index_select(0, inputs.tokens)
+        embedding, part = self._weights.embedding, self._weights.part
+        return embedding.index_select(0, inputs.tokens) if part is None else part.embedded(embedding, inputs.tokens)
 
     def _positioned(self, layer: LayerWeights, heads: Tensor, angles: Angles) -> Tensor:
         """Query heads followed by key heads [tokens, heads, head size], normalised and rotated; may be changed in
@@ -132,7 +144,7 @@ class LlamaModel:
             keys.copy_(self._norm(keys, layer.key_norm))
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        return layer.down(self.operations.swiglu(layer.gate_up(self._norm(hidden, layer.mlp_norm))))
+        return self._sum(layer.down(self.operations.swiglu(layer.gate_up(self._norm(hidden, layer.mlp_norm)))))
 
     def _norm(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`hidden` [..., size] normalised over the last dimension. bias: GPT-2's."""
@@ -147,17 +159,25 @@ class Gpt2Model(LlamaModel):
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         assert self._weights.position_embedding is not None
-        return super()._embedded(inputs) + self._weights.position_embedding.index_select(0, inputs.positions)
+        hidden, part = super()._embedded(inputs), self._weights.part
+        if part is not None and not part.is_first:
+            return hidden
+        return hidden + self._weights.position_embedding.index_select(0, inputs.positions)
 
     def _positioned(self, layer: LayerWeights, heads: Tensor, angles: Angles) -> Tensor:
         return heads
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         up = layer.gate_up(self._norm(hidden, layer.mlp_norm, layer.mlp_norm_bias))
-        return layer.down(functional.gelu(up, approximate="none" if self.config.activation == "gelu" else "tanh"))
+        activated = functional.gelu(up, approximate="none" if self.config.activation == "gelu" else "tanh")
+        return self._sum(layer.down(activated))
 
     def _norm(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.layer_norm(hidden, weight.shape, weight, bias, self.config.rms_norm_eps)
+
+
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
 
 
 def attend(
