@@ -263,7 +263,7 @@ def _layer(
         return make_product(weight, bias)
 
     def by_inputs(name: str, inputs: int, own: tuple[slice, ...], has_bias: bool) -> Product:
-        """A product of the rank's share of the inputs. The results of the ranks are summed; one of them adds the bias."""
+        """A product of the rank's share of the inputs. Results are summed over ranks; one adds the bias."""
         weight = source(f"{prefix}.{name}_proj.weight", (hidden, inputs), *((ALL, *own) if own else ()))
         is_mine = has_bias and (part is None or part.tp_rank == 0)
         bias = source(f"{prefix}.{name}_proj.bias", (hidden,)) if is_mine else None
