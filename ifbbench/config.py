@@ -249,11 +249,17 @@ class RunConfig:
         None, "Threads that compute on a CPU. Default: one per core, at most what a container grants.", minimum=1,
         elsewhere="threads num_threads n_threads")
     tp_size: int = _execution(
-        1, "GPUs that share each layer (tensor parallelism); simulated devices only.", minimum=1, unit="GPUs",
-        elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
+        1, "GPUs that share each layer (tensor parallelism). On cpu and cuda a process is started for each.",
+        minimum=1, unit="GPUs", elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
     pp_size: int = _execution(
-        1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism); simulated devices only.",
-        minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+        1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism). On cpu and cuda a process is "
+        "started for each.", minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+    check_ranks: int = _execution(
+        1, "With several processes: compare the digests of their schedules every N iterations, and at the end.",
+        minimum=1, unit="iterations")
+    rank_timeout: float = _execution(
+        300.0, "With several processes: end the run when one does not answer for so long, which must be longer than any "
+        "iteration.", above=0.0, unit="s", elsewhere="dist_timeout distributed_timeout")
     engine_overhead: str | None = _execution(
         None, "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
         "Default: the batch manager alone, without a server. Simulated devices only.", elsewhere="engine")

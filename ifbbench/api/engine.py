@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
+from ifbbench.execution.ranks import num_ranks
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
@@ -26,6 +28,9 @@ from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard, kv_memory_bytes
 from ifbbench.simulation.step_work import StepWork, least_work
+
+if TYPE_CHECKING:
+    from ifbbench.execution.communicator import Communicator
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -58,6 +63,7 @@ class Engine:
     makes_tokens: bool
     profile: Profile | None = None
     overhead: EngineOverhead | None = None
+    communicator: "Communicator | None" = None
 
     def describe_model(self) -> dict[str, Any]:
         """The model's entry in `run.json`."""
@@ -71,12 +77,14 @@ class Engine:
         }
 
 
-def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool = False) -> Engine:
+def build_engine(
+    config: RunConfig, beam_width: int = 1, *, owns_process: bool = False, communicator: "Communicator | None" = None
+) -> Engine:
     """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
 
     beam_width: the largest of any request, where the settings do not say. owns_process: whether a CPU engine may set
     malloc options and the number of threads for the whole process; without it only the number that `config` asks for
-    is set."""
+    is set. communicator: of the ranks that share the model, with several; all call this together."""
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
@@ -89,17 +97,27 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     from ifbbench.execution import build, host
     from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 
-    device = build.choose_device(config)
+    if communicator is None and num_ranks(config) > 1:
+        raise InputError(f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they need "
+                         f"{num_ranks(config)}; leave them out, or give a batch manager a communicator.")
+    device = build.choose_device(config) if communicator is None else communicator.device
+    num_sharing = 1 if communicator is None else communicator.local_size
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
         threads = resolved.cpu_threads
         threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
-    build.check_weights_fit(resolved, Shard.of_config(model, resolved).parameter_bytes, device)
-    loaded = build.load_model(resolved)
+    on_device = num_sharing if device.type == "cpu" else 1
+    build.check_weights_fit(resolved, on_device * Shard.of_config(model, resolved).parameter_bytes, device)
+    loaded = build.load_model(resolved, communicator)
+    if communicator is not None:
+        communicator.smallest([])  # all have loaded: from here on they answer quickly
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device))
+    memory_bytes = build.kv_memory(resolved, loaded, device, num_sharing)
+    layout = cache_layout(resolved, model, memory_bytes, loaded.part)
+    if communicator is not None:
+        layout = _smallest(layout, communicator)
     limits = batching_config(resolved, layout, model.vocab_size)
     steps, profile = None, None
     if config.profile:
@@ -110,7 +128,18 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
     return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
-                  makes_tokens=True, profile=profile)  # fmt: skip
+                  makes_tokens=True, profile=profile, communicator=communicator)  # fmt: skip
+
+
+def _smallest(layout: CacheLayout, communicator: "Communicator") -> CacheLayout:
+    """`layout` with the numbers of blocks for which all ranks have memory."""
+    windows = layout.windows
+    blocks = communicator.smallest([window.num_blocks for window in windows])
+    host_blocks = communicator.smallest([window.num_host_blocks for window in windows])
+    return replace(layout, windows=tuple(
+        replace(window, num_blocks=primary, num_host_blocks=secondary)
+        for window, primary, secondary in zip(windows, blocks, host_blocks, strict=True)
+    ))
 
 
 def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int) -> Engine:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from typing import TYPE_CHECKING
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
@@ -11,6 +12,9 @@ from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ifbbench.model.part import ModelPart
 
 CPU_MAX_BATCH_SIZE = 16
 GPU_MAX_BATCH_SIZE = 2048
@@ -82,9 +86,12 @@ def _check_settings(config: RunConfig) -> None:
                          "--tokens_per_block).")
     if config.hardware is None:
         for name in ("tp_size", "pp_size"):
-            if getattr(config, name) > 1:
-                raise InputError(f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it "
-                                 "out, or choose --device sim:PROFILE.")
+            if getattr(config, name) > 1 and config.makes_no_tokens:
+                raise InputError(f"--{name}: nothing is computed on --device {config.device}; leave it out, or choose "
+                                 "cpu, cuda or sim:PROFILE.")
+        if config.pp_size > 1 and config.profile:
+            raise InputError("--profile: times whole passes, and a pipeline stage runs a part of each; leave out "
+                             "--pp_size or --profile.")
         if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
             where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
             raise InputError(f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
@@ -186,17 +193,22 @@ def _resolved(limit: int | None) -> int:
 # The KV cache.
 
 
-def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None) -> CacheLayout:
+def cache_layout(
+    config: RunConfig, model: ModelConfig, memory_bytes: int | None, part: "ModelPart | None" = None
+) -> CacheLayout:
     """The KV cache of a `config` with resolved limits.
 
-    memory_bytes: for keys and values on the device; None for devices without memory. Where the user gives no size, the
+    part: of the model that has its keys and values in this memory; None if all. memory_bytes: for keys and values on the device; None for devices without memory. Where the user gives no size, the
     cache is at most as large as a full batch of the longest sequences; otherwise it has that size, reduced to what
     memory holds. InputError if not a single block fits."""
     longest = _resolved(config.max_seq_len)
     layers = _layers_of_window(config, model, longest)
     size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache
-    per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
-    bytes_per_token = {window: float(len(members) * per_layer) for window, members in layers.items()}
+    own, stored = (model, range(model.num_layers)) if part is None else (part.config, part.layers)
+    per_layer = own.kv_bytes_per_token(kv_value_bytes(config)) // own.num_layers
+    bytes_per_token = {
+        window: float(sum(layer in stored for layer in members) * per_layer) for window, members in layers.items()
+    }
     host = blocks_of_memory(0, bytes_per_token, size, host_bytes=config.kv_host_cache_bytes)
     available = None if memory_bytes is None else blocks_of_memory(memory_bytes, bytes_per_token, size)
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)

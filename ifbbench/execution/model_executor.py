@@ -35,6 +35,8 @@ class ModelExecutor:
     batch before.
     """
 
+    runs_when_collected = True  # on a CPU
+
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
         *, kv_cache_dtype: torch.dtype | None = None,
@@ -83,7 +85,7 @@ class ModelExecutor:
         doing = f"running {num_context:,} context and {batch.num_tokens - num_context:,} generation tokens"
         with torch.inference_mode(), self._needing_memory(doing):
             prepared = self._prepare(batch)
-            if self._model.device.type == "cpu":
+            if self.runs_when_collected and self._model.device.type == "cpu":
                 self._in_flight.append(lambda: self._run_now(prepared, doing))
             else:
                 self._in_flight.append(self._launch(prepared))
@@ -167,7 +169,7 @@ class ModelExecutor:
         self._cache.move_before(batch.moves)
         logits = batch.forward(self._generation_tokens(batch))
         copy_rows(batch.moves.after)
-        return self._outputs(batch, logits).wait
+        return self._outputs(batch, logits)
 
     def _generation_tokens(self, batch: "PreparedBatch") -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""
@@ -175,7 +177,8 @@ class ModelExecutor:
             return self._on_device(batch.beams.tokens.astype(np.int64).ravel())
         return self._newest.index_select(0, batch.slots)
 
-    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> "OutputsInFlight":
+    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> Callable[[], StepOutputs]:
+        """A function that waits for the outputs and returns them."""
         packed, device, num_output_rows = batch.packed, logits.device, len(batch.packed.output_rows)
         context_logits = {} if batch.context_rows is None else batch.context_rows.split(logits[num_output_rows:])
         logits = logits[:num_output_rows]
@@ -183,10 +186,10 @@ class ModelExecutor:
         if batch.beams is not None:
             scores = to_device(batch.beams.scores.copy(), device)
             candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
-            return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates)
+            return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates).wait
         tokens = self._choose(logits, packed)
         log_probs = self._optional.log_probs(logits, tokens, packed)
-        return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs)
+        return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs).wait
 
     def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
         """The new tokens, int64 [outputs], which become the newest of their slots."""

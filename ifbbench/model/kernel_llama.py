@@ -123,7 +123,7 @@ class KernelLlama(LlamaModel):
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache."""
         weights, epsilon = self._weights, self.config.rms_norm_eps
-        part, is_last = weights.part, weights.part is None or weights.part.is_last
+        part, is_last = self.part, self.part is None or self.part.is_last
         hidden = self._embedded(inputs)
         normed = add_rms_norm(hidden, None, weights.layers[0].attention_norm, epsilon)
         adapters = inputs.adapters

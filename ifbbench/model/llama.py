@@ -76,7 +76,8 @@ class LlamaModel:
     """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
 
     Mistral is the same, Qwen 2.5 adds biases of query, key and value, Qwen 3 normalises heads of queries and keys.
-    uses_kernels: whether batches must be planned for `ifbbench.kernels` (`PagedBatch`).
+    uses_kernels: whether batches must be planned for `ifbbench.kernels` (`PagedBatch`). part: what of the model it
+    computes; None if all.
     """
 
     uses_kernels = False
@@ -90,7 +91,7 @@ class LlamaModel:
         self.operations = operations or Operations()
         self._weights = weights
         self._rotary = RotaryEmbedding(config, self.device)
-        part = weights.part
+        self.part = part = weights.part
         # Of the results of products whose inputs the ranks share.
         self._sum: Callable[[Tensor], Tensor] = _unchanged if part is None or part.tp_size == 1 else part.links.sum
 
@@ -102,7 +103,7 @@ class LlamaModel:
         """
         hidden = self._embedded(inputs)
         angles = self.operations.angles(self._rotary, inputs.positions, hidden)
-        part, adapters = self._weights.part, inputs.adapters
+        part, adapters = self.part, inputs.adapters
         # Of a part whose hidden state goes to the next stage, all rows are needed.
         last = self.config.num_layers - 1 if part is None or part.is_last else None
         for index, layer in enumerate(self._weights.layers):
@@ -133,7 +134,7 @@ class LlamaModel:
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         """Input of the first layer, [tokens, hidden]."""
-        embedding, part = self._weights.embedding, self._weights.part
+        embedding, part = self._weights.embedding, self.part
         return embedding.index_select(0, inputs.tokens) if part is None else part.embedded(embedding, inputs.tokens)
 
     def _positioned(self, layer: LayerWeights, heads: Tensor, angles: Angles) -> Tensor:
@@ -166,7 +167,7 @@ class Gpt2Model(LlamaModel):
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         assert self._weights.position_embedding is not None
-        hidden, part = super()._embedded(inputs), self._weights.part
+        hidden, part = super()._embedded(inputs), self.part
         if part is not None and not part.is_first:
             return hidden
         return hidden + self._weights.position_embedding.index_select(0, inputs.positions)

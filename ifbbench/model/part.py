@@ -32,6 +32,14 @@ class Links(Protocol):
         """Fill `hidden` with the hidden state of the stage before."""
         ...
 
+    def send_outputs(self, outputs: bytes) -> None:
+        """Send the outputs of a batch from the last stage to all others."""
+        ...
+
+    def receive_outputs(self) -> bytes:
+        """Wait for the next outputs of the last stage."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
