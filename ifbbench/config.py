@@ -21,6 +21,7 @@ BATCHING_TYPE_ALIASES = {
     "static": "v1", "IFB": "inflight_fused", "inflight": "inflight_fused", "InflightFusedBatching": "inflight_fused",
     "UIFB": "inflight_unfused", "InflightBatching": "inflight_unfused",
 }  # fmt: skip
+OVERLAPS = ("partitioned", "async")
 EARLY_STOPPING = ("always", "heuristic", "never")
 DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
@@ -189,8 +190,12 @@ class RunConfig:
     max_beam_width: int | None = _scheduling(
         None, "Maximum beam width of a request. Default: the largest of the trace.", minimum=1, unit="beams")
     enable_trt_overlap: bool = _scheduling(
-        False, "Schedule and submit an iteration before the tokens of the previous one are known.",
-        elsewhere="async_scheduling overlap enable_overlap enable_overlap_schedule")
+        False, "Hide the host's work behind the device's: --overlap partitioned, unless --overlap says otherwise.",
+        elsewhere="enable_overlap enable_overlap_schedule")
+    overlap: str | None = _scheduling(
+        None, "Form of overlap: two micro batches, each with its part of the requests, in flight in turn (partitioned); "
+        "or all requests, each iteration submitted before the tokens of the one before are known (async).",
+        choices=OVERLAPS, elsewhere="async_scheduling")
     static_emulated_batch_size: int | None = _scheduling(
         None, "Emulate static batching: hand out N requests when none is running.", minimum=1, unit="requests")
     static_emulated_timeout: int = _scheduling(

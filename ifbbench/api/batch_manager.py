@@ -83,7 +83,7 @@ class BatchManager:
         settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params or {})
         limits, executor = _engine(executor_or_model, settings)
         self._owned_executor = None if executor is executor_or_model else executor
-        statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
+        statistics = IterationStatistics(limits.batching_type, limits.max_active)
         self._callbacks = Callbacks(
             get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
             may_stream=limits.batching_type is not BatchingType.V1,

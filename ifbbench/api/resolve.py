@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
-from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
+from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
@@ -29,7 +29,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    config = _as_batching_type_needs(config)
+    overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
+    config = _as_batching_type_needs(config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None))
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(
@@ -67,8 +68,10 @@ def _as_batching_type_needs(config: RunConfig) -> RunConfig:
         return config
     if config.policy != V1_POLICY:
         _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
-    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
-                         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
+    off: dict[str, bool | None] = dict.fromkeys(
+        ("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
+         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
+    off["overlap"] = None
     for name in off:
         if getattr(config, name):
             _log.warning("--type v1 turns --%s off.", name)
@@ -173,7 +176,8 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         chunk_unit=_resolved(config.context_chunk_unit) if config.enable_chunked_context else None,
         chunking_policy=config.context_chunking_policy,
         max_beam_width=_resolved(config.max_beam_width),
-        enable_overlap=config.enable_trt_overlap,
+        overlap=None if config.overlap is None else Overlap(config.overlap),
+        pp_size=config.pp_size,
         vocab_size=vocab_size,
         reuse=ReuseRules(config.enable_kv_cache_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse),
         windows=layout.windows if is_limited else (),

@@ -25,6 +25,7 @@ Rows: TypeAlias = Int64Array  # indices into the table
 NO_ROWS: Rows = np.zeros(0, np.int64)
 _ORDER = attrgetter("order")
 _NO_TOKEN = -1
+NO_MICRO_BATCH = -1
 _INITIAL_OUTPUT_COLUMNS = 64
 _INITIAL_END_TOKEN_COLUMNS = 2
 
@@ -46,6 +47,8 @@ class RequestTable:
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
+    micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
+    any_in_flight: whether a request may be in another micro batch than the one that has its turn.
     """
 
     def __init__(self, rows: int) -> None:
@@ -66,6 +69,8 @@ class RequestTable:
         self.is_special = np.zeros(rows, np.bool_)
         self.num_special = 0
         self.makes_tokens = False
+        self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
+        self.any_in_flight = False
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
         self.free_rows = list(range(rows - 1, -1, -1))
 
@@ -79,7 +84,22 @@ class RequestTable:
 
     def return_row(self, row: int) -> None:
         self.num_special -= int(self.is_special[row])
+        self.micro_batch[row] = NO_MICRO_BATCH
         self.free_rows.append(row)
+
+    def begin_turn(self, micro_batch: int) -> None:
+        """The requests of this micro batch can be scheduled again; those of the others are in flight."""
+        self.micro_batch[self.micro_batch == micro_batch] = NO_MICRO_BATCH
+        self.any_in_flight = bool((self.micro_batch != NO_MICRO_BATCH).any())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests in flight in another micro batch than the one that has its turn."""
+        return int((self.micro_batch != NO_MICRO_BATCH).sum()) if self.any_in_flight else 0
+
+    def in_other_micro_batch(self, row: int) -> bool:
+        """Whether the request in `row` is in flight in a micro batch that has not its turn."""
+        return self.any_in_flight and int(self.micro_batch[row]) != NO_MICRO_BATCH
 
     def write_outputs(self, rows: Rows, columns: Int64Array, tokens: IntArray) -> None:
         """Store one output token for each of `rows`, at the output position in `columns`."""
@@ -138,17 +158,22 @@ class ActiveRequests:
         lora_ids = [-1 if request.lora_task_id is None else request.lora_task_id for request in self.generation]
         return self.generation_rows[np.argsort(lora_ids, kind="stable")]
 
+    def ready(self, rows: Rows) -> Rows:
+        """Those of `rows` that are not in flight in another micro batch."""
+        if not self.table.any_in_flight:
+            return rows
+        return rows[self.table.micro_batch[rows] == NO_MICRO_BATCH]
+
     @property
     def mixed_beam_widths(self) -> bool:
         """Whether active requests differ in beam width, so that they do not all fit into one batch."""
         return len(self._beam_widths) > 1
 
-    @property
-    def generation_tokens(self) -> int:
-        """Tokens in a batch of all generation requests."""
+    def step_tokens(self, rows: Rows) -> int:
+        """Tokens in a batch of the generation requests in `rows`."""
         if not self.table.any_wide_steps:
-            return len(self.generation_rows)
-        return int(self.table.step_tokens[self.generation_rows].sum())
+            return len(rows)
+        return int(self.table.step_tokens[rows].sum())
 
     @property
     def last(self) -> "Request | None":

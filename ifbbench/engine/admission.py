@@ -28,7 +28,7 @@ class AdmissionLimits:
     def __init__(self, config: BatchingConfig, policy: CapacityPolicy | None = None) -> None:
         """policy: the one that schedules; None for a new one of the kind that `config` names."""
         if policy is None:
-            policy = find_policy(config.effective_policy)(config.max_batch_size)
+            policy = find_policy(config.effective_policy)(config.max_active)
         self._config = config
         self._pools = config.pools
         # Without chunked context a pause drops generated tokens that do not fit into a resumed prompt.

@@ -60,6 +60,7 @@ class Batch(NamedTuple):
     padded: every prompt runs as long as the longest of the batch (static batching).
     copies: block copies to make before the batch runs, in this order.
     window_tables: block tables of the attention windows after the first, if layers differ in attention window.
+    micro_batch: the number of the micro batch, with overlap or pipeline stages; else 0.
     """
 
     iteration: int
@@ -73,6 +74,7 @@ class Batch(NamedTuple):
     padded: bool = False
     copies: tuple[BlockCopy, ...] = ()
     window_tables: tuple[IntArray, ...] = ()
+    micro_batch: int = 0
 
     @property
     def num_context_tokens(self) -> int:
@@ -159,7 +161,10 @@ class WarmingExecutor(Protocol):
 class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 
-    def __init__(self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache) -> None:
+    def __init__(
+        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, max_in_flight: int = 1
+    ) -> None:
+        self._max_in_flight = max_in_flight
         self._separate_passes = batching_type is BatchingType.INFLIGHT
         self._padded = batching_type is BatchingType.V1
         self._active = active
@@ -212,7 +217,7 @@ class BatchBuilder:
             )
         return Batch(
             iteration, chunks, slots, positions32, tables, width, beams, num_candidates, self._padded, copies,
-            cache.window_tables,
+            cache.window_tables, iteration % self._max_in_flight,
         )  # fmt: skip
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
 from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache
 from ifbbench.engine.kv_cache.manager import KvCacheManager
@@ -11,11 +11,22 @@ from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 
-MICRO_BATCHES_WITH_OVERLAP = 2
+OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
 # Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
 LOOK_AHEAD = 8
 V1_POLICY = "guaranteed_no_evict"
 CONTIGUOUS_POLICY = "max_requests"
+
+
+class Overlap(StrEnum):
+    """How the host's work overlaps with the device's.
+
+    PARTITIONED: the requests are divided into two micro batches, each scheduled while the other runs. ASYNC: all
+    requests run in each iteration, which is scheduled and submitted before the tokens of the one before are known.
+    """
+
+    PARTITIONED = "partitioned"
+    ASYNC = "async"
 
 
 class BatchingType(StrEnum):
@@ -36,7 +47,8 @@ class BatchingConfig:
     """Limits of tokens, requests and blocks. ValueError for settings that contradict each other.
 
     chunk_unit: None means no chunked context. vocab_size: token ids are checked against it; None without a model.
-    enable_overlap: an iteration is scheduled and submitted before the tokens of the previous one are collected.
+    max_num_tokens: None is no limit. overlap: None is none, and pp_size above 1 leaves it without effect: a pipeline of
+    so many stages has as many micro batches in flight.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
     tuning_window: see DynamicLimits.
@@ -44,7 +56,7 @@ class BatchingConfig:
 
     policy: str
     max_batch_size: int
-    max_num_tokens: int
+    max_num_tokens: int | None
     max_seq_len: int
     max_input_len: int
     tokens_per_block: int
@@ -53,7 +65,8 @@ class BatchingConfig:
     chunking_policy: str = "first_come_first_served"
     batching_type: BatchingType = BatchingType.INFLIGHT_FUSED
     max_beam_width: int = 1
-    enable_overlap: bool = False
+    overlap: Overlap | None = None
+    pp_size: int = 1
     vocab_size: int | None = None
     reuse: ReuseRules = NO_REUSE
     num_host_blocks: int = 0
@@ -64,12 +77,12 @@ class BatchingConfig:
     tuning_window: int = 128
 
     def __post_init__(self) -> None:
-        if self.enable_overlap and self.max_beam_width > 1:
+        if self.overlap is not None and self.max_beam_width > 1:
             raise ValueError("overlap works with beam width 1 only")
         if self.reuse.enabled and (len(self.windows) > 1 or self.is_contiguous):
             raise ValueError("blocks are reused in a paged cache with one attention window only")
-        if self.enable_overlap and self.batching_type is BatchingType.V1:
-            raise ValueError("static batches (V1) do not overlap")
+        if self.batching_type is BatchingType.V1 and (self.overlap is not None or self.pp_size > 1):
+            raise ValueError("static batches (V1) do not overlap, and run in no pipeline")
 
     @property
     def effective_policy(self) -> str:
@@ -83,15 +96,41 @@ class BatchingConfig:
         """Whether batch size or token budget change during a run."""
         return self.tunes_batch_size or self.tunes_num_tokens
 
+    def has_budget(self, num_tokens: int) -> bool:
+        """Whether so many tokens fit into an iteration."""
+        return self.max_num_tokens is None or num_tokens <= self.max_num_tokens
+
+    @property
+    def is_async(self) -> bool:
+        """Whether requests are scheduled again before their newest tokens are known."""
+        return self.overlap == Overlap.ASYNC and self.pp_size == 1
+
     @property
     def num_micro_batches(self) -> int:
+        """Parts that the active requests are divided into. They run in turn, each while the others are in flight."""
+        if self.pp_size > 1:
+            return self.pp_size
+        return OVERLAPPING if self.overlap == Overlap.PARTITIONED else 1
+
+    @property
+    def max_in_flight(self) -> int:
         """Maximum number of iterations in flight."""
-        return MICRO_BATCHES_WITH_OVERLAP if self.enable_overlap else 1
+        return OVERLAPPING if self.is_async else self.num_micro_batches
+
+    @property
+    def max_active(self) -> int:
+        """Maximum number of active requests: a full batch for each pipeline stage."""
+        return self.max_batch_size * self.pp_size
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Maximum number of requests in one micro batch."""
+        return ceil_div(self.max_active, self.num_micro_batches)
 
     @property
     def num_slots(self) -> int:
-        """Sequence slots: a full batch and, with a paged cache, what requests of higher priority may add to it."""
-        return self.max_batch_size + (0 if self.is_contiguous else LOOK_AHEAD)
+        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add to them."""
+        return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
 
     @property
     def attention_window(self) -> AttentionWindow:
@@ -112,6 +151,12 @@ class BatchingConfig:
         return ((self.attention_window, self.num_blocks),)
 
     def make_cache(self) -> KvCache:
+        cache = self._make_cache()
+        if self.num_micro_batches > 1:
+            cache.look_ahead()
+        return cache
+
+    def _make_cache(self) -> KvCache:
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:

@@ -59,7 +59,7 @@ class DynamicLimits:
         if config.tunes_batch_size:
             average = int(prompt_len), int(new_tokens), 0, config.max_beam_width
             capacity = min(blocks // window.blocks_to_completion(*average) for window, blocks in config.pools)
-            self._micro_batch.max_batch_size = min(tuned_batch_size(capacity), config.max_batch_size)
+            self._micro_batch.max_batch_size = min(tuned_batch_size(capacity), config.micro_batch_size)
         if config.tunes_num_tokens:
             budget = tuned_num_tokens(self._micro_batch.max_batch_size, prompt_len, new_tokens)
             # What was admitted must fit: a chunk, or a whole prompt, which TensorRT-LLM's scheduler would never run.
@@ -67,4 +67,4 @@ class DynamicLimits:
                 budget = max(budget, max((request.prompt_len for request in active.context), default=0))
             else:
                 budget = max(budget, config.chunk_unit)
-            self._micro_batch.max_num_tokens = min(budget, config.max_num_tokens)
+            self._micro_batch.max_num_tokens = min(budget, config.max_num_tokens or budget)

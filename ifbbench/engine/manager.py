@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from ifbbench.clock import Clock, VirtualClock
-from ifbbench.engine.active import ActiveRequests, RequestTable
+from ifbbench.engine.active import NO_MICRO_BATCH, ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
 from ifbbench.engine.batch import Batch, BatchBuilder, Executor, PredictableExecutor
 from ifbbench.engine.config import BatchingConfig, BatchingType
@@ -55,22 +55,22 @@ class TokenGenerationLoop:
         self._send_response = send_response
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
-        policy = find_policy(config.effective_policy)(config.max_batch_size)
+        policy = find_policy(config.effective_policy)(config.max_active)
         self._admission = Admission(
-            AdmissionLimits(config, policy), config.max_batch_size, get_requests, self._refuse, next_change,
+            AdmissionLimits(config, policy), config.max_active, get_requests, self._refuse, next_change,
             next_priority,
         )  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
-        self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)
+        self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache, config.max_in_flight)
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
-        is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.enable_overlap)
-        is_steady = is_steady and not config.has_dynamic_limits
+        is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.has_dynamic_limits)
+        is_steady = is_steady and config.max_in_flight == 1
         if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
             self._fast_forward = FastForward(
                 config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change
             )
-        self._max_in_flight = config.num_micro_batches
+        self._max_in_flight, self._num_micro_batches = config.max_in_flight, config.num_micro_batches
         self._in_flight: deque[InFlightIteration] = deque()
         self._activated: list[Request] = []
         self._failure: ExecutorFailed | None = None
@@ -83,14 +83,16 @@ class TokenGenerationLoop:
     def step(self) -> bool:
         """Run one iteration; False, with nothing done, if no request is active.
 
-        With overlap, the iteration that this call submits is collected by the next call. Raises ExecutorFailed after
+        With overlap or pipeline stages, the iteration that this call submits is collected by a later one. Raises ExecutorFailed after
         the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
         start_s = self._clock.now()
 
         # Admit: fetch requests, refuse those that can never run, activate by priority.
         self._activated += self._admission.admit(self.active, start_s)
-        if not len(self.active) and not self._in_flight:
-            return False
+        if not len(self.active):
+            self._forget_empty_turns()
+            if not self._in_flight:
+                return False
         # On a simulated device, all iterations up to the next event may be known: advance them together.
         if self._fast_forward is not None and self._step_many(self._fast_forward, start_s):
             return True
@@ -98,20 +100,22 @@ class TokenGenerationLoop:
         # Schedule: the capacity policy, then the micro-batch scheduler.
         if self._scheduler.tune_limits is not None:
             self._scheduler.tune_limits(self.active)
+        if self._num_micro_batches > 1:
+            self.table.begin_turn(self.iteration % self._num_micro_batches)
         plan = self._scheduler.plan()
-        if plan.paused and self._in_flight:
+        while plan.paused and self._awaits_tokens(plan):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
-            while self._in_flight:
+            while self._awaits_tokens(plan):
                 self._complete_oldest()
             plan = self._scheduler.plan()
 
         stays_in_flight = 0
-        if not plan.does_nothing:
+        if not plan.does_nothing or self._has_empty_turn:
             # Pause, build the batches (which takes the blocks they write to), submit.
             for pause in plan.paused:
                 self._pause(pause.victim)
             submitted = self._submit(plan, start_s)
-            # With overlap the newest iteration stays in flight. After an error no other one is built upon it.
+            # All but the oldest of a full set of iterations stay in flight. After an error none is built upon another.
             if submitted.error is None:
                 stays_in_flight = self._max_in_flight - 1
         elif not self._in_flight and len(self.active) and self._failure is None:
@@ -156,6 +160,25 @@ class TokenGenerationLoop:
 
     # The stages of an iteration, in order.
 
+    @property
+    def _has_empty_turn(self) -> bool:
+        """Whether an iteration without requests is run: the turn of a micro batch while others are in flight."""
+        is_one_of_several = self._num_micro_batches > 1 and len(self.active) > 0
+        return is_one_of_several and any(iteration.batches for iteration in self._in_flight)
+
+    def _forget_empty_turns(self) -> None:
+        """No request is active: the turns of micro batches without requests since the last one ended did not happen."""
+        while self._in_flight and not self._in_flight[-1].batches:
+            self._in_flight.pop()
+            self.iteration -= 1
+
+    def _awaits_tokens(self, plan: Plan) -> bool:
+        """Whether a request to pause is in flight."""
+        if self.config.is_async:
+            return bool(self._in_flight)
+        in_flight = {iteration.record.micro_batch for iteration in self._in_flight}
+        return any(int(self.table.micro_batch[pause.victim.slot]) in in_flight for pause in plan.paused)
+
     def _refuse(self, request: Request, error: str) -> None:
         self._observer.left(request, error)
         self._send_response(Response(request, is_final=True, error=error))
@@ -178,6 +201,7 @@ class TokenGenerationLoop:
         """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
         self._release_blocks(request)
         request.pause(self.config.max_input_len)
+        self.table.micro_batch[request.slot] = NO_MICRO_BATCH
         self.active.move_to_context(request)
 
     def _submit(self, plan: Plan, start_s: float) -> InFlightIteration:
@@ -192,6 +216,9 @@ class TokenGenerationLoop:
         iteration.submit(self._executor)
         record.submit_s = self._clock.now()
         record.recomputed = self._advance(plan, completing)
+        if self._num_micro_batches > 1:
+            rows = [*plan.rows.tolist(), *(request.slot for request in plan.context)]
+            self.table.micro_batch[rows] = self.iteration % self._num_micro_batches
         self._in_flight.append(iteration)
         self._activated = []
         self.iteration += 1
@@ -215,6 +242,7 @@ class TokenGenerationLoop:
             recomputed=0, num_generation=num_generation, num_generation_tokens=tokens, held=plan.held,
             paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
             cache=CacheState.of(self.kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
+            num_micro_batches=self._num_micro_batches, in_flight=self.table.num_in_flight,
         )  # fmt: skip
 
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
@@ -235,7 +263,7 @@ class TokenGenerationLoop:
                 self.kv_cache.store_context(request.slot)
         if reuses_blocks:
             store_generated(self.active, self.kv_cache, rows)
-        if self.config.enable_overlap:
+        if self.config.is_async:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
                 self.active.park(row)
@@ -246,7 +274,7 @@ class TokenGenerationLoop:
         iteration = self._in_flight.popleft()
         outputs = iteration.collect(self._executor, self._clock.now)
         record = iteration.record
-        record.end_s = self._clock.now()
+        record.end_s = self._clock.now() if iteration.batches else record.submit_s
         if iteration.error is not None:
             self._fail(iteration, iteration.error)
             return

@@ -1,6 +1,6 @@
 """The micro-batch scheduler: which of the fitting requests run now, within the batch size and the token budget."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -26,48 +26,51 @@ class MicroBatchScheduler:
     it, the order alone decides, and the first request that does not fit ends the batch.
 
     max_num_tokens: token budget of an iteration; None is no limit. chunking_policy: None is no chunked context.
+    num_micro_batches: with several, each has at most its share of the active requests, so that all are equally full.
     """
 
     def __init__(
         self, max_batch_size: int, max_num_tokens: int | None = None, chunking_policy: str | None = None,
-        chunk_limits: ChunkLimits | None = None,
+        chunk_limits: ChunkLimits | None = None, num_micro_batches: int = 1,
     ) -> None:  # fmt: skip
         self.max_batch_size = max_batch_size
+        self.num_micro_batches = num_micro_batches
         self.max_num_tokens = max_num_tokens
         self.chunking_policy = chunking_policy
         self.chunk_limits = chunk_limits or ChunkLimits(unit=1)
-        self._nothing = MicroBatch(self)
+        self._nothing = MicroBatch(self, max_batch_size)
 
-    def schedule(
-        self, active: ActiveRequests, fitting: CapacityDecision, in_flight: Container[int] = frozenset()
-    ) -> "MicroBatch":
-        """Decide for one iteration. in_flight: ids of requests in a batch that was not collected; they are skipped."""
-        tokens = active.generation_tokens
-        takes_all = not (fitting.held or fitting.paused or in_flight)
-        takes_all = takes_all and self._takes_all_generation(active, fitting, tokens)
-        if takes_all and not fitting.admitted:
-            return self._nothing
-        selection = MicroBatch(self, in_flight)
+    def schedule(self, active: ActiveRequests, fitting: CapacityDecision) -> "MicroBatch":
+        """Decide for one iteration. Requests in flight in another micro batch are skipped."""
+        admitted, generation = fitting.admitted, active.generation_rows
+        if active.table.any_in_flight:
+            generation = active.ready(generation)
+            admitted = [request for request in admitted if not active.table.in_other_micro_batch(request.slot)]
+        tokens, max_requests = active.step_tokens(generation), self.max_batch_size
+        if self.num_micro_batches > 1:
+            max_requests = min(max_requests, -(-len(active) // self.num_micro_batches))
+        takes_all = not (fitting.held or fitting.paused or active.mixed_beam_widths)
         if takes_all:
-            selection.count, selection.tokens = len(active.generation), tokens
-            selection.add_contexts(fitting.admitted)
+            # Whether all generation requests run at any place in the order, so that only contexts are selected.
+            count, needed = len(generation), tokens
+            if admitted and not fitting.generation_first:
+                count += len(admitted)
+                if not self.chunking_policy:
+                    needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
+            takes_all = count <= max_requests and (self.max_num_tokens is None or needed <= self.max_num_tokens)
+        if takes_all and not admitted:
+            return self._nothing
+        selection = MicroBatch(self, max_requests)
+        if takes_all:
+            selection.count, selection.tokens = len(generation), tokens
+            selection.add_contexts(admitted)
         else:
-            removed = {id(request) for request in fitting.held}
-            removed.update(id(pause.victim) for pause in fitting.paused)
-            requests = chain((item for item in active.generation if id(item) not in removed), fitting.admitted)
+            removed = {request.slot for request in fitting.held}
+            removed.update(pause.victim.slot for pause in fitting.paused)
+            rows = [row for row in generation.tolist() if row not in removed]
+            requests = chain([active.by_slot[row] for row in rows], admitted)
             selection.add(requests if fitting.generation_first else sorted(requests, key=attrgetter("order")))
         return selection.finish()
-
-    def _takes_all_generation(self, active: ActiveRequests, fitting: CapacityDecision, tokens: int) -> bool:
-        """Whether all generation requests run at any place in the order, so that only contexts are selected."""
-        if active.mixed_beam_widths:
-            return False
-        count = len(active.generation)
-        if fitting.admitted and not fitting.generation_first:
-            count += len(fitting.admitted)
-            if not self.chunking_policy:
-                tokens += sum(request.prompt_len + request.num_draft_tokens for request in fitting.admitted)
-        return count <= self.max_batch_size and (self.max_num_tokens is None or tokens <= self.max_num_tokens)
 
 
 class MicroBatch:
@@ -75,12 +78,13 @@ class MicroBatch:
 
     context: requests with a chunk to run, each with its `chunk` set, in batch order.
     held: fitting generation requests that do not run; all other fitting ones do.
-    left_out: the first request that does not run or has its chunk cut, and why.
+    left_out: the first request that does not run or has its chunk cut, and why. One that is left for the next micro
+        batch, so that both have their share, is not left out.
     """
 
-    def __init__(self, scheduler: MicroBatchScheduler, in_flight: Container[int] = frozenset()) -> None:
+    def __init__(self, scheduler: MicroBatchScheduler, max_requests: int) -> None:
         self.scheduler = scheduler
-        self.in_flight = in_flight
+        self.max_requests = max_requests
         self.context: list[Request] = []
         self.held: list[Request] = []
         self.left_out: LeftOut | None = None
@@ -101,20 +105,18 @@ class MicroBatch:
         self.held.extend(request for request in rest if not request.in_context)
 
     def add_contexts(self, requests: list[Request]) -> None:
-        """As `add`, for context requests none of which is in flight."""
+        """As `add`, for context requests."""
         if not self.scheduler.chunking_policy:
             self.add(requests)
             return
-        room = self.scheduler.max_batch_size - self.count
+        room = self.max_requests - self.count
         self._select_for_chunks(requests[:room])
         if len(requests) > room:
             self._leave_out(requests[room], Limit.BATCH_SIZE)
 
     def _select(self, request: Request) -> Limit | None:
         """Add `request` to the batch, or return what keeps it out."""
-        if request.request_id in self.in_flight:
-            return Limit.IN_FLIGHT
-        if self.count >= self.scheduler.max_batch_size:
+        if self.count >= self.max_requests:
             return Limit.BATCH_SIZE
         if request.in_context and self.scheduler.chunking_policy:
             self._select_for_chunks([request])
@@ -149,7 +151,8 @@ class MicroBatch:
     def _leave_out(self, request: Request, limit: Limit) -> None:
         if not request.in_context:
             self.held.append(request)
-        if self.left_out is None:
+        shares = limit is Limit.BATCH_SIZE and self.max_requests < self.scheduler.max_batch_size
+        if self.left_out is None and not shares:
             self.left_out = LeftOut(request, limit)
 
     def finish(self) -> "MicroBatch":

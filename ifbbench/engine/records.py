@@ -86,12 +86,15 @@ class IterationRecord:
     activated: requests that became active in it.
     context: the chunks it ran, of num_context_tokens in all. `recomputed` of these tokens had been computed before a
         pause, and `padding` tokens (V1) were computed in addition.
-    num_generation: generation requests that it ran: all active ones but those in `held` and the paused.
+    num_generation: generation requests that it ran: all active ones but those in `held`, the paused, and those in
+        flight in another micro batch.
     idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
     finished: requests that it completed.
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
         chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
     queued: requests that have arrived and are not active.
+    num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
+        later, and `in_flight` requests are in the others.
     """
 
     iteration: int
@@ -117,6 +120,8 @@ class IterationRecord:
     context_end_s: float | None = None
     end_s: float = 0.0
     finished: list[Request] = field(default_factory=list)
+    num_micro_batches: int = 1
+    in_flight: int = 0
 
     @property
     def budget_used(self) -> int:

@@ -68,8 +68,9 @@ class Scheduler:
         self._policy_name = config.effective_policy
         is_chunked = config.chunk_unit is not None
         self._micro_batch = MicroBatchScheduler(
-            config.max_batch_size, config.max_num_tokens, config.chunking_policy if is_chunked else None,
+            config.micro_batch_size, config.max_num_tokens, config.chunking_policy if is_chunked else None,
             ChunkLimits(config.chunk_unit or 1, config.max_num_tokens if is_chunked else None),
+            config.num_micro_batches,
         )  # fmt: skip
         self._active = active
         self._kv_cache = kv_cache
@@ -79,6 +80,7 @@ class Scheduler:
         self.tune_limits: Callable[[ActiveRequests], None] | None = None
         if config.has_dynamic_limits:
             self.tune_limits = DynamicLimits(config, self._micro_batch).update
+        is_steady = is_steady and config.num_micro_batches == 1
         self._may_repeat = is_steady and not (config.reuse.enabled or self.is_static or self.tune_limits)
         # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
@@ -100,6 +102,11 @@ class Scheduler:
             blocked.append(fitting.left_out)
         if selected.left_out is not None:
             blocked.append(selected.left_out)
+        if self._active.table.any_in_flight:
+            # What is in flight in another micro batch runs.
+            in_flight = self._active.table.in_other_micro_batch
+            held = [request for request in held if not in_flight(request.slot)]
+            blocked = [one for one in blocked if one.request in paused or not in_flight(one.request.slot)]
         plan = Plan(
             selected.context, self._rows_without(held + paused), held=held, paused=fitting.paused,
             blocked=tuple(blocked), stands_until_block=fitting.stands_until_block,
@@ -141,7 +148,7 @@ class Scheduler:
 
     def _rows_without(self, held: list[Request]) -> Rows:
         """Rows of the generation requests but `held`, in batch order."""
-        rows = self._active.batch_rows
+        rows = self._active.ready(self._active.batch_rows)
         if held:
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows

@@ -173,7 +173,7 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
     client = ReplayClient(
         trace, clock, request_maker(engine), concurrency=scenario.concurrency, keeps_arrivals=False, keeps_outputs=False
     )
-    statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
+    statistics = IterationStatistics(limits.batching_type, limits.max_active)
     with TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory), {}, len(trace), statistics, client.arrival_s)
         executor = TimingExecutor(engine.executor, clock)

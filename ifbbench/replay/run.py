@@ -142,7 +142,7 @@ def _delivery(client: ReplayClient) -> Delivery | None:
 
 def _recorder(trace: Trace, engine: Engine, client: ReplayClient, directory: Path) -> Recorder:
     config = engine.config
-    statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_batch_size)
+    statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
     make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
     return make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork, StepWorks
@@ -117,6 +116,20 @@ class CostModel:
         elif self._cuda_graphs:
             return round(busy)
         return round(max(busy, self._launch_ns))
+
+    def stages_ns(self, work: StepWork) -> list[int]:
+        """`device_ns`, divided among the pipeline stages in the order in which a batch passes through them.
+
+        Each stage has its share of the layers, the first ones one more where they cannot be divided evenly; the last
+        stage also computes the logits and samples."""
+        whole_ns, stages, layers = self.device_ns(work), self.shard.pp_size, self.shard.model.num_layers
+        if stages == 1:
+            return [whole_ns]
+        outputs_ns = min(round(self._outputs_ns[work.outputs]), whole_ns)
+        ends = [(whole_ns - outputs_ns) * (stage * layers // stages) // layers for stage in range(1, stages + 1)]
+        times = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        times[-1] += outputs_ns
+        return times
 
     def generation_ns(self, generation_tokens: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """`device_ns` of many iterations without context at once, [iterations], exactly.
@@ -267,9 +280,8 @@ class SimulatedExecutor:
     Host and device run in parallel: `submit` takes the host's time, and the device starts when both the host and the
     batch before are done. With overlap the host's time is therefore hidden behind the device's.
 
-    With pipeline parallelism a batch passes through the stages in as many micro batches as there are stages, or
-    requests if there are fewer. Once the pipeline is full every stage is busy, so an iteration takes as long as one
-    micro batch takes through all stages. Filling the pipeline after a pause is not counted.
+    With pipeline parallelism a batch passes through the stages one after the other, and each stage runs one batch at a
+    time: a batch takes as long as all stages together, and as many batches pass as the slowest stage takes in.
     """
 
     def __init__(
@@ -277,10 +289,10 @@ class SimulatedExecutor:
     ) -> None:
         """windows: see `StepWork.of_windows`."""
         self.cost_model = cost_model
-        self._stages = cost_model.shard.pp_size
         self.windows = tuple(windows)
         self._clock = clock
-        self._device_free_ns = 0
+        # When each stage is free.
+        self._free_ns = [0] * cost_model.shard.pp_size
         self._finish_ns: deque[int] = deque()
 
     def submit(self, batch: Batch) -> None:
@@ -288,25 +300,22 @@ class SimulatedExecutor:
         requests = len(batch.context) + len(batch.slots)
         work = StepWork.of_windows(batch, self.windows)
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
-        if self._stages > 1:
-            work = work.part(min(self._stages, requests))
-        start_ns = max(self._clock.now_ns, self._device_free_ns)
-        self._device_free_ns = start_ns + self.cost_model.device_ns(work)
-        self._finish_ns.append(self._device_free_ns)
+        finish_ns = self._clock.now_ns
+        for stage, stage_ns in enumerate(self.cost_model.stages_ns(work)):
+            self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
+        self._finish_ns.append(finish_ns)
 
     def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
         """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
         alone generate. Only with one attention window for all layers."""
         ((window, _),) = self.windows
         count = len(positions)
-        parts = min(self._stages, count)
         if window is None:
             kv_tokens = int(np.add.reduce(positions)) + count * np.arange(1, steps + 1)
         else:
             lengths = positions + np.arange(1, steps + 1)[:, None]
             kv_tokens = np.minimum(lengths, window).sum(axis=1)
-        device_ns = self.cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
-        return self.cost_model.host_ns(count), device_ns
+        return self.cost_model.host_ns(count), self.cost_model.generation_ns(count, kv_tokens)
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""

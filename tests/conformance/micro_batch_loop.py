@@ -32,19 +32,23 @@ class MicroBatchLoop:
         self.iteration = 0
         self._scheduler = scheduler
         self._capacity_policy = MaxRequests(len(requests))
-        self._in_flight: list[set[int]] = [set() for _ in range(num_micro_batches)]
+        self._num_micro_batches = num_micro_batches
 
     def step(self) -> Scheduled:
         """Run one iteration."""
-        turn = self.iteration % len(self._in_flight)
-        self._in_flight[turn] = set()
+        table, turn = self.active.table, self.iteration % self._num_micro_batches
+        table.begin_turn(turn)
         fitting = self._capacity_policy.schedule(self.active)
-        selected = self._scheduler.schedule(self.active, fitting, set().union(*self._in_flight))
+        selected = self._scheduler.schedule(self.active, fitting)
         scheduled = Scheduled(
             [(request, request.chunk) for request in selected.context],
-            [request for request in self.active.generation if request not in selected.held],
-        )
-        self._in_flight[turn] = set(scheduled.ids)
+            [
+                request for request in self.active.generation
+                if request not in selected.held and not table.in_other_micro_batch(request.slot)
+            ],
+        )  # fmt: skip
+        for request in [request for request, _ in scheduled.context] + scheduled.generation:
+            table.micro_batch[request.slot] = turn
         self._advance(scheduled)
         self.iteration += 1
         return scheduled

@@ -191,11 +191,15 @@ def check_micro_batch(requests, policy, spare, limits, in_flight):
     scheduler = MicroBatchScheduler(
         limits.max_batch_size, limits.max_num_tokens, limits.chunking_policy, ChunkLimits(limits.unit, limits.longest)
     )
-    selected = scheduler.schedule(active, decision, in_flight)
+    for request in active:
+        if request.request_id in in_flight:
+            active.table.micro_batch[request.slot] = 1
+    active.table.begin_turn(0)
+    selected = scheduler.schedule(active, decision)
     assert {item.request_id: item.chunk for item in selected.context} == {
         entry.request_id: entry.chunk for entry in expected.context
     }
-    fitting_generation = {request_id for request_id in order if not entries[request_id].in_context}
+    fitting_generation = {request_id for request_id in order if not entries[request_id].in_context} - in_flight
     assert sorted(ids(selected.held)) == sorted(fitting_generation - set(ids(expected.generation)))
     assert {item.request_id: item.num_draft_tokens for item in active} == {
         request_id: entry.drafts for request_id, entry in entries.items()

@@ -13,12 +13,14 @@ from tests.engine.engine import CheckingExecutor, Loop, Run, assert_nothing_is_h
 from tests.engine.executors import FailingExecutor, SpyExecutor
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes
 
+# Batching type, overlap, and pipeline stages.
 BATCHING_TYPES = [
-    (BatchingType.V1, False),
-    (BatchingType.INFLIGHT, False),
-    (BatchingType.INFLIGHT, True),
-    (BatchingType.INFLIGHT_FUSED, False),
-    (BatchingType.INFLIGHT_FUSED, True),
+    (BatchingType.V1, None, 1),
+    *(
+        (batching_type, overlap, pp_size)
+        for batching_type in (BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED)
+        for overlap, pp_size in ((None, 1), ("partitioned", 1), ("async", 1), (None, 2), (None, 4))
+    ),
 ]
 MAX_STEPS = 4_000
 
@@ -34,14 +36,14 @@ anything = {
 }
 
 
-def with_type(config: BatchingConfig, kind: tuple[BatchingType, bool]) -> BatchingConfig:
-    batching_type, overlap = kind
+def with_type(config: BatchingConfig, kind: tuple[BatchingType, str | None, int]) -> BatchingConfig:
+    batching_type, overlap, pp_size = kind
     if batching_type is BatchingType.V1:
         # Static batches run whole prompts.
         config = dataclasses.replace(
             config, chunk_unit=None, max_input_len=min(config.max_seq_len - 1, config.max_num_tokens)
         )
-    return dataclasses.replace(config, batching_type=batching_type, enable_overlap=overlap)
+    return dataclasses.replace(config, batching_type=batching_type, overlap=overlap, pp_size=pp_size)
 
 
 def may_stream(request: Request, config: BatchingConfig) -> bool:
@@ -90,7 +92,7 @@ def test_every_possible_request_gets_all_tokens(config, kind, wanted):
     check_answers(config, wanted, result, requests)
     assert_nothing_is_held(result.manager)
     assert result.failures == []
-    assert executor.max_iterations_in_flight <= (2 if config.enable_overlap else 1)
+    assert executor.max_iterations_in_flight <= config.max_in_flight
     assert executor.in_flight == 0
 
 

@@ -227,4 +227,4 @@ def test_what_does_not_go_with_beams_is_refused(changes, named):
 
 def test_overlap_with_beams_is_refused():
     with pytest.raises(ValueError, match="beam"):
-        limits(max_beam_width=2, enable_overlap=True)
+        limits(max_beam_width=2, overlap="async")

@@ -23,7 +23,7 @@ from tests.engine.engine import (
 from tests.engine.executors import Broken, FailingExecutor, SpyExecutor
 
 LIMITS = limits()
-OVERLAP = limits(enable_overlap=True)
+OVERLAP = limits(overlap="async")
 TWO_PASSES = limits(batching_type=BatchingType.INFLIGHT)
 
 

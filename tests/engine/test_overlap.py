@@ -23,7 +23,7 @@ from tests.engine.engine import (
 )
 from tests.engine.executors import SpyExecutor
 
-OVERLAP = limits(enable_overlap=True)
+OVERLAP = limits(overlap="async")
 
 
 def spied_run(config, *requests: Request) -> tuple[Run, SpyExecutor]:

@@ -59,22 +59,22 @@ def test_the_last_token_of_a_repeated_prompt_is_computed_again():
     assert executor.computed == 8 + 1
 
 
-@pytest.mark.parametrize("enable_overlap", [False, True])
-def test_a_block_filled_by_generation_is_findable_after_the_scheduling_of_the_next_iteration(enable_overlap):
+@pytest.mark.parametrize("overlap", [None, "async"])
+def test_a_block_filled_by_generation_is_findable_after_the_scheduling_of_the_next_iteration(overlap):
     """Three equal prompts of one block: the first token of request 0 completes it, and it is stored when iteration 1 is
     submitted. Request 1, which starts in iteration 1, does not find it yet; request 2 does."""
     requests = [request_of(index, [1, 2, 3, 4], 8) for index in range(3)]
-    config = dataclasses.replace(CONFIG, enable_overlap=enable_overlap)
+    config = dataclasses.replace(CONFIG, overlap=overlap)
     run, _ = serve(config, [(0, request) for request in requests])
     ran = [[(chunk.request.request_id, chunk.length) for chunk in record.context] for record in run.records]
     assert ran[:4] == [[(0, 4)], [(1, 4)], [(2, 1)], []]
 
 
-@pytest.mark.parametrize("enable_overlap", [False, True])
-def test_a_block_that_output_fills_is_findable_one_iteration_later(enable_overlap):
+@pytest.mark.parametrize("overlap", [None, "async"])
+def test_a_block_that_output_fills_is_findable_one_iteration_later(overlap):
     """Iteration 2 computes the fourth position, so the block is stored when iteration 3 is submitted."""
     answer = greedy([1, 2], 3)
-    config = dataclasses.replace(CONFIG, enable_overlap=enable_overlap)
+    config = dataclasses.replace(CONFIG, overlap=overlap)
     for at, reused in ((3, 0), (4, 4)):
         first, second = request_of(0, [1, 2], 9), request_of(1, [1, 2, *answer], 2)
         run, _ = serve(config, [(0, first), (at, second)])
@@ -174,7 +174,7 @@ def configs(draw) -> BatchingConfig:
         num_blocks=draw(st.integers(-(-60 // size), 3 * -(-60 // size))),
         chunk_unit=chunk_unit,
         batching_type=draw(st.sampled_from([BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED])),
-        enable_overlap=draw(st.booleans()),
+        overlap=draw(st.sampled_from([None, "partitioned", "async"])),
         reuse=ReuseRules(True, draw(st.booleans()), draw(st.booleans())),
         num_host_blocks=draw(st.sampled_from([0, 0, 3, 40])),
     )

@@ -177,7 +177,7 @@ def test_an_executor_that_fails_for_good_does_not_keep_complete_members_for_ever
 
 def test_overlap_is_refused():
     with pytest.raises(ValueError, match="V1"):
-        dataclasses.replace(STATIC, enable_overlap=True)
+        dataclasses.replace(STATIC, overlap="async")
 
 
 def test_beams_that_do_not_all_fit_the_token_budget_do_not_hang_the_batch():

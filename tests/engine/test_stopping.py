@@ -21,7 +21,7 @@ from tests.engine.engine import (
     with_tokens,
 )
 
-BOTH_WAYS = pytest.mark.parametrize("overlap", [False, True])
+BOTH_WAYS = pytest.mark.parametrize("overlap", [None, "async"])
 
 
 # Stop signals.
@@ -40,7 +40,7 @@ def test_a_waiting_request_is_stopped_before_it_starts():
 
 @BOTH_WAYS
 def test_a_request_is_stopped_between_two_chunks_of_its_prompt(overlap):
-    config = limits(chunk_unit=2, max_num_tokens=4, max_input_len=39, enable_overlap=overlap)
+    config = limits(chunk_unit=2, max_num_tokens=4, max_input_len=39, overlap=overlap)
     cut, other = Request(0, 12, 4), Request(1, 3, 4)
     executor = CheckingExecutor(4)
     result = run(config, at_once(cut, other), executor, check_blocks, stops={1: [0]})
@@ -53,7 +53,7 @@ def test_a_request_is_stopped_between_two_chunks_of_its_prompt(overlap):
 
 @BOTH_WAYS
 def test_a_generating_request_is_stopped_with_the_tokens_that_are_there(overlap):
-    config = limits(enable_overlap=overlap)
+    config = limits(overlap=overlap)
     stopped, other = Request(0, 4, 9), Request(1, 4, 9)
     result = run(config, at_once(stopped, other), CheckingExecutor(4), check_blocks, stops={4: [0]})
     # Five iterations were submitted; with overlap the last of them is not collected yet.
@@ -66,7 +66,7 @@ def test_a_generating_request_is_stopped_with_the_tokens_that_are_there(overlap)
 @BOTH_WAYS
 def test_a_streaming_request_that_is_stopped_gets_an_empty_final_piece(overlap):
     streamed = Request(0, 4, 9, options=OutputOptions(streaming=True))
-    config = limits(enable_overlap=overlap)
+    config = limits(overlap=overlap)
     result = run(config, at_once(streamed), CheckingExecutor(4), check_blocks, stops={4: [0]})
     made = 4 if overlap else 5
     assert result.pieces(streamed) == [[token] for token in output_of(streamed, made)] + [[]]
@@ -76,7 +76,7 @@ def test_a_streaming_request_that_is_stopped_gets_an_empty_final_piece(overlap):
 @BOTH_WAYS
 def test_a_paused_request_is_stopped_with_the_tokens_made_before(overlap):
     # Both want a third block after their fifth token; the second is paused then.
-    config = limits(policy="max_utilization", num_blocks=5, enable_overlap=overlap)
+    config = limits(policy="max_utilization", num_blocks=5, overlap=overlap)
     first, paused = Request(0, 4, 16), Request(1, 4, 16)
     loop = Loop(config, at_once(first, paused), CheckingExecutor(4), stops={8: [1]})
     result = loop.run(check_blocks)
@@ -89,7 +89,7 @@ def test_a_paused_request_is_stopped_with_the_tokens_made_before(overlap):
 
 def test_a_request_with_its_last_step_in_flight_is_stopped():
     parked = Request(0, 4, 3)
-    result = run(limits(enable_overlap=True), at_once(parked), CheckingExecutor(4), check_blocks, stops={2: [0]})
+    result = run(limits(overlap="async"), at_once(parked), CheckingExecutor(4), check_blocks, stops={2: [0]})
     assert result.tokens(parked) == output_of(parked, 2)
     assert result.stopped == [parked]
     assert_nothing_is_held(result.manager)
@@ -106,7 +106,7 @@ def test_just_finished_unknown_and_repeated_ids_are_ignored():
 
 @BOTH_WAYS
 def test_an_id_can_be_used_again_after_a_stop(overlap):
-    config = limits(enable_overlap=overlap, max_batch_size=1)
+    config = limits(overlap=overlap, max_batch_size=1)
     stopped, again = Request(5, 4, 9), Request(5, 6, 7)
     arrivals = [(0, with_tokens(stopped)), (3, with_tokens(again))]
     result = run(config, arrivals, CheckingExecutor(4), check_blocks, stops={2: [5]})
@@ -118,7 +118,7 @@ def test_an_id_can_be_used_again_after_a_stop(overlap):
 
 def test_all_can_be_stopped_at_once_and_the_loop_is_idle_then():
     requests = [Request(index, 4, 9) for index in range(6)]
-    loop = Loop(limits(enable_overlap=True), at_once(*requests), CheckingExecutor(4), stops={2: range(6)})
+    loop = Loop(limits(overlap="async"), at_once(*requests), CheckingExecutor(4), stops={2: range(6)})
     result = loop.run(check_blocks, max_steps=6)
     assert result.stopped == requests
     assert all(result.final(request).is_final for request in requests)
@@ -142,7 +142,7 @@ def test_any_of_many_end_tokens_ends_a_request(overlap):
     request.stop = StopConditions(end_tokens=(2000, 2001, 2002, 2003, token_of(request, 4 + 3)))
     few = Request(1, 4, 6)
     few.stop = StopConditions(end_tokens=(token_of(few, 4 + 1),))
-    result, _ = checked_run(limits(enable_overlap=overlap), request, few, Request(2, 4, 5))
+    result, _ = checked_run(limits(overlap=overlap), request, few, Request(2, 4, 5))
     assert result.tokens(request) == output_of(request, 4)
     assert result.tokens(few) == output_of(few, 2)
 
@@ -153,7 +153,7 @@ def test_the_first_token_can_be_the_end(batching_type, overlap):
     by_token, by_sequence = Request(0, 4, 10), Request(1, 4, 10)
     by_token.stop = StopConditions(end_tokens=(token_of(by_token, 4),))
     by_sequence.stop = StopConditions(stop_sequences=((token_of(by_sequence, 4),),))
-    result, _ = checked_run(limits(batching_type=batching_type, enable_overlap=overlap), by_token, by_sequence)
+    result, _ = checked_run(limits(batching_type=batching_type, overlap=overlap), by_token, by_sequence)
     for request in (by_token, by_sequence):
         assert result.tokens(request) == output_of(request, 1)
     assert_nothing_is_held(result.manager)
@@ -170,10 +170,10 @@ def test_the_end_token_of_one_request_does_not_end_another_in_its_place():
 # Stop sequences.
 
 
-def outputs_with(sequences, *, overlap=False, length=8) -> list[int]:
+def outputs_with(sequences, *, overlap=None, length=8) -> list[int]:
     request = Request(0, 4, length)
     request.stop = StopConditions(stop_sequences=tuple(tuple(sequence) for sequence in sequences))
-    result, _ = checked_run(limits(enable_overlap=overlap), request)
+    result, _ = checked_run(limits(overlap=overlap), request)
     assert_nothing_is_held(result.manager)
     return result.tokens(request)
 
@@ -210,7 +210,7 @@ def test_a_stop_sequence_that_almost_matches_does_not_count():
 @BOTH_WAYS
 def test_a_stop_sequence_may_lie_across_a_pause(overlap):
     # The second is paused with five tokens made.
-    config = limits(policy="max_utilization", num_blocks=5, enable_overlap=overlap)
+    config = limits(policy="max_utilization", num_blocks=5, overlap=overlap)
     first, paused = Request(0, 4, 16), Request(1, 4, 16)
     paused.stop = StopConditions(stop_sequences=(tuple(output_of(paused, 7)[3:]),))
     result, _ = checked_run(config, first, paused)
@@ -223,7 +223,7 @@ def test_a_stop_sequence_may_lie_across_a_pause(overlap):
     sequences=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=3),
     ends=st.lists(st.integers(0, 3), max_size=2),
     length=st.integers(1, 12),
-    overlap=st.booleans(),
+    overlap=st.sampled_from([None, "partitioned", "async"]),
     is_streamed=st.booleans(),
 )
 def test_the_output_ends_with_the_first_end_there_is(sequences, ends, length, overlap, is_streamed):
@@ -235,7 +235,7 @@ def test_the_output_ends_with_the_first_end_there_is(sequences, ends, length, ov
         tuple(tuple(alphabet[item] for item in sequence) for sequence in sequences),
     )
     request = Request(0, 4, length, stop=stop, options=OutputOptions(streaming=is_streamed))
-    result, _ = checked_run(limits(enable_overlap=overlap), request)
+    result, _ = checked_run(limits(overlap=overlap), request)
     assert result.tokens(request) == plain[: stops_at(plain, stop)]
 
 

@@ -26,11 +26,11 @@ STREAMED = OutputOptions(streaming=True)
 INFLIGHT_TYPES = [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [None, "partitioned", "async"])
 @pytest.mark.parametrize("batching_type", INFLIGHT_TYPES)
 def test_each_token_is_a_piece_and_only_the_last_is_final(batching_type, overlap):
     streamed, whole = Request(0, 4, 5, options=STREAMED), Request(1, 4, 5)
-    result, _ = checked_run(limits(batching_type=batching_type, enable_overlap=overlap), streamed, whole)
+    result, _ = checked_run(limits(batching_type=batching_type, overlap=overlap), streamed, whole)
     assert result.pieces(streamed) == [[token] for token in output_of(streamed, 5)]
     assert result.pieces(whole) == [output_of(whole, 5)]
     assert result.final(streamed).error is None
@@ -62,20 +62,20 @@ def test_one_token_is_one_final_piece():
     assert result.tokens(streamed) == output_of(streamed, 1)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [None, "partitioned", "async"])
 def test_an_end_token_is_in_the_final_piece(overlap):
     streamed = Request(0, 4, 9, options=STREAMED)
     streamed.stop = StopConditions(end_tokens=(token_of(streamed, 4 + 2),))
-    result, _ = checked_run(limits(enable_overlap=overlap), streamed)
+    result, _ = checked_run(limits(overlap=overlap), streamed)
     assert result.pieces(streamed) == [[token] for token in output_of(streamed, 3)]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [None, "partitioned", "async"])
 @pytest.mark.parametrize(("chunk_unit", "max_input_len"), [(None, 20), (2, 20), (2, 6)])
 def test_nothing_is_sent_again_after_a_pause(chunk_unit, max_input_len, overlap):
     # A resumed prompt of 6 tokens has lost three of those sent: they are made again, and not sent again.
     config = limits(
-        policy="max_utilization", num_blocks=5, chunk_unit=chunk_unit, enable_overlap=overlap,
+        policy="max_utilization", num_blocks=5, chunk_unit=chunk_unit, overlap=overlap,
         max_num_tokens=24, max_input_len=max_input_len,
     )  # fmt: skip
     first, second = Request(0, 4, 16, options=STREAMED), Request(1, 4, 16, options=STREAMED)
@@ -135,12 +135,12 @@ def test_an_executor_without_tokens_streams_empty_pieces():
     batching_type=st.sampled_from(INFLIGHT_TYPES),
     num_blocks=st.integers(6, 16),
     chunk_unit=st.sampled_from([None, 2]),
-    overlap=st.booleans(),
+    overlap=st.sampled_from([None, "partitioned", "async"]),
 )  # fmt: skip
 def test_streaming_changes_no_decision_and_no_token(shapes, policy, batching_type, num_blocks, chunk_unit, overlap):
     config = limits(
         policy=policy, batching_type=batching_type, num_blocks=num_blocks, chunk_unit=chunk_unit,
-        enable_overlap=overlap, max_num_tokens=24, max_input_len=24,
+        overlap=overlap, max_num_tokens=24, max_input_len=24,
     )  # fmt: skip
     outcomes = []
     for streams in (False, True):

@@ -58,10 +58,10 @@ def decisions(result: Run, checking: CheckingExecutor, spy: SpyExecutor) -> list
     policy=st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
     num_blocks=st.integers(7, 20),
     chunk_unit=st.sampled_from([None, 2]),
-    overlap=st.booleans(),
+    overlap=st.sampled_from([None, "partitioned", "async"]),
 )  # fmt: skip
 def test_tokens_and_decisions_are_those_of_the_fused_type(shapes, policy, num_blocks, chunk_unit, overlap):
-    fused = limits(policy=policy, num_blocks=num_blocks, chunk_unit=chunk_unit, enable_overlap=overlap)
+    fused = limits(policy=policy, num_blocks=num_blocks, chunk_unit=chunk_unit, overlap=overlap)
     outcomes = []
     for batching_type in (BatchingType.INFLIGHT_FUSED, BatchingType.INFLIGHT):
         arrivals = [

@@ -16,7 +16,7 @@ from tests.recording.virtual_run import limits, lines, run, trace_of
 
 INFLIGHT_TYPES = [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED]
 STATIC = limits("guaranteed_no_evict", batching_type=BatchingType.V1)
-OVERLAP = limits("guaranteed_no_evict", enable_overlap=True)
+OVERLAP = limits("guaranteed_no_evict", overlap="async")
 
 # The first two make a batch of three steps: 16, 2 and 2 ms. The third comes while it runs.
 STATIC_ROWS = [(0.0, 10, 3), (0.0, 6, 1), (0.005, 4, 2)]
@@ -161,7 +161,7 @@ def test_with_overlap_every_timeline_adds_up_with_stops_and_failures(
     stops: dict[int, list[int]], fails_in: set[int],
 ) -> None:  # fmt: skip
     config = limits(
-        policy, batching_type=batching_type, enable_overlap=True, chunk_unit=chunk_unit, num_blocks=num_blocks
+        policy, batching_type=batching_type, overlap="async", chunk_unit=chunk_unit, num_blocks=num_blocks
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         summary = run(trace_of(rows), config, Path(folder) / "run", stops=stops, fails_in=fails_in)
@@ -179,7 +179,7 @@ def test_with_overlap_every_timeline_adds_up_with_stops_and_failures(
 
 
 def test_a_paused_request_that_is_stopped_while_its_iteration_is_in_flight_is_recorded(directory: Path) -> None:
-    config = limits("max_utilization", enable_overlap=True, num_blocks=7)
+    config = limits("max_utilization", overlap="async", num_blocks=7)
     rows = [(0.0, 4, 17), (0.0, 4, 17)]
     # Blocks for 28 tokens: both have 12 cached after 9 iterations; for the 13th there is one block left.
     summary = run(trace_of(rows), config, directory, stops={10: [101]})
@@ -189,9 +189,9 @@ def test_a_paused_request_that_is_stopped_while_its_iteration_is_in_flight_is_re
     assert outcomes[100]["outcome"] == "completed"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(directory: Path, overlap: bool) -> None:
-    config = limits("max_utilization", enable_overlap=overlap, num_blocks=7)
+@pytest.mark.parametrize("overlap", [None, "partitioned", "async"])
+def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(directory: Path, overlap: str | None) -> None:
+    config = limits("max_utilization", overlap=overlap, num_blocks=7)
     run(trace_of([(0.0, 4, 17), (0.0, 4, 17)]), config, directory, stops={12: [101]})
     outcomes = {request["request_id"]: request for request in lines(directory, "requests.jsonl")}
     assert outcomes[101]["pauses"] == 1

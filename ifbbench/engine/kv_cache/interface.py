@@ -32,6 +32,8 @@ class KvCache(ABC):
     block_tables: [slots, beams, blocks per sequence], places in device memory, of the first attention window.
     window_tables: the same for each further attention window.
     num_blocks: device blocks. places: tokens that the device memory has room for.
+    looks_ahead: whether `step_needs` counts two steps, the second of which another micro batch would have to leave room
+        for (`twoStepsLookAhead` of TensorRT-LLM's `getNeededBlocksOneStep`).
     """
 
     attention_window: AttentionWindow
@@ -41,6 +43,7 @@ class KvCache(ABC):
     num_blocks: int
     places: int
     reuse: ReuseRules = NO_REUSE
+    looks_ahead: bool = False
 
     # For schedulers.
 
@@ -56,8 +59,12 @@ class KvCache(ABC):
 
     @abstractmethod
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
-        """Blocks that each of the generation requests in `rows` takes in its next step: [requests], or [requests,
-        windows]. `counted` converts a row, or a sum of rows, to a BlockCount."""
+        """Blocks that each of the generation requests in `rows` takes in its next step, or two (`looks_ahead`):
+        [requests], or [requests, windows]. `counted` converts a row, or a sum of rows, to a BlockCount."""
+
+    def look_ahead(self) -> None:
+        """Let `step_needs` count two steps."""
+        self.looks_ahead = True
 
     def counted(self, blocks: Rows) -> BlockCount:
         return int(blocks)

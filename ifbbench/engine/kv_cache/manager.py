@@ -73,11 +73,15 @@ class KvCacheManager(KvCache):
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         window, registered, limit = self.attention_window, self.registered[rows], self._limit[rows]
         if window.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
-            starts_block = registered % window.tokens_per_block == 0
-            may_grow = registered < np.minimum(limit, window.capacity)
-            needs: Rows = (starts_block & may_grow).astype(np.int64)
+            size, may_register = window.tokens_per_block, np.minimum(limit, window.capacity)
+            needs: Rows = ((registered % size == 0) & (registered < may_register)).astype(np.int64)
+            if self.looks_ahead:
+                needs += ((registered + 1) % size == 0) & (registered + 1 < may_register)
             return needs
         needs = window.step_needs(registered, limit, draft_tokens, self._beam_width[rows])
+        if self.looks_ahead:
+            ahead = window.step_needs(registered, limit, draft_tokens, self._beam_width[rows], steps=2)
+            needs = np.maximum(needs, ahead)  # of two steps, the second may be beyond the capacity
         for number in np.flatnonzero((registered >= window.capacity) & (registered < limit)).tolist():
             needs[number] = self._overwrite_need(int(rows[number]))
         return needs

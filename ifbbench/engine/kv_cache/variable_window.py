@@ -109,6 +109,10 @@ class VariableWindowCache(KvCache):
     def first_chunk_need(self, request: Request) -> BlockCounts:
         return BlockCounts(tuple(window.first_chunk_need(request) for window in self.windows))
 
+    def look_ahead(self) -> None:
+        for window in self.windows:
+            window.look_ahead()
+
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         """[requests, windows]."""
         return np.stack([window.step_needs(rows, draft_tokens) for window in self.windows], axis=-1)

@@ -24,7 +24,6 @@ class Limit(StrEnum):
     LORA_PAGES = "lora_pages"
     STATIC_BATCH = "static_batch"
     BEAM_WIDTH = "beam_width"
-    IN_FLIGHT = "in_flight"
     REUSE_DELAY = "reuse_delay"
 
 
