@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from ifbbench.api.client import InferenceRequest
     from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
+    from ifbbench.execution.communicator import Communicator
     from ifbbench.report.export import load_run
 
 __version__ = "0.1.0"
 __all__ = [
-    "BatchManager", "BatchManagerFailed", "InferenceRequest", "Retention", "RetentionRange", "SamplingParams",
+    "BatchManager", "BatchManagerFailed", "Communicator", "InferenceRequest", "Retention", "RetentionRange", "SamplingParams",
     "__version__", "load_run",
 ]  # fmt: skip
 
@@ -25,6 +26,7 @@ __all__ = [
 _MODULES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
+    "Communicator": "ifbbench.execution.communicator",
     "InferenceRequest": "ifbbench.api.client",
     "Retention": "ifbbench.engine.kv_cache.eviction",
     "RetentionRange": "ifbbench.engine.kv_cache.eviction",

@@ -98,8 +98,8 @@ def build_engine(
     from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
 
     if communicator is None and num_ranks(config) > 1:
-        raise InputError(f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they need "
-                         f"{num_ranks(config)}; leave them out, or give a batch manager a communicator.")
+        raise InputError(f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
+                         f"need {num_ranks(config)}; leave them out, or give a batch manager a communicator.")
     device = build.choose_device(config) if communicator is None else communicator.device
     num_sharing = 1 if communicator is None else communicator.local_size
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
@@ -127,7 +127,12 @@ def build_engine(
                                    kv_cache_dtype=resolved.kv_cache_dtype, profile=steps)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
-    return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
+    clock: Clock = WallClock()
+    if communicator is not None:
+        from ifbbench.api.ranks import LeadingClock
+
+        clock = LeadingClock(communicator) if communicator.rank == 0 else clock
+    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, str(device),
                   makes_tokens=True, profile=profile, communicator=communicator)  # fmt: skip
 
 

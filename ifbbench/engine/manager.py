@@ -151,6 +151,11 @@ class TokenGenerationLoop:
             self._remove(request)
         self._send_response(response)
 
+    def truncate_blocks(self, conversation: Request, num_tokens: int) -> None:
+        """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
+        if (known := conversation.reuse.known()) is not None:
+            self.kv_cache.truncate(known, conversation.prompt_len, num_tokens)
+
     def abort(self, error: str) -> None:
         """End everything: iterations in flight are discarded, and every fetched request fails with `error`."""
         while self._in_flight:

@@ -5,7 +5,7 @@ import os
 import pickle
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -36,14 +36,9 @@ Group = Any  # torch.distributed's type is not public
 
 
 class RankLost(RankFailed):
-    """Another rank did not answer in time (`timed_out`), or its process has ended."""
+    """Another rank did not answer in time, or its process has ended."""
 
-    def __init__(self, text: str, timed_out: bool) -> None:
-        super().__init__(text, timed_out)
-        self.text, self.timed_out = text, timed_out
-
-    def __str__(self) -> str:
-        return self.text
+    is_lost = True
 
 
 class Communicator:
@@ -53,7 +48,7 @@ class Communicator:
     each other by the environment that torchrun or mpirun sets, unless torch.distributed is initialised already.
 
     device: auto, cpu or cuda; on CUDA a rank has the GPU of its number on its machine. timeout_s: a rank that does not
-    answer for so long has failed. on_lost: called when another rank has failed, before RankLost is raised.
+    answer for so long has failed. ranks: where each rank is, for `run.json`.
 
     InputError if the number of processes does not match, or there are too few GPUs.
     """
@@ -62,7 +57,6 @@ class Communicator:
         self, tp_size: int = 1, pp_size: int = 1, *, device: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self.tp_size, self.pp_size, self.timeout_s = tp_size, pp_size, timeout_s
-        self.on_lost: Callable[[RankLost], None] = lambda lost: None
         place = join(timeout_s)
         self.rank, self.world_size, self.local_size = place.rank, place.world_size, place.local_size
         if tp_size * pp_size != self.world_size:
@@ -79,18 +73,19 @@ class Communicator:
                      for stage in range(pp_size)]  # fmt: skip
         self._layer = of_stages[self.stage]
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        own = {"rank": self.rank, "stage": self.stage, "tp_rank": self.tp_rank, "device": str(self.device),
+               "host": platform.node(), "pid": os.getpid()}  # fmt: skip
+        self.ranks: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(self.ranks, own, group=self._start)
 
     def part(self, model: ModelConfig) -> ModelPart:
         """This rank's part of `model`. InputError if the ranks cannot share it."""
         return ModelPart(model, self, self.tp_size, self.tp_rank, self.pp_size, self.stage)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Each rank, for `run.json`. All ranks call it together."""
-        own = {"rank": self.rank, "stage": self.stage, "tp_rank": self.tp_rank, "device": str(self.device),
-               "host": platform.node(), "pid": os.getpid()}  # fmt: skip
-        found: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(found, own, group=self._start)
-        return found
+    def close(self) -> None:
+        """Leave: other ranks get an error as soon as they wait for this one."""
+        for group in (self._start, self._messages, self._stages, self._layer):
+            dist.destroy_process_group(group)
 
     # Before the run, when ranks may be minutes apart.
 
@@ -194,9 +189,7 @@ class Communicator:
                 raise
             timed_out = any(text in str(error).lower() for text in TIMED_OUT_TEXTS)
             what = f"no answer for {self.timeout_s:g} s (--rank_timeout)" if timed_out else "the connection is lost"
-            lost = RankLost(f"rank {self.rank} waits for {by}: {what}", timed_out)
-            self.on_lost(lost)
-            raise lost from error
+            raise RankLost(f"rank {self.rank} waits for {by}: {what}") from error
 
 
 def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Group:
@@ -262,5 +255,5 @@ def share(content: Any) -> Any:
     try:
         dist.broadcast_object_list(message, src=0, group=_world())
     except RuntimeError as error:
-        raise RankLost("the connection to rank 0 is lost", timed_out=False) from error
+        raise RankLost("the connection to rank 0 is lost") from error
     return pickle.loads(message[0])

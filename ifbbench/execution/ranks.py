@@ -21,7 +21,17 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000
 
 
 class RankFailed(IfbbenchError):
-    """A rank died, does not answer, or decided otherwise than rank 0."""
+    """A rank died, does not answer, or decided otherwise than rank 0. is_lost: another rank does not answer."""
+
+    is_lost = False
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The failure of a rank that is behind `error`, or `error` itself."""
+    cause = error
+    while cause.__cause__ is not None and not isinstance(cause, RankFailed):
+        cause = cause.__cause__
+    return cause if isinstance(cause, RankFailed) else error
 
 
 @dataclass(frozen=True, slots=True)

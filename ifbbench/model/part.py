@@ -7,8 +7,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig
+from ifbbench.model.config import ModelConfig, check_ranks
 
 ALL = slice(None)
 
@@ -56,7 +55,7 @@ class ModelPart:
     stage: int = 0
 
     def __post_init__(self) -> None:
-        check_split(self.model, self.tp_size, self.pp_size)
+        check_ranks(self.model, self.tp_size, self.pp_size)
 
     @property
     def config(self) -> ModelConfig:
@@ -140,17 +139,3 @@ class ModelPart:
     def _share(self, size: int) -> slice:
         size //= self.tp_size
         return slice(self.tp_rank * size, (self.tp_rank + 1) * size)
-
-
-def check_split(model: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """InputError if `tp_size` ranks cannot share a layer, or there are fewer layers than stages."""
-    kv_heads = model.num_kv_heads
-    for size, what in ((model.num_heads, "attention heads"), (model.intermediate_size, "values of the MLP")):
-        if size % tp_size:
-            raise InputError(f"--tp_size: {tp_size} does not divide the {size} {what} of the model; choose a divisor.")
-    if kv_heads % tp_size and tp_size % kv_heads:
-        raise InputError(f"--tp_size: {tp_size} ranks cannot share {kv_heads} KV heads; choose a divisor or a multiple "
-                         f"of {kv_heads}.")
-    if pp_size > model.num_layers:
-        raise InputError(f"--pp_size: {pp_size} stages are more than the {model.num_layers} layers of the model; "
-                         "choose fewer.")

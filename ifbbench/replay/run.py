@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
-from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.errors import InputError, RunFailed
+from ifbbench.execution.ranks import launched_place, num_ranks
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
@@ -28,6 +29,9 @@ from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
+
+if TYPE_CHECKING:
+    from ifbbench.api.ranks import RankLoop
 
 PROGRESS_INTERVAL_S = 0.1
 REPLAYING = "replaying"
@@ -44,20 +48,23 @@ class RunResult:
     failed: int
 
 
-class RunFailed(IfbbenchError):
-    """The run ended early; what was done is in its directory."""
-
-
 def run_trace(
     source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
     on_recording: Callable[[Path], None] | None = None, on_recorded: Callable[[Path], None] | None = None,
 ) -> RunResult:  # fmt: skip
-    """Replay `source` (see `load_trace`) with `config`.
+    """Replay `source` (see `load_trace`) with `config`, in several processes if it needs them: unless a launcher has
+    started them, they are started here. Ranks of a launcher other than 0 do not return (SystemExit).
 
     owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
     on_recorded: is called with the run directory when the recording has ended, also
     that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
+    if not config.makes_no_tokens and _starts_ranks(config):
+        from ifbbench.replay.rank_processes import run_in_ranks
+
+        callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
+        result: RunResult = run_in_ranks(run_trace, source, config, progress, callbacks)
+        return result
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
@@ -92,6 +99,11 @@ def summarise_run(
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
+    if not config.makes_no_tokens and _starts_ranks(config):
+        from ifbbench.replay.rank_processes import run_in_ranks
+
+        summary: dict[str, Any] = run_in_ranks(summarise_run, source, config, progress)
+        return summary
     trace = load_trace(source, config, progress)
     with _engine_for(trace, config, progress, owns_process) as engine:
         client = _client(trace, engine)
@@ -102,11 +114,28 @@ def summarise_run(
         return _replay(trace, engine, client, recorder, progress, "nothing was recorded")
 
 
+def _starts_ranks(config: RunConfig) -> bool:
+    """Whether the run needs processes that were not started. Other ranks than 0 of those that were take part in it, and
+    end."""
+    place = launched_place(config)
+    if place is not None and place.rank:
+        from ifbbench.replay.rank_processes import follow
+
+        follow(config)
+        raise SystemExit(0)
+    return place is None and num_ranks(config) > 1
+
+
 @contextmanager
 def _engine_for(trace: Trace, config: RunConfig, progress: Progress, owns_process: bool) -> Iterator[Engine]:
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
-    engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
+    beam_width, communicator = columns_of(trace.requests).max_beam_width, None
+    if not config.makes_no_tokens and num_ranks(config) > 1:
+        from ifbbench.replay.rank_processes import lead
+
+        communicator = lead(config, beam_width)
+    engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
             share = f"{count:,} of {len(trace):,}"
@@ -158,7 +187,7 @@ def _replay(
 ) -> dict[str, Any]:  # fmt: skip
     """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
     clock = engine.clock
-    manager = TokenGenerationLoop(
+    manager = _loop_maker(engine)(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
@@ -166,13 +195,15 @@ def _replay(
     clock.restart()
     try:
         _loop(manager, client, recorder, progress, len(trace), clock)
+        if engine.communicator is not None:
+            cast("RankLoop", manager).finish()
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; {kept}.")
         raise
     except Exception as error:
         raise RunFailed(
-            f"the run ended after {manager.iteration} iterations: {error} "
-            f"({client.answered} of {len(trace)} requests were done; {kept})"
+            f"the run ended after {manager.iteration} iterations: {error}",
+            f"{client.answered} of {len(trace)} requests were done; {kept}",
         ) from error
     finally:
         progress.stage("writing results")
@@ -180,6 +211,14 @@ def _replay(
             recorder.metrics.total = client.submitted
         summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client))
     return summary
+
+
+def _loop_maker(engine: Engine) -> Callable[..., TokenGenerationLoop]:
+    if engine.communicator is None:
+        return TokenGenerationLoop
+    from ifbbench.api.ranks import RankLoop
+
+    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
 
 
 def _more_figures(engine: Engine, client: ReplayClient, summary: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +289,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
     """The content of run.json."""
     profile = engine.profile
     limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None
+    ranks = {} if engine.communicator is None else {"ranks": engine.communicator.ranks}
     return {
         "name": directory.name,
         "config": engine.config.as_dict() | {"device": engine.device},
@@ -267,7 +307,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path) -> dict[str, Any]:
         "versions": run_directory.versions(),
         "hardware": run_directory.hardware(engine.device),
         "git_revision": run_directory.git_revision(),
-    } | ({"device_limits": limits} if limits else {})
+    } | ({"device_limits": limits} if limits else {}) | ranks
 
 
 def _output_directory(config: RunConfig, trace: Trace) -> Path:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig
+from ifbbench.model.config import ModelConfig, check_split
 from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import HardwareProfile
 
@@ -33,16 +33,7 @@ class Shard:
     pp_size: int = 1
 
     def __post_init__(self) -> None:
-        model = self.model
-        if model.num_heads % self.tp_size or model.intermediate_size % self.tp_size:
-            raise InputError(
-                f"--tp_size: {self.tp_size} devices cannot share {model.num_heads} attention heads and an MLP of "
-                f"{model.intermediate_size} evenly; choose a divisor of both."
-            )
-        if self.pp_size > model.num_layers:
-            raise InputError(
-                f"--pp_size: {self.pp_size} stages are more than the model's {model.num_layers} layers; choose fewer."
-            )
+        check_split(self.model, self.tp_size, self.pp_size)
 
     @classmethod
     def of_config(cls, model: ModelConfig, config: RunConfig) -> "Shard":
