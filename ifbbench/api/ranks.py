@@ -183,13 +183,17 @@ class _DigestObserver:
             self._observer.left(request, error)
 
 
+def _ignored(response: Response) -> None:
+    """The client gets it from rank 0."""
+
+
 class RankLoop(TokenGenerationLoop):
     """The loop of one rank. That of rank 0 is used as any other, and `finish` ends the others; those `follow`."""
 
     def __init__(
         self, communicator: Communicator, check_interval: int, config: BatchingConfig, executor: Executor, clock: Clock,
         get_requests: Callable[[int], list[Request]] = lambda count: [],
-        send_response: Callable[[Response], None] = lambda response: None, observer: Observer | None = None,
+        send_response: Callable[[Response], None] = _ignored, observer: Observer | None = None,
         queued: Callable[[], int] = lambda: 0, poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
         next_change: Callable[[float], float | None] | None = None,
         next_priority: Callable[[], float | None] | None = None,
@@ -197,7 +201,7 @@ class RankLoop(TokenGenerationLoop):
         """As `TokenGenerationLoop`; functions other than rank 0's are not called. check_interval: iterations between
         comparisons of digests."""
         log = self._log = _Log(communicator)
-        self._digests = _DigestObserver(log, observer, check_interval)
+        self._digests = _DigestObserver(log, None if communicator.rank else observer, check_interval)
         self._times = _StepClock(clock)
         self._step_s = 0.0
         self._num_fetched = 0
@@ -226,7 +230,8 @@ class RankLoop(TokenGenerationLoop):
             return fetched
 
         super().__init__(
-            config, _ComparedExecutor(log, executor), self._times, requests, send_response,
+            config, _ComparedExecutor(log, executor), self._times, requests,
+            _ignored if communicator.rank else send_response,
             self._digests, queued, logged("stop signals", lambda: tuple(poll_stop_signals())),
             next_change and logged("next change", next_change),
             next_priority and logged("next priority", next_priority),

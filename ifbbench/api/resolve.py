@@ -204,7 +204,8 @@ def cache_layout(
 
     part: of the model that has its keys and values in this memory; None if all. memory_bytes: for keys and values on
     the device; None for devices without memory. Where the user gives no size, the cache is at most as large as a full
-    batch of the longest sequences; otherwise it has that size, reduced to what memory holds. InputError if not a single block fits."""
+    batch of the longest sequences; otherwise it has that size, reduced to what memory holds. InputError if not a single
+    block fits."""
     longest = _resolved(config.max_seq_len)
     layers = _layers_of_window(config, model, longest)
     size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache

@@ -142,7 +142,7 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
     """
     device = model.device
     num_blocks = ceil_div(num_tokens, tokens_per_block)
-    executor = _executor_class(model)(model, one_window_layout(model.config, num_blocks, tokens_per_block), 1)
+    executor = executor_class(model)(model, one_window_layout(model.config, num_blocks, tokens_per_block), 1)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     request = Request(0, num_tokens, 1, prompt_tokens=np.zeros(num_tokens, np.int32))
@@ -157,7 +157,8 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
     return max(0, peak)
 
 
-def _executor_class(model: LlamaModel) -> type[ModelExecutor]:
+def executor_class(model: LlamaModel) -> type[ModelExecutor]:
+    """The class of executors of `model`."""
     return ModelExecutor if model.part is None or model.part.pp_size == 1 else StageExecutor
 
 
@@ -170,7 +171,7 @@ def make_executor(
     kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. OutOfMemory if the
     cache does not fit.
     """
-    make = _executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
+    make = executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
     if model.part is not None:
         layout = layout_of_stage(layout, model.part)
     size = f"{layout.windows[0].num_blocks:,} blocks"

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
     from ifbbench.execution.communicator import Communicator
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
-REPORT_S, WRITE_S = 1.0, 15.0
-POLL_S = 1.0
+REPORT_S, WRITE_S = 2.0, 20.0
+POLL_S = 0.2
+WRITING = "writing results"
 PR_SET_PDEATHSIG = 1
 START = "from ifbbench.replay.rank_processes import work; work()"
 _log = logging.getLogger("ifbbench")
@@ -45,12 +45,11 @@ _log = logging.getLogger("ifbbench")
 @dataclass(frozen=True, slots=True)
 class Job:
     """What rank 0 does: `run(source, config, progress)`, with further arguments by name. run: a function of a module.
-    has_progress: whether progress is shown. notes_directory: whether `run` takes `on_recording` and `on_recorded`."""
+    notes_directory: whether it takes `on_recording` and `on_recorded`."""
 
     run: Callable[..., Any]
     source: Any
     config: RunConfig
-    has_progress: bool
     notes_directory: bool
 
 
@@ -70,7 +69,7 @@ def run_in_ranks(
     with TemporaryDirectory(prefix="ifbbench-ranks-") as directory:
         ranks = _Ranks(num_ranks(config), Path(directory) / "store", config, called)
         try:
-            ranks.start(Job(run, source, config, progress is not NO_PROGRESS, callbacks is not None))
+            ranks.start(Job(run, source, config, callbacks is not None))
             return ranks.result()
         except KeyboardInterrupt:
             raise ranks.interrupt() from None
@@ -110,6 +109,7 @@ class _Ranks:
         self._size, self._store, self._config, self._callbacks = size, store, config, callbacks
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
+        self._is_writing = False
 
     def start(self, job: Job) -> None:
         """Start all processes. Rank 0 does `job`."""
@@ -134,18 +134,18 @@ class _Ranks:
 
     def result(self) -> Any:
         """Rank 0's result. Raises its exception, or that of another rank where that is the cause."""
-        first, clock, deadline_s = self._ranks[0], WallClock(), inf
+        first, clock, has_failed = self._ranks[0], WallClock(), False
         while True:
-            for rank, what, content in self._messages(min(max(deadline_s - clock.now(), 0.0), POLL_S)):
+            for rank, what, content in self._messages(POLL_S):
                 if rank is first and what == "result":
                     return content
                 rank.failure, rank.is_lost = content, what == "lost"
             if not any(rank.is_done for rank in self._ranks):
                 continue
-            if deadline_s == inf:
+            if not has_failed:
                 clock.restart()
-                deadline_s = WRITE_S
-            is_over = clock.now() >= (REPORT_S if first.is_done else WRITE_S)
+                has_failed = True
+            is_over = clock.now() >= (WRITE_S if self._is_writing and not first.is_done else REPORT_S)
             if is_over or (first.failure and not first.is_lost) or all(rank.is_done for rank in self._ranks):
                 raise self._verdict()
 
@@ -162,6 +162,7 @@ class _Ranks:
                 continue
             if what == "on_recording":
                 self._directory = content[0]
+            self._is_writing |= (what, *content) == ("stage", WRITING)
             if what not in self._callbacks:
                 messages.append((rank, what, content[0]))
             elif (callback := self._callbacks[what]) is not None:
@@ -183,8 +184,8 @@ class _Ranks:
                     return rank.failure
                 return RunFailed(f"the run ended early: in rank {rank.number}, {rank.failure}", outcome)
         for rank in self._ranks:
-            if not rank.is_done:
-                limit = f"{self._config.rank_timeout:g} s (--rank_timeout)"
+            if not (rank.is_done or (rank.number == 0 and self._is_writing)):
+                limit = f"{self._config.rank_timeout:g} s, the limit of --rank_timeout"
                 return RunFailed(f"the run ended early: rank {rank.number} did not answer for {limit}", outcome)
         return RunFailed(f"the run ended early: {first}", outcome)
 
@@ -247,9 +248,7 @@ def _do(job: Job, connection: Connection) -> Any:
     def report(what: str) -> Callable[..., None]:
         return lambda *content: connection.send((what, *content))
 
-    progress = NO_PROGRESS
-    if job.has_progress:
-        progress = cast(Progress, SimpleNamespace(stage=report("stage"), update=report("update")))
+    progress = cast(Progress, SimpleNamespace(stage=report("stage"), update=report("update")))
     callbacks = {name: report(name) for name in ("on_recording", "on_recorded") if job.notes_directory}
     return job.run(job.source, job.config, progress, owns_process=True, **callbacks)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ifbbench.api.ranks import RankLoop
 
 PROGRESS_INTERVAL_S = 0.1
-REPLAYING = "replaying"
+REPLAYING, WRITING = "replaying", "writing results"
 FLUSH_BEFORE_WAIT_S = 0.05  # a shorter wait is too short: the next request would be late
 _log = logging.getLogger("ifbbench")
 
@@ -206,7 +206,7 @@ def _replay(
             f"{client.answered} of {len(trace)} requests were done; {kept}",
         ) from error
     finally:
-        progress.stage("writing results")
+        progress.stage(WRITING)
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
         summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client))
