@@ -61,6 +61,11 @@ def _windows(value: Any) -> Any:
     return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
 
 
+def _or_none(value: Any) -> Any:
+    """None for the text none."""
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
 def _objectives(value: Any) -> Any:
     """Objectives as one text, checked; also given as a list of texts."""
     if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
@@ -163,8 +168,9 @@ class RunConfig:
         None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
         aliases=("max_num_sequences",),
         elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
-    max_num_tokens: int = _scheduling(
-        DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",
+    max_num_tokens: int | None = _scheduling(
+        DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration; none is no limit. Static "
+        "batches (V1), which are padded, have none.", minimum=1, unit="tokens", convert=_or_none,
         elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch")
     enable_batch_size_tuning: bool = _scheduling(
         False, "Lower the batch size in each iteration to what the KV cache holds of the average active request.")
@@ -193,7 +199,7 @@ class RunConfig:
         False, "Hide the host's work behind the device's: --overlap partitioned, unless --overlap says otherwise.",
         elsewhere="enable_overlap enable_overlap_schedule")
     overlap: str | None = _scheduling(
-        None, "Form of overlap: two micro batches, each with its part of the requests, in flight in turn (partitioned); "
+        None, "Form of overlap: two micro batches, each with a part of the requests, in flight in turn (partitioned); "
         "or all requests, each iteration submitted before the tokens of the one before are known (async).",
         choices=OVERLAPS, elsewhere="async_scheduling")
     static_emulated_batch_size: int | None = _scheduling(

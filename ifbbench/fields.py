@@ -231,8 +231,8 @@ class Setting:
         name = f"--{self.name}"
         if value is None and self.is_optional:
             return None
-        if self.convert is not None:
-            value = self.convert(value)
+        if self.convert is not None and (value := self.convert(value)) is None and self.is_optional:
+            return None
         if self.choices:
             return choice(
                 value, name, self.choices, aliases=self.value_aliases, pattern=self.other_texts, others=self.others

@@ -107,15 +107,12 @@ class Bounds:
             raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)
         self.work: RunWork = read_work(run, self._windows)
-        self._timeline = _Timeline(run, len(self.work.num_requests))
+        self._timeline = _Timeline(run, len(self.work.computed.outputs))
         self._device: Device = simulated or MeasuredDevice.fitted(self.work.computed, self._timeline.device_s)
         self._stages = simulated.cost_model.shard.pp_size if simulated else 1
 
     def predicted_s(self, works: StepWorks) -> Floats:
-        """Seconds of the device in each iteration of this work, divided among pipeline stages."""
-        if self._stages > 1:
-            parts = np.minimum(np.maximum(self.work.num_requests, 1), self._stages)
-            works = StepWorks(*(-(-column // parts) for column in works))
+        """Seconds of the device in each iteration of this work; of all pipeline stages, which it passes through."""
         return self._device.times_s(works)
 
     def request_s(self, request_id: Id) -> float | None:
@@ -133,7 +130,7 @@ class Bounds:
         return self._device.least_s(context, 1) + self._device.least_s(generation, steps)
 
     def _least_s(self, chosen: "np.ndarray[Any, np.dtype[np.intp]]") -> float:
-        """Of the work of some requests, by their places."""
+        """Of the work of some requests, by their places. All pipeline stages may be busy all the time."""
         work = self.work
         if not len(chosen):
             return 0.0
@@ -141,7 +138,7 @@ class Bounds:
         if blocks := int(self._run.data.run.get("num_kv_blocks") or 0):
             iterations = max(iterations, -int(-work.held_blocks[chosen].sum() // blocks))
         total = StepWork(*(int(column[chosen].sum()) for column in work.needed))
-        return self._device.least_s(total, iterations)
+        return self._device.least_s(total, iterations) / self._stages
 
     @cached_property
     def of_run(self) -> LowerBound:

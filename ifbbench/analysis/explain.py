@@ -6,6 +6,7 @@ from typing import Any
 from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.engine.config import Overlap
 from ifbbench.errors import InputError
 
 BEFORE_ITERATION = "waiting_iteration"
@@ -51,7 +52,7 @@ class Stretch:
     @property
     def reason(self) -> str:
         """The stretch in words."""
-        steps = self.last - self.first + 1
+        steps = len(self.chunks) or self.last - self.first + 1
         iterations = f"{steps:,} iteration{'s' if steps > 1 else ''}"
         if self.phase == "arrival":
             return "waits for the next iteration to begin"
@@ -205,17 +206,19 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     generating: list[Id] = []
     for request_id, spans in run.spans.items():
         for span in spans:
-            if span.first <= number <= span.last:
+            if span.first <= number <= span.last and (number - span.first) % span.every == 0:
                 if span.phase == "generation":
                     generating.append(request_id)
                 elif span.phase in chunks:
-                    chunks[span.phase].append((request_id, span.chunks[number - span.first]))
+                    chunks[span.phase].append((request_id, span.chunks[(number - span.first) // span.every]))
     code = int(iterations.left_out[place])
     left_out = None if code == NO_REQUEST else iterations.left_out_pairs[code]
     contexts, recomputes = chunks["context"], chunks["recompute"]
     scheduled = len(contexts) + len(recomputes) + len(generating)
     used = {"batch_size": scheduled, "num_tokens": int(iterations.budget_used[place])}
     available = {name: int(run.config[SETTING_OF[name]]) for name in used if run.config.get(SETTING_OF[name])}
+    if run.config.get("overlap") == Overlap.PARTITIONED and int(run.config.get("pp_size") or 1) == 1:
+        available["batch_size"] = -(-available["batch_size"] // run.data.num_micro_batches)
     blocks = run.data.run.get("num_kv_blocks")
     if blocks and iterations.used_blocks[place] == iterations.used_blocks[place]:
         used["kv_blocks"], available["kv_blocks"] = int(iterations.used_blocks[place]), int(blocks)
@@ -241,7 +244,7 @@ def _missing(
     if row is None:
         return None
     done = sum(
-        sum(span.chunks[: number - span.first]) for span in run.spans.get(request_id, ())
+        sum(span.chunks[: -(-(number - span.first) // span.every)]) for span in run.spans.get(request_id, ())
         if span.phase == "context" and span.first <= number
     )  # fmt: skip
     prompt_len = int(run.row_of.get(request_id, {}).get("prompt_len", row.prompt_len))

@@ -14,7 +14,7 @@ from ifbbench.analysis.rows import AnyIterationRow, Id, Span, TraceRow, find_row
 from ifbbench.compressed import is_compressed
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
+from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.load import REQUEST_FIELDS, RunData, load_run, read_lines
 
 Floats = NDArray[np.float64]
@@ -133,7 +133,7 @@ class RecordedRun:
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
         yet."""
         run = cls(load_run(path))
-        path_of_lines = find_lines(run.data.path, "iterations")
+        path_of_lines = find_iterations(run.data.path)
         iterations = read_rows(path_of_lines, iteration_decoder(path_of_lines))
         if next(chain.from_iterable(iterations), None) is None:
             failed = sum(row["outcome"] == "failed" for row in run.row_of.values())
@@ -147,12 +147,12 @@ class RecordedRun:
 
     @cached_property
     def iterations(self) -> Iterations:
-        return read_iterations(find_lines(self.data.path, "iterations"))
+        return read_iterations(find_iterations(self.data.path))
 
     def row_at(self, number: int) -> AnyIterationRow | None:
         """The line of one iteration, found without reading the others if the file is plain; None if it is not
         recorded."""
-        path = find_lines(self.data.path, "iterations")
+        path = find_iterations(self.data.path)
         if not is_compressed(path):
             return find_row(path, iteration_decoder(path), number)
         rows = chain.from_iterable(read_rows(path, iteration_decoder(path)))

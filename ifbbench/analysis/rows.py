@@ -70,7 +70,8 @@ class ExecutorRow(Struct, gc=False):
 
 
 class Span(Struct, gc=False):
-    """A line of `spans.jsonl`: from iteration `first` to `last` the request did one thing; see SpanLine."""
+    """A line of `spans.jsonl`: in each `every`-th iteration from `first` to `last` the request did one thing; see
+    SpanLine."""
 
     request_id: Id
     phase: str
@@ -81,6 +82,7 @@ class Span(Struct, gc=False):
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
     first_output: int = 0
+    every: int = 1
 
     @property
     def waits_for(self) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ifbbench.analysis.recorded import Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
+from ifbbench.report.load import cumulated
 from ifbbench.simulation.step_work import StepWork, StepWorks
 
 Windows = Sequence[tuple[int | None, float]]
@@ -25,7 +26,6 @@ class RunWork:
 
     computed: [iterations], all. unpadded: without the padding of static batches: positions beyond a prompt and the
         empty slots of complete requests. useful: without what had been computed before a pause, either.
-    num_requests: [iterations], requests in the batch.
     ids: of the requests that ran. needed: [requests], the useful work of each, its prompt in one chunk.
     outputs: [requests], iterations in which each needs an output. held_blocks: [requests], KV blocks that it needs in
         each of these, added up.
@@ -34,7 +34,6 @@ class RunWork:
     computed: StepWorks
     unpadded: StepWorks
     useful: StepWorks
-    num_requests: Integers
     ids: list[Id]
     needed: StepWorks
     outputs: Integers
@@ -62,7 +61,8 @@ class _Chunk(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Generation in iterations `first` to `last`; keys: that the first of them reads. grows: by one in each."""
+    """Generation in iterations `first` to `last`, those of a micro batch; keys: that the first of them reads. grows: by
+    one in each."""
 
     first: int
     last: int
@@ -139,7 +139,7 @@ class _Reader:
             for number, length in enumerate(span.chunks):
                 is_last = start + length == end
                 is_step = is_last and output > 0 and self._produced > 0
-                self.chunks.append(_Chunk(span.first + number, start, length, self._known, is_last,
+                self.chunks.append(_Chunk(span.first + number * span.every, start, length, self._known, is_last,
                                           output if is_last else 0, is_step))  # fmt: skip
                 start += length
         if group:
@@ -148,14 +148,14 @@ class _Reader:
             group.clear()
 
     def _generation(self, span: Span, prompt_len: int, beams: int) -> None:
-        keys = prompt_len + span.first_output
-        useful = span.last - span.produced + 1
+        keys, every = prompt_len + span.first_output, span.every
+        useful = span.last - (span.produced - 1) * every
         if useful > span.first:
-            self.steps_again.append(_Steps(span.first, useful - 1, keys, beams))
+            self.steps_again.append(_Steps(span.first, useful - every, keys, beams))
         if span.produced:
-            self.useful_steps.append(_Steps(useful, span.last, keys + useful - span.first, beams))
+            self.useful_steps.append(_Steps(useful, span.last, keys + (useful - span.first) // every, beams))
         self._produced += span.produced
-        self._known = max(self._known, keys + span.last - span.first)
+        self._known = max(self._known, keys + (span.last - span.first) // every)
 
 
 def read_work(run: RecordedRun, windows: Windows) -> RunWork:
@@ -166,12 +166,13 @@ def read_work(run: RecordedRun, windows: Windows) -> RunWork:
     size = max((span.last for spans in run.spans.values() for span in spans), default=0) + 1
     iteration, start, length, known, is_last, output, is_step = _columns(reader.chunks, len(_Chunk._fields))
     again = np.clip(known - start, 0, length)
-    useful = _Sums(size, windows)
+    every = run.data.num_micro_batches
+    useful = _Sums(size, windows, every)
     useful.add_context(iteration, start + again, np.where(is_step, 0, length - again), np.where(is_step, 0, output))
     resumed = [_Steps(chunk.iteration, chunk.iteration, chunk.start + chunk.length, 1) for chunk in reader.chunks
                if chunk.is_step]  # fmt: skip
     useful.add_steps([*reader.useful_steps, *resumed])
-    unpadded = _Sums(size, windows)
+    unpadded = _Sums(size, windows, every)
     unpadded.add_context(iteration, start, length, is_last)
     unpadded.add_steps([*reader.useful_steps, *reader.steps_again])
     computed = unpadded
@@ -181,11 +182,9 @@ def read_work(run: RecordedRun, windows: Windows) -> RunWork:
         computed = _Sums(size, windows)
         computed.add_context(iteration, start, longest[iteration], is_last)
         computed.add_steps([*reader.useful_steps, *reader.idle])
-    everything = _columns([*reader.useful_steps, *reader.steps_again, *reader.idle], len(_Steps._fields))
-    requests = _covering(everything[0], everything[1], size) + np.bincount(iteration, minlength=size)
     ids = [one.request_id for one in reader.needed]
     needed, outputs, held = _needed(run, reader.needed, windows)
-    return RunWork(computed.works, unpadded.works, useful.works, requests, ids, needed, outputs, held)
+    return RunWork(computed.works, unpadded.works, useful.works, ids, needed, outputs, held)
 
 
 def _columns(rows: Sequence[Any], count: int) -> list[Integers]:
@@ -193,18 +192,13 @@ def _columns(rows: Sequence[Any], count: int) -> list[Integers]:
     return [table[:, place] for place in range(count)]
 
 
-def _covering(first: Integers, last: Integers, size: int) -> Integers:
-    """How many of the stretches [first, last] contain each iteration."""
-    changes = np.bincount(first, minlength=size + 1) - np.bincount(last + 1, minlength=size + 1)
-    counted: Integers = np.cumsum(changes[:size])
-    return counted
-
-
 class _Sums:
-    """Sums the work of chunks and generation steps by iteration, with attention windows as in a mean layer."""
+    """Sums the work of chunks and generation steps by iteration, with attention windows as in a mean layer.
 
-    def __init__(self, size: int, windows: Windows) -> None:
-        self._windows, self._size = windows, size
+    every: the number of micro batches; a step is in one of so many iterations."""
+
+    def __init__(self, size: int, windows: Windows, every: int = 1) -> None:
+        self._windows, self._size, self._every = windows, size, every
         self.works = StepWorks(*(np.zeros(size, np.int64) for _ in StepWorks._fields))
 
     def add_context(self, iteration: Integers, start: Integers, length: Integers, outputs: Integers) -> None:
@@ -218,14 +212,15 @@ class _Sums:
 
     def add_steps(self, steps: list[_Steps]) -> None:
         first, last, keys, beams, grows = _columns(steps, len(_Steps._fields))
-        tokens = np.zeros(self._size + 1, np.int64)
+        tokens = np.zeros(self._size + self._every, np.int64)
         np.add.at(tokens, first, beams)
-        np.add.at(tokens, last + 1, -beams)
-        tokens = tokens.cumsum()[:-1]
+        np.add.at(tokens, last + self._every, -beams)
+        tokens = cumulated(tokens, self._every)[: self._size]
         self.works.generation_tokens[:] += tokens
         self.works.outputs[:] += tokens
         read = sum(
-            share * _keys_read(first, last, keys, beams, grows, UNLIMITED if window is None else window, self._size)
+            share * _keys_read(first, last, keys, beams, grows, UNLIMITED if window is None else window, self._size,
+                               self._every)
             for window, share in self._windows
         )  # fmt: skip
         self.works.generation_kv_tokens[:] += np.rint(read).astype(np.int64)
@@ -243,17 +238,18 @@ def mean_context(start: Integers, length: Integers, windows: Windows) -> tuple[F
 
 
 def _keys_read(
-    first: Integers, last: Integers, keys: Integers, beams: Integers, grows: Integers, window: int, size: int
-) -> Integers:
+    first: Integers, last: Integers, keys: Integers, beams: Integers, grows: Integers, window: int, size: int,
+    every: int,
+) -> Integers:  # fmt: skip
     """Keys that generation steps read in each iteration. Each reads one more than the step before, up to the window."""
     begin = np.minimum(keys, window)
-    growing = grows * np.minimum(last - first, window - begin)
-    steps, slopes = np.zeros(size + 2, np.int64), np.zeros(size + 2, np.int64)
+    growing = grows * np.minimum((last - first) // every, window - begin)
+    steps, slopes = np.zeros(size + 2 * every, np.int64), np.zeros(size + 2 * every, np.int64)
     np.add.at(steps, first, begin * beams)
-    np.add.at(steps, last + 1, -(begin + growing) * beams)
-    np.add.at(slopes, first + 1, beams)
-    np.add.at(slopes, first + 1 + growing, -beams)
-    read: Integers = np.cumsum(steps + np.cumsum(slopes))[:size]
+    np.add.at(steps, last + every, -(begin + growing) * beams)
+    np.add.at(slopes, first + every, beams)
+    np.add.at(slopes, first + (1 + growing) * every, -beams)
+    read: Integers = cumulated(steps + cumulated(slopes, every), every)[:size]
     return read
 
 

@@ -285,8 +285,11 @@ class Callbacks:
     def iteration(self, record: IterationRecord) -> None:
         """Pass the iteration's statistics to the client."""
         self.num_iterations += 1
-        if self._return_stats is not None:
-            self._guarded("return_batch_manager_stats", self._return_stats, json.dumps(self._statistics.fields(record)))
+        if self._return_stats is None:
+            return
+        for reported in self._statistics.reported(record):
+            text = json.dumps(self._statistics.fields(reported))
+            self._guarded("return_batch_manager_stats", self._return_stats, text)
 
     def stretch(self, stretch: Stretch) -> None:
         """Pass the statistics of each iteration of the stretch."""

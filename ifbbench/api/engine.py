@@ -225,7 +225,7 @@ def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
     compiles all kernels; on a CPU, which compiles none, it is limited to what takes a moment."""
     limits, short = engine.limits, min(WARM_UP_PROMPT_LEN, engine.limits.max_input_len)
     in_cache = limits.num_blocks * limits.tokens_per_block // 2 - WARM_UP_NEW_TOKENS
-    in_batch = min(limits.max_num_tokens - 1, limits.max_input_len, limits.max_seq_len - WARM_UP_NEW_TOKENS)
+    in_batch = min(limits.token_budget - 1, limits.max_input_len, limits.max_seq_len - WARM_UP_NEW_TOKENS)
     if engine.device == "cpu":
         affordable = int(CPU_WARM_UP_FLOPS / (2 * engine.model.num_parameters))
         return short, max(short, min(affordable, LONG_WARM_UP_PROMPT_LEN, in_batch, in_cache))

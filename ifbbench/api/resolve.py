@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
-from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType, Overlap
+from ifbbench.engine.config import UNLIMITED, V1_POLICY, BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
@@ -38,7 +38,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         context_chunk_unit=config.context_chunk_unit or config.tokens_per_block,
     )
     if config.enable_chunked_context is None:  # the default of the command line
-        possible = config.kv_cache_type == "paged" and config.max_num_tokens >= _resolved(config.context_chunk_unit)
+        has_budget = (config.max_num_tokens or UNLIMITED) >= _resolved(config.context_chunk_unit)
+        possible = config.kv_cache_type == "paged" and has_budget
         config = config.with_values(enable_chunked_context=possible)
     _check_settings(config)
     _check_beams(config)
@@ -47,7 +48,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         raise InputError(f"--max_seq_len: {max_seq_len} is more than the {model_max_seq_len} positions of model "
                          f"{config.model}; give a smaller one.")
     longest = max_seq_len - 1
-    if not config.enable_chunked_context:
+    if not (config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
         longest = min(longest, config.max_num_tokens)
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
@@ -83,7 +84,12 @@ def _check_settings(config: RunConfig) -> None:
     if config.concurrency is not None and config.static_emulated_batch_size is not None:
         raise InputError("--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; "
                          "leave out one of them.")
-    if config.enable_chunked_context and config.max_num_tokens < _resolved(config.context_chunk_unit):
+    unit = _resolved(config.context_chunk_unit)
+    if config.enable_chunked_context and unit % config.tokens_per_block:
+        raise InputError(f"--context_chunk_unit: {unit} tokens are no whole number of KV cache blocks; expected a "
+                         f"multiple of --tokens_per_block {config.tokens_per_block}. With --tokens_per_block 1 any "
+                         "unit is one.")
+    if config.enable_chunked_context and (config.max_num_tokens or UNLIMITED) < unit:
         raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than one context chunk of "
                          f"{config.context_chunk_unit} tokens; raise it, or lower --context_chunk_unit (default: "
                          "--tokens_per_block).")
@@ -135,7 +141,7 @@ def _check_beams(config: RunConfig) -> None:
     if config.beam_width is not None and config.beam_width > max_beam_width:
         raise InputError(f"--max_beam_width: {max_beam_width} is less than --beam_width {config.beam_width}; raise "
                          "it or leave it out.")
-    if config.max_num_tokens < max_beam_width:
+    if config.max_num_tokens is not None and config.max_num_tokens < max_beam_width:
         raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than the {max_beam_width} beams of one "
                          "request, each of which runs a token in an iteration; raise it.")
     if max_beam_width == 1:
@@ -167,7 +173,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         batching_type=BatchingType(config.type),
         policy=config.policy,
         max_batch_size=_resolved(config.max_batch_size),
-        max_num_tokens=config.max_num_tokens,
+        max_num_tokens=None if config.type == BatchingType.V1 else config.max_num_tokens,
         max_seq_len=_resolved(config.max_seq_len),
         max_input_len=_resolved(config.max_input_len),
         tokens_per_block=config.tokens_per_block,

@@ -162,7 +162,8 @@ class ActiveRequests:
         """Those of `rows` that are not in flight in another micro batch."""
         if not self.table.any_in_flight:
             return rows
-        return rows[self.table.micro_batch[rows] == NO_MICRO_BATCH]
+        ready: Rows = rows[self.table.micro_batch[rows] == NO_MICRO_BATCH]
+        return ready
 
     @property
     def mixed_beam_widths(self) -> bool:

@@ -11,6 +11,7 @@ from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
 
+UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
 # Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
 LOOK_AHEAD = 8
@@ -81,8 +82,8 @@ class BatchingConfig:
             raise ValueError("overlap works with beam width 1 only")
         if self.reuse.enabled and (len(self.windows) > 1 or self.is_contiguous):
             raise ValueError("blocks are reused in a paged cache with one attention window only")
-        if self.batching_type is BatchingType.V1 and (self.overlap is not None or self.pp_size > 1):
-            raise ValueError("static batches (V1) do not overlap, and run in no pipeline")
+        if self.overlap is not None and self.batching_type is BatchingType.V1:
+            raise ValueError("static batches (V1) do not overlap")
 
     @property
     def effective_policy(self) -> str:
@@ -96,9 +97,10 @@ class BatchingConfig:
         """Whether batch size or token budget change during a run."""
         return self.tunes_batch_size or self.tunes_num_tokens
 
-    def has_budget(self, num_tokens: int) -> bool:
-        """Whether so many tokens fit into an iteration."""
-        return self.max_num_tokens is None or num_tokens <= self.max_num_tokens
+    @property
+    def token_budget(self) -> int:
+        """Maximum number of tokens in an iteration; larger than any batch without a limit."""
+        return UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
 
     @property
     def is_async(self) -> bool:
@@ -107,7 +109,10 @@ class BatchingConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Parts that the active requests are divided into. They run in turn, each while the others are in flight."""
+        """Parts that the active requests are divided into. They run in turn, each while the others are in flight.
+        Static batches (V1) are not divided, and pass through a pipeline alone."""
+        if self.batching_type is BatchingType.V1:
+            return 1
         if self.pp_size > 1:
             return self.pp_size
         return OVERLAPPING if self.overlap == Overlap.PARTITIONED else 1
@@ -120,7 +125,7 @@ class BatchingConfig:
     @property
     def max_active(self) -> int:
         """Maximum number of active requests: a full batch for each pipeline stage."""
-        return self.max_batch_size * self.pp_size
+        return self.max_batch_size * (self.num_micro_batches if self.pp_size > 1 else 1)
 
     @property
     def micro_batch_size(self) -> int:
@@ -129,7 +134,7 @@ class BatchingConfig:
 
     @property
     def num_slots(self) -> int:
-        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add to them."""
+        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add."""
         return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
 
     @property

@@ -50,7 +50,7 @@ class FastForward:
         # Otherwise it is certain only that generation requests alone run, if all fit into a batch.
         if standing is None and (
             active.context or active.mixed_beam_widths or len(active.generation) > config.max_batch_size
-            or not config.has_budget(active.step_tokens(active.generation_rows))
+            or active.step_tokens(active.generation_rows) > config.token_budget
         ):  # fmt: skip
             return None
         self._change_s = self._next_change(now_s)

@@ -83,8 +83,8 @@ class TokenGenerationLoop:
     def step(self) -> bool:
         """Run one iteration; False, with nothing done, if no request is active.
 
-        With overlap or pipeline stages, the iteration that this call submits is collected by a later one. Raises ExecutorFailed after
-        the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
+        With overlap or pipeline stages, the iteration that this call submits is collected by a later one. Raises
+        ExecutorFailed after the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
         start_s = self._clock.now()
 
         # Admit: fetch requests, refuse those that can never run, activate by priority.

@@ -2,7 +2,8 @@
 digest of a schedule, which are made of them."""
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
 from typing import Any, NamedTuple, Protocol
@@ -93,6 +94,7 @@ class IterationRecord:
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
         chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
     queued: requests that have arrived and are not active.
+    steps: of a record that sums up a static batch, its first and last iteration.
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
         later, and `in_flight` requests are in the others.
     """
@@ -122,6 +124,7 @@ class IterationRecord:
     finished: list[Request] = field(default_factory=list)
     num_micro_batches: int = 1
     in_flight: int = 0
+    steps: tuple[int, int] | None = None
 
     @property
     def budget_used(self) -> int:
@@ -202,14 +205,45 @@ class IterationStatistics:
     """The statistics of each iteration under the names of TensorRT-LLM's batch manager.
 
     max_requests: the engine's limit of active requests. names: the fields of the batching type, in order.
+    is_static: whether that is V1.
+
+    Static batches (V1) are reported as a whole, as TensorRT-LLM's `TrtGptModelV1` does, which runs a batch in one call:
+    see `reported`.
     """
 
     def __init__(self, batching_type: BatchingType, max_requests: int) -> None:
-        self._is_static = batching_type is BatchingType.V1
+        self.is_static = batching_type is BatchingType.V1
         self._max_requests = max_requests
-        self.names = (*COMMON_FIELDS, *(STATIC_FIELDS if self._is_static else INFLIGHT_FIELDS))
+        self.names = (*COMMON_FIELDS, *(STATIC_FIELDS if self.is_static else INFLIGHT_FIELDS))
+        self._num_static_batches = 0
+        self._steps: list[IterationRecord] = []
         self._second = -1
         self._timestamp = ""
+
+    def reported(self, record: IterationRecord) -> Sequence[IterationRecord]:
+        """The records to report after `record`: itself, or the static batch of which it is the last step. One whose
+        members all failed or were stopped is reported with the next."""
+        if not self.is_static:
+            return (record,)
+        reported = self.unreported() if record.context else []
+        self._steps.append(record)
+        return reported + (self.unreported() if record.finished else [])
+
+    def unreported(self) -> list[IterationRecord]:
+        """The static batch of the steps that were not reported yet, if there are any."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return []
+        first, last = steps[0], steps[-1]
+        whole = replace(
+            first, iteration=self._num_static_batches, end_s=last.end_s, cache=last.cache, finished=last.finished,
+            submit_s=first.start_s + sum(step.submit_s - step.start_s for step in steps),
+            num_generation=sum(step.num_generation for step in steps),
+            num_generation_tokens=sum(step.num_generation_tokens for step in steps),
+            idle=sum(step.idle for step in steps), steps=(first.iteration, last.iteration),
+        )  # fmt: skip
+        self._num_static_batches += 1
+        return [whole]
 
     def fields(self, record: IterationRecord) -> dict[str, Any]:
         """Documented name to value. Blocks and tokens are counts; the time stamp is in UTC."""
@@ -219,10 +253,12 @@ class IterationStatistics:
         """The values of the fields, in the order of `names`."""
         chunks = len(record.context)
         scheduled = chunks + record.num_generation + record.idle
-        # Each step of a static batch is an iteration: a member generates a token or leaves its slot empty.
+        # In each step of a static batch, a member generates a token or leaves its slot empty.
+        if record.steps is not None:
+            scheduled = chunks
         of_type = (
             (chunks + record.num_generation, record.num_context_tokens, record.idle)
-            if self._is_static
+            if self.is_static
             else (record.num_generation, record.num_context_tokens, record.micro_batch, len(record.paused))
         )
         num_blocks, used, size, total, new, reused, *_ = record.cache
@@ -264,9 +300,10 @@ class ScheduleDigest:
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._generating: set[int] = set()
-        self._entering: set[int] = set()
-        self._leaving: set[int] = set()
         self._held: set[int] = set()
+        # Those that enter or leave generation with the next turn of each micro batch.
+        self._entering: defaultdict[int, set[int]] = defaultdict(set)
+        self._leaving: defaultdict[int, set[int]] = defaultdict(set)
 
     def add(self, record: IterationRecord) -> None:
         """Take in one iteration."""
@@ -279,25 +316,32 @@ class ScheduleDigest:
             changed = context or joined or left or paused
             line = _digest_line(context, sorted(joined), sorted(left), sorted(paused)) if changed else _SAME_AGAIN
             self._hash.update(line)
-        self._entering = {chunk.request.index for chunk in record.context if chunk.is_last}
-        self._leaving = {request.index for request in record.finished}
+        turn = record.iteration % record.num_micro_batches
+        self._entering[turn] = {chunk.request.index for chunk in record.context if chunk.is_last}
+        self._leaving[turn] = {request.index for request in record.finished}
         self._held = held
 
     def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
-        """The requests that joined and left generation since the iteration before, those paused and those held."""
-        if not (self._leaving or self._held or record.paused or record.held):
-            return self._entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
+        """The requests that joined and left generation since the iteration before, or the latest one of the same micro
+        batch, those paused and those held."""
+        turn = record.iteration % record.num_micro_batches
+        entering, leaving = self._entering[turn], self._leaving[turn]
+        if not (leaving or self._held or record.paused or record.held):
+            return entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
         paused = {pause.victim.index for pause in record.paused}
         held = {request.index for request in record.held}
-        left = (self._leaving | paused | held) & self._generating
-        joined = (self._entering | (self._held - held)) - self._leaving - paused - held
+        left = (leaving | paused | held) & self._generating
+        joined = (entering | (self._held - held)) - leaving - paused - held
+        if paused and record.num_micro_batches > 1:
+            for others in self._entering.values():
+                others -= paused
         return joined, left, paused, held
 
     def add_stretch(self, stretch: Stretch) -> None:
         """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
         self.add(stretch.first)
         self._hash.update(_SAME_AGAIN * (stretch.length - 1))
-        self._leaving = {request.index for request in stretch.finished}
+        self._leaving[0] = {request.index for request in stretch.finished}
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()

@@ -1,5 +1,6 @@
 """The scheduling of one iteration: the capacity policy, then the micro-batch scheduler; and static batches."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import PolicyFailed
 from ifbbench.engine.policies.policy import CapacityPolicy, LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
+
+_log = logging.getLogger("ifbbench.scheduler")
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class Scheduler:
             self.tune_limits = DynamicLimits(config, self._micro_batch).update
         is_steady = is_steady and config.num_micro_batches == 1
         self._may_repeat = is_steady and not (config.reuse.enabled or self.is_static or self.tune_limits)
+        self._is_logged = _log.isEnabledFor(logging.DEBUG)
         # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
 
@@ -114,6 +118,8 @@ class Scheduler:
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
         self._latest = (plan, self._active.num_changes)
+        if self._is_logged:
+            self._log_decisions(plan)
         return plan
 
     def standing_plan(self) -> Plan | None:
@@ -145,6 +151,35 @@ class Scheduler:
         idle = np.array([request.slot for request in self.complete], np.int64)
         blocked = tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self._active.context[:1])
         return Plan([], self._rows_without(self.complete), idle, held=list(self.complete), blocked=blocked)
+
+    def _log_decisions(self, plan: Plan) -> None:
+        """Log what becomes of each active request, with the blocks that the policy takes it to need."""
+        cache, table = self._kv_cache, self._active.table
+        pauses = {pause.victim.slot: pause for pause in plan.paused}
+        limits = {one.request.slot: one.limit for one in plan.blocked}
+        runs = {request.slot for request in plan.context} | set(plan.rows.tolist())
+        for request in self._active:
+            if request.in_generation:
+                needed = cache.counted(cache.step_needs(np.array([request.slot]), request.num_draft_tokens)[0])
+            elif getattr(self._policy, "may_pause", True):
+                needed = cache.first_chunk_need(request)
+            else:
+                needed = cache.blocks_to_completion(request)
+            if request.slot in pauses:
+                pause = pauses[request.slot]
+                decision = f"pause: request {pause.beneficiary.request_id} does not fit for {pause.limit}"
+            elif request.slot in runs:
+                chunk = f", context tokens {request.position} to {request.position + request.chunk - 1}"
+                decision = "continue" if request.has_started else "start"
+                decision += chunk if request.in_context else ", generation"
+            elif table.in_other_micro_batch(request.slot):
+                decision = f"in flight in micro batch {table.micro_batch[request.slot]}"
+            else:
+                decision = f"left out: {limits.get(request.slot, 'behind another request')}"
+            _log.debug(
+                "request %d: policy %s, needs %s blocks, %s free: %s", request.request_id, self._policy_name, needed,
+                cache.free_blocks, decision,
+            )  # fmt: skip
 
     def _rows_without(self, held: list[Request]) -> Rows:
         """Rows of the generation requests but `held`, in batch order."""

@@ -126,7 +126,8 @@ def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device, num_sh
     limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch does not fit.
     """
     if device.type == "cuda":
-        longest = min(config.max_num_tokens, model.config.max_position_embeddings)
+        longest = model.config.max_position_embeddings
+        longest = min(config.max_num_tokens or longest, longest)
         doing = f"measuring the memory of the largest batch, {longest:,} tokens"
         advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
         with needing_memory(doing, advice, device):

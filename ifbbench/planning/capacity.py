@@ -213,10 +213,10 @@ def _by_tokens(case: PolicyCase, requests: Sequence[TraceRequest], limits: Batch
     prompt = Fraction(sum(request.prompt_len for request in requests), len(requests))
     beams = Fraction(sum(request.beam_width for request in requests), len(requests))
     if case.is_static:
-        return max(limits.max_num_tokens // prompt, 1)
+        return max(limits.token_budget // prompt, 1)
     first = prompt if limits.chunk_unit is None else min(prompt, Fraction(limits.chunk_unit))
     # The last request joins while the others generate one token per beam.
-    return max(1, min((limits.max_num_tokens - first) // beams + 1, limits.max_num_tokens // beams))
+    return max(1, min((limits.token_budget - first) // beams + 1, limits.token_budget // beams))
 
 
 def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> int:
@@ -227,7 +227,7 @@ def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingC
         free = [left - case.blocks(request, window) for left, (window, _) in zip(free, pools, strict=True)]
         prompt = request.prompt_len if limits.chunk_unit is None else min(request.prompt_len, limits.chunk_unit)
         needed = request.prompt_len if case.is_static else max(prompt, request.beam_width)
-        too_long = tokens + needed > limits.max_num_tokens and count > 0
+        too_long = tokens + needed > limits.token_budget and count > 0
         if min(free) < 0 or too_long or count >= limits.max_batch_size:
             return count
         tokens += request.prompt_len if case.is_static else request.beam_width

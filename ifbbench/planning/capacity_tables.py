@@ -154,7 +154,7 @@ def _bound(study: Study, found: Fit) -> str:
     names = {
         Limit.KV_BLOCKS: f"the KV cache ({count(blocks)} blocks)",
         Limit.BATCH_SIZE: "max_batch_size",
-        Limit.NUM_TOKENS: f"max_num_tokens ({count(study.limits.max_num_tokens)})",
+        Limit.NUM_TOKENS: f"max_num_tokens ({count(study.limits.max_num_tokens or 0)})",
     }
     first = names.pop(found.bound_by)
     (second, by_second), (third, by_third) = ((name, found.by_limit[limit]) for limit, name in names.items())
@@ -201,7 +201,7 @@ def figures(study: Study) -> dict[str, Any]:
     if study.requests:
         means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")
         # Prompts of mean length in an iteration without other requests.
-        prompts_per_iteration = study.limits.max_num_tokens / study.mean("prompt_len")
+        prompts_per_iteration = study.limits.token_budget / study.mean("prompt_len")
         requests = {
             "count": len(study.requests), "refused": study.refused, "prompts_per_iteration": prompts_per_iteration,
             **{f"mean_{name}": study.mean(name) for name in means},

@@ -138,8 +138,8 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
         operations=tuple(operation for operation in cost_model.operations(work) if operation.seconds > 0),
         device_ns=cost_model.device_ns(work), host_ns=cost_model.host_ns(step.num_requests, work.context_tokens),
         host={name: seconds for name, seconds in host.items() if seconds},
-        ttft=ttft_parts(cost_model, step, work, generation, overhead, config.enable_trt_overlap),
-        overlap=config.enable_trt_overlap, engine=engine, memory=memory,
+        ttft=ttft_parts(cost_model, step, work, generation, overhead, config.overlap is not None),
+        overlap=config.overlap is not None, engine=engine, memory=memory,
         kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token), step_kv_tokens=step.kv_tokens(layout),
     )  # fmt: skip
 
@@ -213,7 +213,7 @@ def print_explanation(explained: Explanation, console: Console) -> None:
     console.print()
     device_s, host_s = explained.device_ns / NANOSECONDS, explained.host_ns / NANOSECONDS
     outputs = explained.work.outputs
-    hidden = "hidden behind the device" if explained.overlap else "hidden behind the device with --enable_trt_overlap"
+    hidden = "hidden behind the device" if explained.overlap else "hidden behind the device with --overlap async"
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in explained.host.items())
     console.print(
         f"The host takes [bold]{duration(host_s)}[/bold] to schedule {explained.step.num_requests:,} requests, "

@@ -170,12 +170,8 @@ class Predictor:
         self._rows, self._weights, self._num_rows = np.array(rows), np.array(weights), len(observations)
         # The times of host and device come first, those of the device alone behind them.
         self._columns = np.where(has_host, columns, np.array(columns) + len(steps))
-        # The requests of each iteration for the host, and for the device the part that passes through a stage at once.
-        requests = [work.context_requests + work.generation_tokens for _, work in steps]
-        self._steps = [
-            (tp_size, work.part(min(shard.pp_size, max(count, 1))), count)
-            for (tp_size, work), count in zip(steps, requests, strict=True)
-        ]
+        # An iteration of a pipeline is one micro batch, which passes through all stages.
+        self._steps = [(tp_size, work, work.context_requests + work.generation_tokens) for tp_size, work in steps]
         self._shards = {tp_size: dataclasses.replace(shard, tp_size=tp_size) for tp_size, _ in steps}
 
     def __call__(self, hardware: HardwareProfile) -> Floats:

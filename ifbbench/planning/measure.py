@@ -54,7 +54,7 @@ class Scenario:
         longest = max(prompt_len + output_len for prompt_len, output_len in self.lengths)
         longest_pass = self.chunk_budget or max(prompt_len for prompt_len, _ in self.lengths)
         has_room = at_once * ceil_div(longest, limits.tokens_per_block) <= limits.num_blocks
-        is_short = longest_pass <= limits.max_num_tokens and longest <= limits.max_seq_len
+        is_short = longest_pass <= limits.token_budget and longest <= limits.max_seq_len
         return at_once <= limits.max_batch_size and is_short and has_room
 
 
@@ -76,7 +76,7 @@ def _together(limits: BatchingConfig, max_passes: int, quick: bool) -> Iterator[
     lengths takes longer. The first requests generate until the last have finished their prompt."""
     for count in _batch_sizes(limits.max_batch_size, step=8 if quick else 2):
         for prompt_len in QUICK_PROMPT_LENS if quick else PROMPT_LENS:
-            passes = ceil_div(count * prompt_len, limits.max_num_tokens)
+            passes = ceil_div(count * prompt_len, limits.token_budget)
             if passes <= max_passes:
                 # Equal distances from half the mean to one and a half of it.
                 prompts = [round(prompt_len * (0.5 + (index + 0.5) / count)) for index in range(count)]

@@ -13,7 +13,7 @@ from ifbbench.planning.engine_logs import is_tensorrt_llm, is_vllm, read_tensorr
 from ifbbench.planning.load_tests import LoadTest, is_load_tests, read_load_tests
 from ifbbench.planning.log import Log
 from ifbbench.planning.run_log import is_run, read_iterations, read_run
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.run_directory import find_iterations
 
 RUN = "run of ifbbench"
 FORMATS = (
@@ -36,7 +36,7 @@ def read_logs(
         logs.append(log)
         if is_run(log.path):
             log.format = RUN
-            log.sha256 = hashlib.sha256(_content(find_lines(log.path, "iterations"))).hexdigest()
+            log.sha256 = hashlib.sha256(_content(find_iterations(log.path))).hexdigest()
             read_run(log)
             continue
         content = _content(path)

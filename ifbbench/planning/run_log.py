@@ -13,8 +13,8 @@ from ifbbench.errors import InputError
 from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
 from ifbbench.recording.iteration_lines import documented_fields
-from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
-from ifbbench.report.load import SPAN_FIELDS, read_lines
+from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.report.load import SPAN_FIELDS, cumulated, micro_batches_of, read_lines
 from ifbbench.simulation.step_work import StepWork
 
 MILLISECONDS = 1000
@@ -48,13 +48,17 @@ def read_run(log: Log) -> None:
                              "expected one with in-flight batching on a device.")  # fmt: skip
     if config.get("max_attention_window"):
         raise InputError(f"{directory}: a run with --max_attention_window; expected one that attends to all tokens.")
+    if (stages := int(config.get("pp_size") or 1)) > 1:
+        raise InputError(f"{directory}: a run with --pp_size {stages}: its iterations wait for each other's stages; "
+                         "expected one without pipeline stages.")  # fmt: skip
     log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
-    log.overlaps = bool(config.get("enable_trt_overlap"))
-    rows = list(map(_fields, read_lines(find_lines(directory, "iterations"), ("ifbbench",))))
+    log.overlaps = bool(config.get("overlap") or config.get("enable_trt_overlap"))
+    rows = list(map(_fields, read_lines(find_iterations(directory), ("ifbbench",))))
     if not rows:
         raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
-    works = _works(directory, max(row["iteration_counter"] for row in rows))
-    _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows])
+    every = micro_batches_of(config)
+    works = _works(directory, max(row["iteration_counter"] for row in rows), every)
+    _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows], every)
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +79,11 @@ def read_iterations(log: Log, lines: Iterable[Mapping[str, Any]]) -> None:
     _add_samples(log, rows, works)
 
 
-def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[StepWork]) -> None:
-    """A sample for each row whose counts agree with its work, except where the run waited for requests."""
+def _add_samples(
+    log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[StepWork], every: int = 1
+) -> None:
+    """A sample for each row whose counts agree with its work, except where the run waited for requests. every: the
+    number of micro batches."""
     numbers = np.array([row["iteration_counter"] for row in rows])
     details = [row["ifbbench"] for row in rows]
     start_s, latency_s, host_s = (
@@ -96,7 +103,11 @@ def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[St
             continue
         waited = gap_s[index] >= WAIT_S
         if log.overlaps:
-            if not waited and index:
+            # Of micro batches, the device's time is known where one was submitted before the other ended.
+            is_known = not waited and index and counted[0] + counted[2] > 0
+            if every > 1:
+                is_known = is_known and start_s[index] + host_s[index] <= end_s[index - 1]
+            if is_known:
                 log.samples.append((Sample(work, float(end_s[index] - end_s[index - 1]), None), True))
             continue
         gap = usual_gap_s if waited else float(gap_s[index])
@@ -108,10 +119,12 @@ def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[St
 
 
 class _Works:
-    """The work of each iteration, summed over the spans of requests. Counts are arrays over iterations."""
+    """The work of each iteration, summed over the spans of requests. Counts are arrays over iterations.
 
-    def __init__(self, last: int) -> None:
-        self._last = last
+    every: the number of micro batches; a request runs in one of so many iterations."""
+
+    def __init__(self, last: int, every: int) -> None:
+        self._last, self._every = last, every
         (self._context_tokens, self._context_requests, self._pairs, self._context_kv, self._outputs) = (
             np.zeros(last + 1, dtype=np.int64) for _ in range(5)
         )
@@ -133,19 +146,19 @@ class _Works:
         """One request that generates from iteration `first` to `last`, with `first_keys` keys in the first."""
         self._first.append(first)
         self._end.append(last)
-        self._before.append(first_keys - first)
+        self._before.append(first_keys - first // self._every)
 
     def works(self) -> list[StepWork]:
         """Of each iteration."""
         first, end, before = (np.array(column, dtype=np.int64) for column in (self._first, self._end, self._before))
-        requests = np.zeros(self._last + 2, dtype=np.int64)
+        size, every = self._last + 1, self._every
+        requests, keys = np.zeros(size + every, dtype=np.int64), np.zeros(size + every, dtype=np.int64)
         np.add.at(requests, first, 1)
-        np.add.at(requests, end + 1, -1)
-        requests = requests.cumsum()[:-1]
-        keys = np.zeros(self._last + 2, dtype=np.int64)
+        np.add.at(requests, end + every, -1)
+        requests = cumulated(requests, every)[:size]
         np.add.at(keys, first, before)
-        np.add.at(keys, end + 1, -before)
-        keys = keys.cumsum()[:-1] + requests * np.arange(self._last + 1)
+        np.add.at(keys, end + every, -before)
+        keys = cumulated(keys, every)[:size] + requests * (np.arange(size) // every)
         columns = (
             self._context_tokens, self._context_requests, self._pairs, self._context_kv, requests, keys,
             self._outputs + requests,
@@ -153,8 +166,8 @@ class _Works:
         return [StepWork(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _works(directory: Path, last: int) -> list[StepWork]:
-    """The work of each iteration up to `last`."""
+def _works(directory: Path, last: int, every: int) -> list[StepWork]:
+    """The work of each iteration up to `last`. every: see _Works."""
     trace = read_lines(find_lines(directory, "trace"), ("request_id", "prompt_len"))
     prompt_lens = {str(row["request_id"]): row["prompt_len"] for row in trace}
     spans: defaultdict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
@@ -162,20 +175,20 @@ def _works(directory: Path, last: int) -> list[StepWork]:
     for path in (directory / OPEN_SPANS, find_lines(directory, "spans")):
         for span in read_lines(path, SPAN_FIELDS):
             spans[str(span["request_id"])][span["first_iteration"]] = span
-    works = _Works(last)
+    works = _Works(last, every)
     for request_id, of_request in spans.items():
         if request_id in prompt_lens:
-            _add_request(works, prompt_lens[request_id], [of_request[first] for first in sorted(of_request)])
+            _add_request(works, prompt_lens[request_id], [of_request[first] for first in sorted(of_request)], every)
     return works.works()
 
 
-def _add_request(works: _Works, prompt_len: int, spans: Sequence[Mapping[str, Any]]) -> None:
+def _add_request(works: _Works, prompt_len: int, spans: Sequence[Mapping[str, Any]], every: int) -> None:
     chunks: list[tuple[int, int]] = []
     outputs = 0
     for index, span in enumerate(spans):
         first, last, phase = span["first_iteration"], span["last_iteration"], span["phase"]
         if phase in CONTEXT_PHASES:
-            chunks += [(first + step, tokens) for step, tokens in enumerate(span["chunks"])]
+            chunks += [(first + step * every, tokens) for step, tokens in enumerate(span["chunks"])]
             following = [later["phase"] for later in spans[index + 1 :]]
             is_complete = span.get("produced", 0) > 0 or following[:1] == ["generation"]
             if is_complete or following[:1] == ["paused"] or not following:

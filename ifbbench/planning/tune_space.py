@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ifbbench.config import RunConfig
+from ifbbench.config import DEFAULT_MAX_NUM_TOKENS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.hardware import load_hardware
@@ -72,7 +72,9 @@ class Space:
         """The settings of `base`, with some changed."""
         base = self.base
         found = {
-            "max_batch_size": base.max_batch_size or 2048, "max_num_tokens": base.max_num_tokens, "policy": base.policy,
+            "max_batch_size": base.max_batch_size or 2048,
+            "max_num_tokens": base.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
+            "policy": base.policy,
             "enable_chunked_context": base.enable_chunked_context is not False,
             "context_chunking_policy": base.context_chunking_policy, "tokens_per_block": base.tokens_per_block,
             "enable_kv_cache_reuse": base.enable_kv_cache_reuse, "tp_size": base.tp_size,

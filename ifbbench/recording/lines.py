@@ -37,11 +37,12 @@ def number(value: float) -> float:
 
 
 class SpanLine(Struct):
-    """A line of `spans.jsonl`: consecutive iterations in which one request does one thing.
+    """A line of `spans.jsonl`: consecutive iterations of a micro batch in which one request does one thing.
 
     cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
     the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
-    output tokens that were not there before.
+    output tokens that were not there before. every: with several micro batches, of a span in which the request runs,
+    their number: it runs in each so many iterations, from the first to the last.
     """
 
     request_id: int
@@ -53,6 +54,7 @@ class SpanLine(Struct):
     first_output: int | UnsetType
     chunks: list[int] | UnsetType
     produced: int | UnsetType
+    every: int | UnsetType = UNSET
 
 
 class RequestLine(Struct):
@@ -139,6 +141,11 @@ class IterationEncoder:
         # The latest iterations, if the last of them was left out.
         self._latest: IterationRecord | Stretch | None = None
 
+    def whole(self, record: IterationRecord, bound_by: str) -> bytes:
+        """The line of a static batch."""
+        self._bound_by = bound_by
+        return self._encoded(record)
+
     def record(self, record: IterationRecord, bound_by: str) -> Sequence[bytes]:
         """The line of one iteration; none if it is left out. bound_by: its limit."""
         before, self._bound_by = self._bound_by, bound_by
@@ -202,16 +209,21 @@ class IterationEncoder:
 
     def _details(self, record: IterationRecord) -> IterationDetails:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
-        scheduled = len(record.context) + record.num_generation + record.idle
+        scheduled = len(record.context)
+        if record.steps is None:
+            scheduled += record.num_generation + record.idle
         details = IterationDetails(
             number(start_s), number((end_s - start_s) * 1000), number((submit_s - start_s) * 1000),
             number((end_s - submit_s) * 1000), UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET,
-            record.queued, record.queued + record.active - scheduled, self._bound_by,
+            record.queued, record.queued + record.active - record.in_flight - scheduled, self._bound_by,
             None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
             [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
             record.recomputed, record.budget_used, record.padding or UNSET,
             record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
         )  # fmt: skip
+        if record.steps is not None:
+            details.first_step, details.last_step = record.steps
+            return details
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
             details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)

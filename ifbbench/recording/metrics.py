@@ -1,7 +1,9 @@
-"""The figures of requests that have ended: latencies, gaps between tokens, rates and goodput, of all or of some."""
+"""The figures of requests that have ended: latencies, gaps between tokens, rates and goodput, of all or of some; and
+the limits that bound iterations and held the head of the line."""
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +47,43 @@ def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats)
     return {title: dict(zip(limits, of_each.tolist(), strict=True)) for title, of_each in shares.items()}
 
 
+class HeadOfLine:
+    """Which limit held the head of the line, the first request that was left out, over time.
+
+    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
+    to hold the head, and the seconds that it had held it before.
+    """
+
+    def __init__(self) -> None:
+        self.limit: str | None = None
+        self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
+
+    def change(self, limit: str, start_s: float) -> None:
+        """`limit`, another one than so far, holds the head from `start_s` on."""
+        if self.limit is not None:
+            self._held[self.limit][1][-1] = start_s
+        begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
+        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
+        begins.append(start_s)
+        ends.append(float("inf"))
+        self.limit = limit
+
+    def split(self, begin_s: float, end_s: float) -> dict[str, float]:
+        """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
+        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
+            return {self.limit: end_s - begin_s}
+        parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
+        largest = max(parts, key=parts.__getitem__)
+        parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
+        return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
+
+    def _seconds(self, limit: str, until_s: float) -> float:
+        """How long `limit` held the head before `until_s`."""
+        begins, ends, before = self._held[limit]
+        index = bisect_right(begins, until_s) - 1
+        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
+
+
 def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:
     """mean, min, percentiles (linear interpolation) and max of `values`, in their unit; all None if there are none."""
     data = np.asarray(values, np.float64)
@@ -76,27 +115,33 @@ def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | 
 class TokenGaps:
     """The gaps between consecutive output tokens of requests (ITL), counted rather than stored.
 
-    A request that produces a token in two consecutive iterations adds one gap: the time between their ends. So it is
-    enough to know the stretches of iterations in which requests produced a token each time. Gaps over several
-    iterations, where a request was skipped or paused, are kept one by one. All are iteration numbers, 4 bytes each.
+    A request that produces a token in two consecutive iterations of its micro batch adds one gap: the time between
+    their ends. So it is enough to know the stretches of iterations in which requests produced a token each time. Gaps
+    over several iterations, where a request was skipped or paused, are kept one by one. All are iteration numbers, 4
+    bytes each.
+
+    every: the number of micro batches; one runs in each so many iterations.
     """
 
     def __init__(self) -> None:
-        # First and last iteration whose end ends a gap of one iteration; before and after the gaps of several.
+        self.every = 1
+        # First and last iteration whose end ends a gap of one step; before and after the other gaps.
         self._steps = array("i"), array("i")
         self._long = array("i"), array("i")
 
-    def add(self, stretches: Iterable[tuple[int, int]]) -> None:
-        """Take in a request that produced a token in each iteration of `stretches`, [first, last] in order of time."""
+    def add(self, stretches: Iterable[tuple[int, int]], every: int = 1) -> None:
+        """Take in a request that produced a token in each `every`-th iteration of `stretches`, [first, last] in order
+        of time."""
+        self.every = every
         begins, ends = self._steps
         before: int | None = None
         for first, last in stretches:
             if before is None:
-                first += 1
-            elif first != before + 1:
+                first += every
+            elif first != before + every:
                 self._long[0].append(before)
                 self._long[1].append(first)
-                first += 1
+                first += every
             if first <= last:
                 begins.append(first)
                 ends.append(last)
@@ -104,6 +149,7 @@ class TokenGaps:
 
     def extend(self, other: "TokenGaps") -> None:
         """Take in the gaps of other requests."""
+        self.every = max(self.every, other.every)
         for mine, others in zip((*self._steps, *self._long), (*other._steps, *other._long), strict=True):
             mine.extend(others)
 
@@ -113,14 +159,15 @@ class TokenGaps:
         ends: of each iteration, in seconds. window: only the gaps that end in it."""
         seconds = np.asarray(ends, np.float64)
         begin, last = (np.asarray(column) for column in self._steps)
-        size = len(seconds) + 1
-        counts = (np.bincount(begin, minlength=size) - np.bincount(last + 1, minlength=size)).cumsum()[:-1]
+        every, size = self.every, (len(seconds) // self.every + 2) * self.every
+        changes = np.bincount(begin, minlength=size) - np.bincount(last + every, minlength=size)
+        counts = changes.reshape(-1, every).cumsum(axis=0).ravel()[: len(seconds)]
         before, after = (np.asarray(column) for column in self._long)
         if window is not None:
             counts, is_in = counts * window.holds(seconds), window.holds(seconds[after])
             before, after = before[is_in], after[is_in]
         (iterations,) = counts.nonzero()
-        gaps = np.concatenate([seconds[iterations] - seconds[iterations - 1], seconds[after] - seconds[before]])
+        gaps = np.concatenate([seconds[iterations] - seconds[iterations - every], seconds[after] - seconds[before]])
         return gaps, np.concatenate([counts[iterations], np.ones(len(after), np.int64)])
 
 

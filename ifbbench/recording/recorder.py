@@ -21,10 +21,11 @@ from ifbbench.engine.records import (
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
+from ifbbench.recording import metrics
 from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
-from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, shares_of_limits, slow_ttft_s
-from ifbbench.recording.run_directory import OPEN_SPANS, replace_file, write_json
-from ifbbench.recording.spans import HeadOfLine, RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
+from ifbbench.recording.metrics import BOUND_BY, HeadOfLine, Population, bound_by, by_group, slow_ttft_s
+from ifbbench.recording.run_directory import OPEN_SPANS, STEPS, replace_file, write_json
+from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
 FLUSH_INTERVAL_S = 1.0
@@ -105,7 +106,8 @@ class RunMetrics:
     ) -> bytes:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        output_len = sum([last - first + 1 for first, last in stretches])
+        every = timeline.every
+        output_len = sum([(last - first) // every + 1 for first, last in stretches])
         # On a real clock, a request may arrive after the start of the iteration that fetches it.
         first_scheduled_s = max(starts[next(first for name, first in timeline.closed if name == "context")], arrival_s)
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
@@ -118,7 +120,7 @@ class RunMetrics:
         lengths = request.original_prompt_len, output_len
         population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, *lengths, self._completed)
         self._completed += 1
-        population.gaps.add(stretches)
+        population.gaps.add(stretches, every)
         population.reused_tokens += request.reused_tokens
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         self.last_end_s = max(self.last_end_s, end_s)
@@ -180,7 +182,7 @@ class RunMetrics:
             "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)),
             "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
-            **shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
+            **metrics.shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
             "waiting_by_limit": self._waited_s,
             **NO_TRAFFIC,
         }  # fmt: skip
@@ -214,8 +216,7 @@ class SummaryRecorder:
         self._arrival_s = arrival_s
         self._tracker = SpanTracker(self._write_spans, arrival_s, held_until_s)
         self._digest = ScheduleDigest()
-        self._starts = array("d")
-        self._ends = array("d")
+        self._starts, self._ends = array("d"), array("d")
         self._delivery = delivery
 
     def iteration(self, record: IterationRecord) -> None:
@@ -272,8 +273,8 @@ class SummaryRecorder:
 
 
 class Recorder(SummaryRecorder):
-    """A SummaryRecorder that also writes `iterations.jsonl`, `spans.jsonl` and `requests.jsonl` during the run,
-    `summary.json` at its end, and `run.json` at both.
+    """A SummaryRecorder that also writes `iterations.jsonl`, `spans.jsonl`, `requests.jsonl` and, of static batches,
+    `steps.jsonl` during the run, `summary.json` at its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. recording_format: suffix of the files of
     lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are
@@ -293,14 +294,15 @@ class Recorder(SummaryRecorder):
         self.directory = directory
         self._description = description
         write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
-        self._iterations, self._spans, self._requests = self._writers = [
-            JsonLinesWriter(directory / f"{name}.{recording_format}") for name in ("iterations", "spans", "requests")
-        ]
-        self._encoder = IterationEncoder(
-            statistics, iteration_stats_every, profile, as_executor=iteration_stats_format == "trtllm"
-        )
-        self._clock = clock or WallClock()
-        self._flushed_s = 0.0
+        as_executor, self._statistics = iteration_stats_format == "trtllm", statistics
+        # Static batches have a line each, and their steps, which are iterations of the loop, a file of their own.
+        names = ("iterations", "spans", "requests", *((STEPS,) if statistics.is_static else ()))
+        self._writers = [JsonLinesWriter(directory / f"{name}.{recording_format}") for name in names]
+        self._batches, self._spans, self._requests = self._writers[:3]
+        self._iterations = self._writers[-1] if statistics.is_static else self._batches
+        self._encoder = IterationEncoder(statistics, iteration_stats_every, profile, as_executor)
+        self._batch_encoder = IterationEncoder(statistics, as_executor=as_executor)
+        self._clock, self._flushed_s = clock or WallClock(), 0.0
 
     def flush(self) -> None:
         """Make everything up to here readable, open spans included, in case the run is killed."""
@@ -315,6 +317,7 @@ class Recorder(SummaryRecorder):
         wall_s = self._clock.now()
         self._tracker.close(self.metrics.iterations - 1)
         self._iterations.write(self._encoder.last())
+        self._write_batches(self._statistics.unreported())
         for writer in self._writers:
             writer.close()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
@@ -331,6 +334,11 @@ class Recorder(SummaryRecorder):
 
     def _write_iteration(self, record: IterationRecord, limit: str) -> None:
         self._iterations.write(self._encoder.record(record, limit))
+        if self._statistics.is_static:
+            self._write_batches(self._statistics.reported(record))
+
+    def _write_batches(self, records: Iterable[IterationRecord]) -> None:
+        self._batches.write([self._batch_encoder.whole(record, bound_by(record)) for record in records])
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None:
         self._iterations.write(self._encoder.stretch(stretch, limit))

@@ -17,8 +17,10 @@ RESULTS = Path("results")
 OPEN_SPANS = "open_spans.jsonl"
 # The result of `--result_format` without a file of its own.
 RESULT = "result.json"
+# Of static batches (V1), which `iterations` reports as a whole, the steps: iterations of the token generation loop.
+STEPS = "steps"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
-LINE_FILES = ("iterations", "spans", "requests", "trace")
+LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace")
 # The table of the repeats of a run, beside the mean of their summaries.
 REPEATS_FILE = "repeats.csv"
 # Packages that results depend on.
@@ -29,6 +31,12 @@ def find_lines(directory: Path, name: str) -> Path:
     """The file of lines called `name`, in the format that `directory` has it in; in the first format if in none."""
     paths = [directory / f"{name}.{recording_format}" for recording_format in RECORDING_FORMATS]
     return next((path for path in paths if path.exists()), paths[0])
+
+
+def find_iterations(directory: Path) -> Path:
+    """The file of the iterations of the token generation loop: of static batches, their steps."""
+    steps = find_lines(directory, STEPS)
+    return steps if steps.exists() else find_lines(directory, "iterations")
 
 
 def check(path: Path, overwrite: bool) -> None:

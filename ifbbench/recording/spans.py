@@ -1,8 +1,8 @@
 """Request timelines: the spans of waiting and running of each active request, made from iterations: only the requests
 that change what they do cost time in one."""
 
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +14,7 @@ from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.recording.lines import SpanLine, encode
+from ifbbench.recording.metrics import HeadOfLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
@@ -35,9 +36,12 @@ class Phase(StrEnum):
     PAUSED = "paused"
 
 
+RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
+
+
 @dataclass(slots=True)
 class Span:
-    """Consecutive iterations, from `first` on, in which one request does one thing.
+    """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing.
 
     cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
     phases, 1 once they have yielded an output token that was not there before.
@@ -63,54 +67,19 @@ def limit_waited_for(part: str) -> str | None:
     return None
 
 
-class HeadOfLine:
-    """Which limit held the head of the line, the first request that was left out, over time.
-
-    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
-    to hold the head, and the seconds that it had held it before.
-    """
-
-    def __init__(self) -> None:
-        self.limit: str | None = None
-        self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
-
-    def change(self, limit: str, start_s: float) -> None:
-        """`limit`, another one than so far, holds the head from `start_s` on."""
-        if self.limit is not None:
-            self._held[self.limit][1][-1] = start_s
-        begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
-        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
-        begins.append(start_s)
-        ends.append(float("inf"))
-        self.limit = limit
-
-    def split(self, begin_s: float, end_s: float) -> dict[str, float]:
-        """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
-        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
-            return {self.limit: end_s - begin_s}
-        parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
-        largest = max(parts, key=parts.__getitem__)
-        parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
-        return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
-
-    def _seconds(self, limit: str, until_s: float) -> float:
-        """How long `limit` held the head before `until_s`."""
-        begins, ends, before = self._held[limit]
-        index = bisect_right(begins, until_s) - 1
-        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
-
-
 class RequestTimeline:
     """One request from its arrival to its end, in iterations.
 
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
-    produced: the number of these tokens.
+    produced: the number of these tokens. every: the number of micro batches. While the request runs, it runs in each so
+        many iterations.
     """
 
-    __slots__ = ("arrival_s", "closed", "last_iteration", "open", "produced", "request", "token_iterations")
+    __slots__ = ("arrival_s", "closed", "every", "last_iteration", "open", "produced", "request", "token_iterations")
 
-    def __init__(self, request: Request, arrival_s: float) -> None:
+    def __init__(self, request: Request, arrival_s: float, every: int = 1) -> None:
+        self.every = every
         self.request = request
         self.arrival_s = arrival_s
         self.open: Span | None = None
@@ -132,11 +101,12 @@ class RequestTimeline:
         span, self.open = self.open, None
         if span is None or last < span.first:
             return ()
+        last = self._last_step(span, last)
         produced = self._produced_in(span, last)
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
         if span.phase is Phase.GENERATION and produced:
-            self.token_iterations.append((last - produced + 1, last))
+            self.token_iterations.append((last - (produced - 1) * self.every, last))
             self.produced += produced
         name = f"{WAITING_FOR}{span.cause}" if span.phase is Phase.WAITING else span.phase.value
         self.closed.append((name, span.first))
@@ -148,6 +118,7 @@ class RequestTimeline:
         span = self.open
         if span is None or last < span.first:
             return ()
+        last = self._last_step(span, last)
         return (self._line(span, last, self._produced_in(span, last)),)
 
     def prompt_complete(self, iteration: int) -> None:
@@ -180,19 +151,28 @@ class RequestTimeline:
         seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
         return seconds
 
+    def _last_step(self, span: Span, last: int) -> int:
+        """The last iteration up to `last` in which the request did what `span` says."""
+        if self.every == 1 or span.phase not in RUNNING:
+            return last
+        return last - (last - span.first) % self.every
+
     def _produced_in(self, span: Span, last: int) -> int:
         """Output tokens that the span produced for the first time: those that a pause dropped do not count again."""
         if span.phase is not Phase.GENERATION:
             return span.produced
         again = max(0, self.produced - span.first_output)
-        return max(0, last - span.first + 1 - again)
+        return max(0, (last - span.first) // self.every + 1 - again)
 
     def _line(self, span: Span, last: int, produced: int) -> bytes:
         line = SpanLine(
             self.request.request_id, span.phase.value, span.first, last, 0, span.cause, UNSET, UNSET, UNSET
         )
+        if self.every > 1 and span.phase in RUNNING:
+            line.every = self.every
         if span.phase is Phase.GENERATION:
-            line.tokens, line.first_output, line.produced = last - span.first + 1, span.first_output, produced
+            line.tokens = (last - span.first) // self.every + 1
+            line.first_output, line.produced = span.first_output, produced
         elif span.chunks:
             line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
         return encode(line)
@@ -212,15 +192,17 @@ class SpanTracker:
         self._write = write
         self._arrival_s = arrival_s
         self._held_until_s = held_until_s or arrival_s
-        # By request id: all active requests; those with a partly computed prompt; generation requests that did not run
-        # in the latest iteration; those that were left out first.
+        self._num_micro_batches = 1
+        # By request id: all active requests; those with a partly computed prompt, of each micro batch; generation
+        # requests that could run in the latest iteration and did not; those that were left out first.
         self._timelines: dict[int, RequestTimeline] = {}
-        self._partial: dict[int, RequestTimeline] = {}
+        self._partial: defaultdict[int, dict[int, RequestTimeline]] = defaultdict(dict)
         self._held: dict[int, RequestTimeline] = {}
         self._blocked: dict[int, RequestTimeline] = {}
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
+        self._num_micro_batches = record.num_micro_batches
         limit = "none" if record.left_out is None else record.left_out.limit
         if limit != self.head.limit:
             self.head.change(limit, record.start_s)
@@ -261,12 +243,14 @@ class SpanTracker:
             self._write(timeline.end(last_iteration))
 
     def _forget(self, request: Request) -> RequestTimeline:
-        for group in (self._partial, self._held, self._blocked):
+        for group in (*self._partial.values(), self._held, self._blocked):
             group.pop(request.request_id, None)
         return self._timelines.pop(request.request_id)
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
-        timeline = self._timelines[request.request_id] = RequestTimeline(request, self._arrival_s(request))
+        timeline = self._timelines[request.request_id] = RequestTimeline(
+            request, self._arrival_s(request), self._num_micro_batches
+        )
         held_from = bisect_left(starts, timeline.arrival_s)
         queued_from = bisect_left(starts, self._held_until_s(request))
         if held_from < queued_from:
@@ -283,7 +267,7 @@ class SpanTracker:
                 continue
             span = Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id)
             self._begin(self._timelines[victim.request_id], span)
-            for group in (self._partial, self._held, self._blocked):
+            for group in (*self._partial.values(), self._held, self._blocked):
                 group.pop(victim.request_id, None)
 
     def _hold(self, record: IterationRecord) -> None:
@@ -301,7 +285,9 @@ class SpanTracker:
         self._held = held
 
     def _run_context(self, record: IterationRecord) -> None:
-        partial_before, self._partial = self._partial, {}
+        turn = record.iteration % record.num_micro_batches
+        partial_before, partial = self._partial[turn], dict[int, RequestTimeline]()
+        self._partial[turn] = partial
         for chunk in record.context:
             request = chunk.request
             if request.has_left:
@@ -315,11 +301,12 @@ class SpanTracker:
                 self._begin(timeline, span)
             span.chunks.append(chunk.length)
             if not chunk.is_last:
-                self._partial[request.request_id] = timeline
+                partial[request.request_id] = timeline
                 continue
             timeline.prompt_complete(record.iteration)
             if request not in record.finished:
-                span = Span(Phase.GENERATION, record.iteration + 1, first_output=request.num_outputs)
+                next_step = record.iteration + record.num_micro_batches
+                span = Span(Phase.GENERATION, next_step, first_output=request.num_outputs)
                 self._begin(timeline, span)
         for timeline in partial_before.values():
             self._begin(timeline, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))

@@ -97,7 +97,7 @@ def advice(refusal: Refusal, config: RunConfig) -> str:
     limit = refusal.limit
     if limit == "max_input_len" and not config.enable_chunked_context and config.max_input_len == config.max_num_tokens:
         can_chunk = config.type != "v1" and config.kv_cache_type == "paged"
-        if can_chunk and config.max_num_tokens >= (config.context_chunk_unit or config.tokens_per_block):
+        if can_chunk and (config.max_num_tokens or 0) >= (config.context_chunk_unit or config.tokens_per_block):
             return "--enable_chunked_context admits them."
         return "A larger --max_num_tokens admits them."
     return {

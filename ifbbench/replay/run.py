@@ -172,7 +172,10 @@ def _delivery(client: ReplayClient) -> Delivery | None:
 def _recorder(trace: Trace, engine: Engine, client: ReplayClient, directory: Path) -> Recorder:
     config = engine.config
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
-    make_recorder = partial(_PrintingRecorder, printed=statistics) if config.log_iteration_data else Recorder
+    make_recorder: Callable[..., Recorder] = Recorder
+    if config.log_iteration_data:
+        printed = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
+        make_recorder = partial(_PrintingRecorder, printed=printed)
     return make_recorder(
         directory, _describe(trace, engine, directory), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
@@ -244,7 +247,8 @@ class _PrintingRecorder(Recorder):
 
     def iteration(self, record: IterationRecord) -> None:
         super().iteration(record)
-        print(json.dumps(self._printed.fields(record)), file=sys.stderr)
+        for reported in self._printed.reported(record):
+            print(json.dumps(self._printed.fields(reported)), file=sys.stderr)
 
     def stretch(self, stretch: Stretch) -> None:
         super().stretch(stretch)

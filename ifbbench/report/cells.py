@@ -63,7 +63,7 @@ def fits_cells(run: RunData) -> bool:
 
 
 def timeline_cells(run: RunData) -> pd.DataFrame:
-    """One row a request and iteration: `request_id`, `iteration`, `label`, `phase`, `cause`, as drawn.
+    """One row a request and iteration of its micro batch: `request_id`, `iteration`, `label`, `phase`, `cause`.
 
     Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step; `P` paused;
     empty while waiting or skipped. Requests are in the order of their rows.
@@ -71,7 +71,8 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
     spans = run.spans
     if not len(spans):
         return pd.DataFrame(columns=CELL_COLUMNS)
-    lengths = (spans["last_iteration"] - spans["first_iteration"] + 1).to_numpy(dtype=int)
+    every = np.where(spans["phase"].isin([*CHUNK_LETTERS, "generation"]), run.num_micro_batches, 1)
+    lengths = (spans["last_iteration"] - spans["first_iteration"]).to_numpy(dtype=int) // every + 1
     fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks"))
     labels: list[str] = []
     for request, phase, first_output, chunks, length in zip(*fields, lengths.tolist(), strict=True):
@@ -88,7 +89,9 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
         else:
             labels += ["P" if phase == "paused" else ""] * length
     cells = spans.loc[spans.index.repeat(lengths), ["request_id", "phase", "cause", "first_iteration"]]
-    cells["iteration"] = cells.pop("first_iteration").to_numpy() + np.concatenate([np.arange(n) for n in lengths])
+    cells["iteration"] = cells.pop("first_iteration").to_numpy() + np.concatenate(
+        [np.arange(n) * step for n, step in zip(lengths, every, strict=True)]
+    )
     cells["label"] = labels
     cells["row"] = cells["request_id"].map({request: row for row, request in enumerate(request_order(run))})
     return cells.sort_values(["row", "iteration"], ignore_index=True)[CELL_COLUMNS]

@@ -55,10 +55,10 @@ def token_iterations(run: RunData) -> dict[str, Integers]:
     A span's tokens come in its last iterations: one in each of generation, one at the end of context or recompute.
     """
     spans = _producing(run)
-    stretches: dict[str, list[Integers]] = {}
+    every, stretches = run.num_micro_batches, dict[str, list[Integers]]()
     columns = (spans[name].tolist() for name in ("request_id", "last_iteration", "produced"))
     for request, last, produced in zip(*columns, strict=True):
-        stretches.setdefault(request, []).append(np.arange(last - int(produced) + 1, last + 1))
+        stretches.setdefault(request, []).append(np.arange(last - (int(produced) - 1) * every, last + 1, every))
     return {request: np.concatenate(parts) for request, parts in stretches.items()}
 
 
@@ -81,7 +81,7 @@ class TokenGaps:
         last = spans["last_iteration"].to_numpy(dtype=np.int64)
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
-        iterations = np.repeat(last + 1 - ends, counts) + np.arange(total)
+        iterations = np.repeat(last, counts) - run.num_micro_batches * (np.repeat(ends - 1, counts) - np.arange(total))
         times_s = clock.ends(iterations)
         request = np.repeat(pd.factorize(spans["request_id"])[0], counts)
         begins = np.zeros(total, bool)
@@ -102,7 +102,8 @@ def output_tokens(run: RunData) -> Floats:
     spans = _producing(run)
     last = spans["last_iteration"]
     end = int(max(numbers.max(initial=0), last.max() if len(last) else 0))
-    of_all: Floats = covering(last - spans["produced"] + 1, last, end)
+    every = run.num_micro_batches
+    of_all: Floats = covering(last - (spans["produced"] - 1) * every, last, end, every)
     return np.asarray(of_all[numbers])
 
 

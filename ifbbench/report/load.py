@@ -18,10 +18,11 @@ from msgspec.structs import fields
 from numpy.typing import NDArray
 
 from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.errors import InputError
 from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
 from ifbbench.recording.lines import RequestLine, SpanLine
-from ifbbench.recording.run_directory import OPEN_SPANS, find_lines
+from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 
 Floats = NDArray[np.float64]
 
@@ -86,6 +87,11 @@ class RunData:
         """One of how many iterations is recorded; more than 1 where statistics were thinned."""
         return int(self.config.get("iteration_stats_every") or 1)
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts that the requests were divided into; each ran in one of so many iterations."""
+        return micro_batches_of(self.config)
+
     @cached_property
     def iterations(self) -> pd.DataFrame:
         """A row an iteration, in order. Those that thinned statistics leave out are filled in: see `_filled`.
@@ -93,10 +99,10 @@ class RunData:
         Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
         required = ITERATION_FIELDS[self.config.get("iteration_stats_format") or "batch_manager"]
-        rows = map(_flat_iteration, read_lines(find_lines(self.path, "iterations"), required))
+        rows = map(_flat_iteration, read_lines(find_iterations(self.path), required))
         recorded = _table_of(rows, ITERATION_COLUMNS)
         recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
-        return _filled(recorded, self.spans) if self.recorded_every > 1 else recorded
+        return _filled(recorded, self.spans, self.num_micro_batches) if self.recorded_every > 1 else recorded
 
     @cached_property
     def spans(self) -> pd.DataFrame:
@@ -120,6 +126,12 @@ class RunData:
     def completed(self) -> pd.DataFrame:
         """The requests that have all their tokens: latencies cover these."""
         return self.requests[self.requests["outcome"] == "completed"]
+
+
+def micro_batches_of(config: Mapping[str, Any]) -> int:
+    """Micro batches of a run with the resolved settings `config`; runs of former versions have one."""
+    stages = 1 if config.get("type") == BatchingType.V1 else int(config.get("pp_size") or 1)
+    return stages if stages > 1 else 2 if config.get("overlap") == Overlap.PARTITIONED else 1
 
 
 def load_run(path: Path) -> RunData:
@@ -260,12 +272,12 @@ def _padded(column: _Column, length: int) -> _Column:
     return column
 
 
-def _filled(iterations: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+def _filled(iterations: pd.DataFrame, spans: pd.DataFrame, every: int) -> pd.DataFrame:
     """A row for each iteration, from the recorded ones of thinned statistics.
 
     The batch of the others comes from `spans`, exactly; their times are interpolated. No request was paused in
     them, and their limit was that of the iteration before, because others are always recorded. The KV cache and the
-    queue keep their last recorded state, and UNKNOWN_WHERE_THINNED is empty.
+    queue keep their last recorded state, and UNKNOWN_WHERE_THINNED is empty. every: number of micro batches.
     """
     if iterations.empty:
         return iterations
@@ -281,8 +293,8 @@ def _filled(iterations: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     end_s = np.interp(numbers, recorded, known["start_s"] + known["latency_ms"] / 1000)
     tokens_a_step = (table["budget_used"] - table["total_context_tokens"]) / table["generation_requests"]
     generating = spans[spans["phase"] == "generation"]
-    steps = covering(generating["first_iteration"], generating["last_iteration"], last)
-    requests, tokens, generation = (counts[recorded[0] :] for counts in (*_context(spans, last), steps))
+    steps = covering(generating["first_iteration"], generating["last_iteration"], last, every)
+    requests, tokens, generation = (counts[recorded[0] :] for counts in (*_context(spans, last, every), steps))
     return table.assign(
         start_s=start_s,
         latency_ms=(end_s - start_s) * 1000,
@@ -295,19 +307,28 @@ def _filled(iterations: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(names="iteration_counter")
 
 
-def _context(spans: pd.DataFrame, last: int) -> tuple[Floats, Floats]:
+def _context(spans: pd.DataFrame, last: int, every: int) -> tuple[Floats, Floats]:
     """Requests and tokens of the context phase in each iteration up to `last`."""
     with_chunks = spans[spans["phase"].isin(["context", "recompute"])]
     requests, tokens = np.zeros(last + 1), np.zeros(last + 1)
     for first, chunks in zip(with_chunks["first_iteration"].tolist(), with_chunks["chunks"], strict=True):
-        requests[first : first + len(chunks)] += 1
-        tokens[first : first + len(chunks)] += chunks
+        requests[first : first + len(chunks) * every : every] += 1
+        tokens[first : first + len(chunks) * every : every] += chunks
     return requests, tokens
 
 
-def covering(first: pd.Series, last: pd.Series, end: int) -> Floats:
-    """How many of the stretches [first, last] of iterations contain each iteration up to `end`."""
-    steps = np.zeros(end + 2)
+def covering(first: pd.Series, last: pd.Series, end: int, every: int = 1) -> Floats:
+    """How many of the stretches contain each iteration up to `end`: every so many iterations from `first` to `last`."""
+    steps = np.zeros(end + 1 + every)
     np.add.at(steps, first.to_numpy(dtype=np.int64), 1)
-    np.add.at(steps, last.to_numpy(dtype=np.int64) + 1, -1)
-    return np.asarray(steps.cumsum()[:-1], dtype=float)
+    np.add.at(steps, last.to_numpy(dtype=np.int64) + every, -1)
+    return np.asarray(cumulated(steps, every)[: end + 1], dtype=float)
+
+
+def cumulated(changes: NDArray[Any], every: int) -> NDArray[Any]:
+    """The sum of `changes` at each place and at every so many places before it."""
+    if every == 1:
+        return changes.cumsum()
+    whole = np.zeros(-(-len(changes) // every) * every, changes.dtype)
+    whole[: len(changes)] = changes
+    return whole.reshape(-1, every).cumsum(axis=0).ravel()[: len(changes)]

@@ -115,14 +115,14 @@ def _populations(
     spans = run.spans[run.spans["produced"].fillna(0) > 0]
     # A killed run may lack the last iterations of a span.
     spans = spans[spans["last_iteration"] < num_iterations]
-    firsts = spans["last_iteration"] - spans["produced"].astype(int) + 1
+    firsts = spans["last_iteration"] - (spans["produced"].astype(int) - 1) * run.num_micro_batches
     stretches: dict[str, list[tuple[int, int]]] = {}
     columns = (spans["request_id"].tolist(), firsts.tolist(), spans["last_iteration"].tolist())
     for request, first, last in zip(*columns, strict=True):
         stretches.setdefault(request, []).append((first, last))
     for request, of_one in stretches.items():
         if request in of_request:
-            of_request[request].gaps.add(of_one)
+            of_request[request].gaps.add(of_one, run.num_micro_batches)
     return populations
 
 

@@ -259,6 +259,7 @@ FILES: dict[str, tuple[type[Struct], ...]] = {
     "run.json": (RunFile,),
     "summary.json": (Summary,),
     "iterations.jsonl": (InflightLine, StaticLine, ExecutorLine),
+    "steps.jsonl": (StaticLine, ExecutorLine),
     "spans.jsonl": (SpanLine,),
     OPEN_SPANS: (SpanLine,),
     "requests.jsonl": (RequestLine,),

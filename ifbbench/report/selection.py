@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ifbbench.errors import InputError
+from ifbbench.recording.spans import RUNNING
 from ifbbench.report.figures import IterationClock
 from ifbbench.report.load import Floats, RunData
 
@@ -33,7 +34,7 @@ def select(run: RunData, begin: str | None = None, end: str | None = None, reque
     kept = (spans["first_iteration"] <= last) & (spans["last_iteration"] >= first)
     if requests is not None:
         kept &= spans["request_id"].isin(_chosen(run, requests))
-    spans = _clipped(spans[kept].reset_index(drop=True), first, last)
+    spans = _clipped(spans[kept].reset_index(drop=True), first, last, run.num_micro_batches)
     numbers = run.iterations["iteration_counter"]
     rows = run.requests[run.requests["request_id"].isin(set(spans["request_id"]))]
     # The tables of RunData are read when they are first used; these need no reading.
@@ -81,23 +82,29 @@ def _chosen(run: RunData, text: str) -> set[str]:
     return chosen
 
 
-def _clipped(spans: pd.DataFrame, first: int, last: int) -> pd.DataFrame:
+def _clipped(spans: pd.DataFrame, first: int, last: int, num_micro_batches: int) -> pd.DataFrame:
     """`spans` without their parts outside of the window."""
-    cut_before = (first - spans["first_iteration"]).clip(lower=0).to_numpy(dtype=int)
-    cut_behind = (spans["last_iteration"] - last).clip(lower=0).to_numpy(dtype=int)
+    # Steps that are cut off.
+    every = np.where(spans["phase"].isin(RUNNING), num_micro_batches, 1)
+    cut_before = -(-(first - spans["first_iteration"]).clip(lower=0).to_numpy(dtype=int) // every)
+    cut_behind = -(-(spans["last_iteration"] - last).clip(lower=0).to_numpy(dtype=int) // every)
     if not cut_before.any() and not cut_behind.any():
         return spans
     spans = spans.assign(
-        first_iteration=spans["first_iteration"] + cut_before, last_iteration=spans["last_iteration"] - cut_behind
+        first_iteration=spans["first_iteration"] + cut_before * every,
+        last_iteration=spans["last_iteration"] - cut_behind * every,
     )
-    lengths = spans["last_iteration"] - spans["first_iteration"] + 1
+    lengths = (spans["last_iteration"] - spans["first_iteration"]) // every + 1
     chunks: Sequence[object] = [
-        part[before : len(part) - behind] if isinstance(part, list) else part
+        part[before : max(len(part) - behind, 0)] if isinstance(part, list) else part
         for part, before, behind in zip(spans["chunks"], cut_before, cut_behind, strict=True)
     ]
-    return spans.assign(
+    spans = spans.assign(
         chunks=pd.Series(chunks, dtype=object),
         first_output=spans["first_output"] + cut_before,
         # Output tokens come in the last iterations of a span.
         produced=np.minimum((spans["produced"].fillna(0) - cut_behind).clip(lower=0), lengths),
     )
+    # The window may lie between two steps.
+    with_steps: pd.DataFrame = spans[spans["first_iteration"] <= spans["last_iteration"]]
+    return with_steps.reset_index(drop=True)

@@ -189,6 +189,6 @@ def write_iterations(run: RunData, path: Path) -> None:
     writer = JsonLinesWriter(path)
     for row in read_lines(find_lines(run.path, "iterations"), ("ifbbench",)):
         known = documented_fields(row) | row["ifbbench"]
-        known["completed"] = completed[known["iteration_counter"]]
+        known["completed"] = completed[known.get("last_step", known["iteration_counter"])]
         writer.write([encode(executor_statistics(known))])
     writer.close()

@@ -21,7 +21,7 @@ class LeastTime:
     fewer tokens fit the cache. All-reduces choose the quicker of two algorithms, and the products of experts read more
     weights the more experts are hit: the time a token of these never grows with the number of tokens, so that together
     they take at least as long as all tokens in one iteration. Times of attention are proportional to its work. With
-    pipeline parallelism each stage has at least its share.
+    pipeline parallelism a time is that of all stages together.
     """
 
     def __init__(self, cost_model: CostModel) -> None:
@@ -35,8 +35,7 @@ class LeastTime:
 
     def least_ns(self, work: StepWork, min_iterations: int) -> float:
         """Nanoseconds of all iterations that do `work` together, if at least so many have outputs."""
-        model, stages = self._cost_model, self._cost_model.shard.pp_size
-        tokens, outputs = work.num_tokens / stages, work.outputs / stages
+        model, tokens, outputs = self._cost_model, work.num_tokens, work.outputs
 
         def of_tokens(iterations: int) -> float:
             return iterations * (_interpolated(self._convex_ns, tokens / iterations) - ROUNDING_NS)
@@ -45,12 +44,12 @@ class LeastTime:
         range_of = range(min_iterations, max(min_iterations, work.num_tokens))
         best = bisect_left(range_of, 0.0, key=lambda number: of_tokens(number + 1) - of_tokens(number))
         least = of_tokens(min_iterations + best)
-        falling = (one for one in model.of_tokens(math.floor(tokens)) if one.name in self._falling)
+        falling = (one for one in model.of_tokens(tokens) if one.name in self._falling)
         least += NANOSECONDS * sum(operation.seconds for operation in falling)
         if outputs:
             least += min_iterations * _interpolated(self._outputs_ns, outputs / min_iterations)
         attention = model.operations(work._replace(outputs=0))
-        least += NANOSECONDS / stages * sum(one.seconds for one in attention if one.name.endswith(" attention"))
+        least += NANOSECONDS * sum(one.seconds for one in attention if one.name.endswith(" attention"))
         if work.context_tokens:
             least += model.hardware.constants.context_s * NANOSECONDS
         return max(least, 0.0)

@@ -15,6 +15,7 @@ RUNTIME_BYTES = 1_000_000_000
 COLLECTIVE_BYTES = 1_000_000_000
 # A logit in 16 bits, and cast to 32.
 LOGIT_BYTES = 6
+TOKENS_TO_MEASURE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +192,21 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     InputError if nothing is left for the KV cache."""
     runtime = 0 if hardware.is_cpu else RUNTIME_BYTES + COLLECTIVE_BYTES * (shard.tp_size * shard.pp_size > 1)
     weights = shard.parameter_bytes
-    activations = shard.activation_bytes(config.max_num_tokens, config.max_batch_size or 1)
+    max_batch_size, left = config.max_batch_size or 1, hardware.memory_bytes - runtime - weights
+    max_num_tokens = config.max_num_tokens
+    if max_num_tokens is None:
+        # At most all tokens that the KV cache has room for, which shares the memory with their activations.
+        token_bytes = shard.activation_bytes(TOKENS_TO_MEASURE, 0) / TOKENS_TO_MEASURE
+        share = config.kv_cache_free_gpu_mem_fraction
+        in_cache = int(share * max(left, 0) / (shard.kv_bytes_per_token + share * token_bytes))
+        max_num_tokens = min(in_cache, max_batch_size * (config.max_input_len or in_cache))
+    activations = shard.activation_bytes(max_num_tokens, max_batch_size)
     overhead = None if config.engine_overhead is None else load_overhead(config.engine_overhead)
-    left = hardware.memory_bytes - runtime - weights - activations
+    left -= activations
     if left <= 0:
         raise InputError(
             f"the model does not fit: of the {hardware.memory_bytes:,} bytes of {hardware.name}, weights in "
-            f"{shard.dtype} take {weights:,} on each device, activations of --max_num_tokens {config.max_num_tokens} "
+            f"{shard.dtype} take {weights:,} on each device, activations of --max_num_tokens {max_num_tokens} "
             f"{activations:,} and the runtime {runtime:,}. Raise --tp_size or --pp_size, or choose a smaller --dtype "
             "or another --device."
         )

@@ -77,10 +77,6 @@ class StepWork(NamedTuple):
             generation_kv_tokens=round(sum(work.generation_kv_tokens * share for work, share in works)),
         )
 
-    def part(self, count: int) -> "StepWork":
-        """The largest of `count` parts of nearly equal size."""
-        return StepWork(*(-(-value // count) for value in self))
-
     @classmethod
     def _sum(
         cls, chunks: Iterable[tuple[int, int, bool]], generation_tokens: int, generation_kv_tokens: int,

@@ -13,7 +13,7 @@ from rich.text import Text
 from ifbbench.analysis.rows import Id, IterationDetails
 from ifbbench.compressed import is_compressed
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.run_directory import find_iterations, find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.tables import LIMIT_NAMES
 
@@ -115,7 +115,7 @@ class Follower:
         self.directory = directory
         self._config: dict[str, Any] = dict(run.get("config") or {})
         self._requests = int((run.get("trace") or {}).get("requests") or 0)
-        if is_compressed(find_lines(directory, "iterations")):
+        if is_compressed(find_iterations(directory)):
             raise InputError(f"{directory}: its files are compressed, so that their ends cannot be read; follow a run "
                              "with --recording_format jsonl.")  # fmt: skip
         self._read_bytes = 0
@@ -210,7 +210,7 @@ class Follower:
                 self._recent.append(row.ttft_s)
 
     def _last_iterations(self) -> list[_Iteration]:
-        path = find_lines(self.directory, "iterations")
+        path = find_iterations(self.directory)
         if not path.exists():
             return []
         with path.open("rb") as file:

@@ -169,7 +169,8 @@ def _itl_quantiles(run: RecordedRun, of_request: list[list[Span]]) -> Floats:
     total = int(ends[-1]) if len(ends) else 0
     tokens_of = _integers(sum(span.produced for span in spans) for spans in producing)
     request = np.repeat(np.arange(len(of_request)), tokens_of)
-    iterations = np.repeat(last + 1 - ends, counts) + np.arange(total)
+    every = run.data.num_micro_batches
+    iterations = np.repeat(last, counts) - every * (np.repeat(ends - 1, counts) - np.arange(total))
     times_s = np.interp(iterations, run.iterations.number, run.iterations.end_s)
     gaps = np.diff(times_s)[request[1:] == request[:-1]]
     return np.quantile(gaps, np.linspace(0, 1, ITL_QUANTILES)) if len(gaps) else np.empty(0)

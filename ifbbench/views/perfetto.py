@@ -14,6 +14,7 @@ from ifbbench.analysis.explain import LIMIT_WORDS
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.errors import InputError
+from ifbbench.report.load import cumulated
 
 FILE = "trace.perfetto-trace"
 NANOSECONDS = 1e9
@@ -167,10 +168,10 @@ def batch_composition(run: RecordedRun) -> tuple[Integers, Integers]:
     counts = []
     for phases in (("context", "recompute"), ("generation",)):
         chosen = [span for span in spans if span.phase in phases]
-        steps = np.zeros(last + 2, np.int64)
+        steps, every = np.zeros(last + 1 + run.data.num_micro_batches, np.int64), run.data.num_micro_batches
         np.add.at(steps, _integers(span.first for span in chosen), 1)
-        np.add.at(steps, _integers(span.last + 1 for span in chosen), -1)
-        counts.append(steps.cumsum()[run.iterations.number])
+        np.add.at(steps, _integers(span.last + every for span in chosen), -1)
+        counts.append(cumulated(steps, every)[run.iterations.number])
     return counts[0], counts[1]
 
 

@@ -62,7 +62,7 @@ def test_an_idle_iteration_only_asks_for_requests():
 
 def test_with_overlap_an_iteration_is_told_of_when_its_tokens_are_there():
     client = Client([request_of(1, max_new_tokens=2)])
-    manager = manager_of(client, start=False, enable_trt_overlap=True)
+    manager = manager_of(client, start=False, overlap="async")
     events = []
     while manager.step():
         events.append(client.events.copy())
@@ -131,12 +131,26 @@ def test_statistics_have_the_documented_fields(model_type, fields):
     assert counters == list(range(len(counters)))
 
 
-@pytest.mark.parametrize(("overlaps", "expected"), [(False, [0, 0, 0, 0]), (True, [0, 1, 0, 1])])
-def test_the_micro_batch_alternates_with_overlap(overlaps, expected):
+@pytest.mark.parametrize(
+    ("overlap", "ids", "scheduled"),
+    [(None, [0] * 4, [1] * 4), ("async", [0, 1] * 2, [1] * 4), ("partitioned", [0, 1] * 3 + [0], [1, 0] * 3 + [1])],
+)
+def test_the_micro_batch_alternates_with_overlap(overlap, ids, scheduled):
     client = Client([request_of(1, max_new_tokens=4)])
-    with manager_of(client, enable_trt_overlap=overlaps):
+    with manager_of(client, overlap=overlap):
         pass
-    assert [statistics["MicroBatch ID"] for statistics in client.statistics] == expected
+    assert [statistics["MicroBatch ID"] for statistics in client.statistics] == ids
+    assert [statistics["Scheduled Requests"] for statistics in client.statistics] == scheduled
+
+
+def test_a_static_batch_is_reported_once():
+    client = Client([request_of(1, prompt_len=5, max_new_tokens=4), request_of(2, prompt_len=3, max_new_tokens=2)])
+    manager = manager_of(client, model_type="V1", start=False, max_num_tokens=4)  # which limits no padded input
+    manager.close()
+    (statistics,) = client.statistics
+    names = ("Scheduled Requests", "Context Requests", "Total Context Tokens", "Total Generation Tokens",
+             "Empty Generation Slots", "Iteration Counter")  # fmt: skip
+    assert [statistics[name] for name in names] == [2, 2, 8, 6, 2, 0]
 
 
 def test_there_are_no_statistics_while_nothing_is_active():

@@ -105,7 +105,7 @@ def test_tensorrt_llm_statistics_predict_another_trace(server, tmp_path, form):
 
 @pytest.mark.parametrize("settings", [
     {"policy": "max_utilization", "max_tokens_in_paged_kvcache": 12_000, "time_scale": 0, **CHUNKED},
-    {"trace": "multi-turn", "enable_kv_cache_reuse": True}, {"tp_size": 2, "pp_size": 2}, {"iteration_stats_every": 3},
+    {"trace": "multi-turn", "enable_kv_cache_reuse": True}, {"tp_size": 2}, {"iteration_stats_every": 3},
 ])  # fmt: skip
 def test_the_work_of_every_iteration_is_read_exactly(server, tmp_path, settings):
     summary = replayed(tmp_path / "log", f"sim:{server / 'true.toml'}", max_num_samples=50, **settings)
@@ -114,7 +114,7 @@ def test_the_work_of_every_iteration_is_read_exactly(server, tmp_path, settings)
     read_run(log)
     points = [Point(sample.work, sample.seconds, sample.loop_s, 1) for sample, _ in log.samples]
     assert len(points) >= summary["iterations"] // settings.get("iteration_stats_every", 1)
-    shard = Shard(load_model_config(MODEL["model"]), "bf16", "bf16", pp_size=settings.get("pp_size", 1))
+    shard = Shard(load_model_config(MODEL["model"]), "bf16", "bf16")
     predict = Predictor([point.observation(tp_size=settings.get("tp_size", 1)) for point in points], shard)
     seconds = predict(load_hardware(str(server / "true.toml")))
     assert seconds == pytest.approx([point.seconds for point in points], rel=1e-4)
@@ -130,9 +130,16 @@ def test_a_killed_run_is_read_up_to_its_end(server, tmp_path):
     assert largest_error(server, tmp_path / "fitted.toml") < 0.02
 
 
-def test_a_run_with_overlap_is_read(server, tmp_path):
+def test_a_run_with_pipeline_stages_is_refused(server, tmp_path):
+    replayed(tmp_path / "log", f"sim:{server / 'true.toml'}", max_num_samples=5, pp_size=2)
+    with pytest.raises(InputError, match="--pp_size 2"):
+        calibrated(tmp_path / "log", tmp_path)
+
+
+@pytest.mark.parametrize("overlap", ["partitioned", "async"])
+def test_a_run_with_overlap_is_read(server, tmp_path, overlap):
     device = f"sim:{server / 'true.toml'}"
-    replayed(tmp_path / "log", device, max_num_samples=80, enable_trt_overlap=True, **CHUNKED)
+    replayed(tmp_path / "log", device, max_num_samples=80, overlap=overlap, **CHUNKED)
     found = calibrated(tmp_path / "log", tmp_path)
     assert found.determined.fit_error.p90 < 0.001
     assert constants(found)["host_iteration_s"] is None  # hidden behind the device

@@ -61,13 +61,22 @@ def test_waiting_for_the_batch_to_end_is_accounted_for(directory: Path) -> None:
 
 def test_statistics_and_padding_of_static_batches(directory: Path) -> None:
     summary = run(trace_of(STATIC_ROWS), STATIC, directory)
-    iterations = lines(directory, "iterations.jsonl")
-    assert column(iterations, "Scheduled Requests") == [2, 2, 2, 1, 1]
-    assert column(iterations, "Context Requests") == [2, 0, 0, 1, 0]
-    assert column(iterations, "Total Context Tokens") == [16, 0, 0, 4, 0]
-    assert column(iterations, "Total Generation Tokens") == [2, 1, 1, 1, 1]
-    assert column(iterations, "Empty Generation Slots") == [0, 1, 1, 0, 0]
-    assert "Generation Requests" not in iterations[0]
+    batches, steps = lines(directory, "iterations.jsonl"), lines(directory, "steps.jsonl")
+    assert column(steps, "Scheduled Requests") == [2, 2, 2, 1, 1]
+    assert column(steps, "Context Requests") == [2, 0, 0, 1, 0]
+    assert column(steps, "Total Context Tokens") == [16, 0, 0, 4, 0]
+    assert column(steps, "Total Generation Tokens") == [2, 1, 1, 1, 1]
+    assert column(steps, "Empty Generation Slots") == [0, 1, 1, 0, 0]
+    assert "Generation Requests" not in steps[0]
+    # A whole batch is one iteration of V1: its empty slots are requests x steps - tokens.
+    assert column(batches, "Iteration Counter") == [0, 1]
+    assert column(batches, "Scheduled Requests") == column(batches, "Context Requests") == [2, 1]
+    assert column(batches, "Total Context Tokens") == [16, 4]
+    assert column(batches, "Total Generation Tokens") == [4, 2]
+    assert column(batches, "Empty Generation Slots") == [2 * 3 - 4, 0]
+    own = column(batches, "ifbbench")
+    assert [(one["first_step"], one["last_step"]) for one in own] == [(0, 2), (3, 4)]
+    assert [one["latency_ms"] for one in own] == pytest.approx([20.0, 5.0])
     # Computed for nothing: 4 tokens to make the second prompt as long as the first, and 2 empty slots, of 29 in all.
     assert summary["padding_waste"] == pytest.approx(6 / 29)
     assert summary["requests"] == {"total": 3, "completed": 3, "failed": 0}
@@ -190,9 +199,13 @@ def test_a_paused_request_that_is_stopped_while_its_iteration_is_in_flight_is_re
 
 
 @pytest.mark.parametrize("overlap", [None, "partitioned", "async"])
-def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(directory: Path, overlap: str | None) -> None:
+def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(
+    directory: Path, overlap: str | None
+) -> None:
     config = limits("max_utilization", overlap=overlap, num_blocks=7)
-    run(trace_of([(0.0, 4, 17), (0.0, 4, 17)]), config, directory, stops={12: [101]})
+    # Before it resumes; two micro batches take twice as many iterations.
+    stop = 24 if overlap == "partitioned" else 12
+    run(trace_of([(0.0, 4, 17), (0.0, 4, 17)]), config, directory, stops={stop: [101]})
     outcomes = {request["request_id"]: request for request in lines(directory, "requests.jsonl")}
     assert outcomes[101]["pauses"] == 1
     assert outcomes[101]["outcome"] == "stopped"

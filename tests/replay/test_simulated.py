@@ -83,7 +83,7 @@ def test_more_gpus_are_faster_and_have_room_for_more(tmp_path: Path) -> None:
 def test_overlap_hides_the_hosts_time(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_num_samples": None}
     apart = run(tmp_path / "apart", **changes)
-    overlapped = run(tmp_path / "overlapped", enable_trt_overlap=True, **changes)
+    overlapped = run(tmp_path / "overlapped", overlap="async", **changes)
     assert overlapped["duration_s"] < apart["duration_s"]
     assert overlapped["output_tokens"] == apart["output_tokens"]
 

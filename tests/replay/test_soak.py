@@ -18,6 +18,7 @@ from ifbbench.compressed import read_pieces
 from ifbbench.config import (
     CHUNKING_POLICIES,
     EARLY_STOPPING,
+    OVERLAPS,
     POLICIES,
     RECORDING_FORMATS,
     RESULT_FORMATS,
@@ -30,7 +31,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording.iteration_lines import documented_fields
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
-from ifbbench.report.load import load_run
+from ifbbench.report.load import load_run, micro_batches_of
 from ifbbench.report.outputs import write_outputs
 
 LIMIT_S = 60
@@ -83,17 +84,18 @@ DRAWS: dict[str, Draw] = {
     "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
     "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
-    "max_num_tokens": sometimes(0.5, 4, 9, 16, 33, 64, 100),
+    "max_num_tokens": sometimes(0.5, 4, 9, 16, 33, 64, 100, "none"),
     "enable_batch_size_tuning": on_or_off(0.1),
     "enable_max_num_tokens_tuning": on_or_off(0.1),
     "dynamic_batch_moving_average_window": sometimes(0.1, 1, 3),
     "enable_chunked_context": lambda draw: draw.choice([None, True, True, False]),
     "context_chunking_policy": sometimes(0.4, *CHUNKING_POLICIES),
-    "context_chunk_unit": sometimes(0.4, 1, 2, 4, 8),
+    "context_chunk_unit": sometimes(0.25, 4, 8, 16),
     "max_seq_len": sometimes(0.9, 32, 64, 100, 256),
     "max_input_len": sometimes(0.15, 8, 31, 64),
     "max_beam_width": sometimes(0.12, 1, 2, 4),
-    "enable_trt_overlap": on_or_off(0.25),
+    "enable_trt_overlap": on_or_off(0.15),
+    "overlap": sometimes(0.2, *OVERLAPS),
     "static_emulated_batch_size": sometimes(0.15, 1, 2, 5),
     "static_emulated_timeout": lambda draw: draw.choice([0, 1, 2]),
     "tokens_per_block": lambda draw: draw.choice([1, 2, 4, 8, 8, 16, 32]),
@@ -113,7 +115,7 @@ DRAWS: dict[str, Draw] = {
     "dtype": sometimes(0.06, "float32", "bf16", "fp8", "int4"),
     "cpu_threads": lambda draw: 1,
     "tp_size": sometimes(0.04, 2),
-    "pp_size": sometimes(0.04, 2),
+    "pp_size": sometimes(0.06, 2, 4),
     "engine_overhead": sometimes(0.1, "vllm"),
     "temperature": sometimes(0.15, 0.7, 2.0),
     "top_k": sometimes(0.1, 1, 5),
@@ -280,6 +282,9 @@ def check_files(directory: Path, config: RunConfig) -> None:
     run = json.loads((directory / "run.json").read_text())
     requests, spans = lines(directory, "requests", config), lines(directory, "spans", config)
     iterations, trace = lines(directory, "iterations", config), lines(directory, "trace", config)
+    if config.type == "v1":
+        check_static_batches(iterations, lines(directory, "steps", config), config)
+        iterations = lines(directory, "steps", config)
     assert not summary["partial"]
     assert not run["partial"]
     assert run["schedule_digest"] == summary["schedule_digest"]
@@ -302,6 +307,8 @@ def check_files(directory: Path, config: RunConfig) -> None:
     check_spans(summary, done, spans)
     if config.iteration_stats_every == 1:
         check_iterations(summary, iterations, spans)
+        if run["config"]["overlap"] != "async" or micro_batches_of(run["config"]) > 1:
+            check_batches(iterations, spans, micro_batches_of(run["config"]))
 
 
 def check_arrivals(requests: list[dict[str, Any]], trace: list[dict[str, Any]], config: RunConfig) -> None:
@@ -345,7 +352,9 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
     for line in done:
         own = of_request.pop(line["request_id"])
         for before, after in pairwise(own):
-            assert before["first_iteration"] <= before["last_iteration"] == after["first_iteration"] - 1
+            assert before["first_iteration"] <= before["last_iteration"]
+            # The turns of other micro batches may be in between.
+            assert 0 < after["first_iteration"] - before["last_iteration"] <= before.get("every", 1)
         assert own[-1]["last_iteration"] < summary["iterations"]
         phases = Counter(span["phase"] for span in own)
         assert sum(span.get("produced", 0) for span in own) == line["output_len"]
@@ -353,6 +362,34 @@ def check_spans(summary: dict[str, Any], done: list[dict[str, Any]], spans: list
         context = sum(span["tokens"] for span in own if span["phase"] == "context")
         assert context == line["prompt_len"] - line["reused_tokens"] or line["pauses"]
     assert not of_request, "spans of requests that were refused"
+
+
+def check_static_batches(batches: list[dict[str, Any]], steps: list[dict[str, Any]], config: RunConfig) -> None:
+    """A line a static batch, which sums up its steps."""
+    documented = list(map(documented_fields, batches))
+    assert [line["iteration_counter"] for line in documented] == list(range(len(batches)))
+    assert all(line["scheduled_requests"] == line["context_requests"] for line in documented)
+    if config.iteration_stats_every == 1:
+        summed = list(map(documented_fields, steps))
+        for name in ("total_generation_tokens", "total_context_tokens", "empty_generation_slots", "context_requests"):
+            assert sum(line[name] for line in documented) == sum(line[name] for line in summed)
+
+
+def check_batches(iterations: list[dict[str, Any]], spans: list[dict[str, Any]], every: int) -> None:
+    """The batches of the iterations are those of the spans: a request runs in the iterations of one micro batch. With
+    overlap async, a discarded step of a complete request is in no span."""
+    context, generation = Counter[int](), Counter[int]()
+    for span in spans:
+        if (counted := {"context": context, "recompute": context, "generation": generation}.get(span["phase"])) is None:
+            continue
+        assert span.get("every", 1) == every
+        counted.update(range(span["first_iteration"], span["last_iteration"] + 1, every))
+    for line in map(documented_fields, iterations):
+        number = line["iteration_counter"]
+        assert line["context_requests"] == context[number]
+        if "microbatch_id" in line:
+            assert line["generation_requests"] == generation[number]
+            assert every == 1 or line["microbatch_id"] == number % every
 
 
 def check_iterations(summary: dict[str, Any], iterations: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
