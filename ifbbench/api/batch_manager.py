@@ -229,7 +229,7 @@ class BatchManager:
             else:
                 self._loop.abort("the batch manager was aborted")
             if self._communicator is not None:
-                self._ranks.finish()
+                self._ranks.end_others()
         except BaseException as error:  # also SystemExit, which would end the thread silently
             self._fail(error)
         finally:

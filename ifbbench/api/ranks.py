@@ -188,7 +188,7 @@ def _ignored(response: Response) -> None:
 
 
 class RankLoop(TokenGenerationLoop):
-    """The loop of one rank. That of rank 0 is used as any other, and `finish` ends the others; those `follow`."""
+    """The loop of one rank. That of rank 0 is used as any other, and `end_others` ends the others; those `follow`."""
 
     def __init__(
         self, communicator: Communicator, check_interval: int, config: BatchingConfig, executor: Executor, clock: Clock,
@@ -273,7 +273,7 @@ class RankLoop(TokenGenerationLoop):
         self._times.next_s = self._step_s  # the order in which blocks are evicted follows from it
         super()._release_blocks(request)
 
-    def finish(self) -> None:
+    def end_others(self) -> None:
         """End the other ranks' loops. RanksDiffer if the whole schedule of one is another."""
         communicator = self._log.communicator
         self._log.add("end")

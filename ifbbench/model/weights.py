@@ -133,8 +133,8 @@ def load_weights(
     make_product: MakeProduct = make_linear, part: ModelPart | None = None,
 ) -> ModelWeights:
     """The weights at `path`: a GGUF file, or a directory with model.safetensors, or with shards and
-    model.safetensors.index.json. make_product: for the matrices of layers. part: what to read of them, all if None; of
-    safetensors no more than that is read.
+    model.safetensors.index.json. make_product: for the matrices of layers. part: what to read of them, all if None;
+    nothing else is read of safetensors files.
 
     InputError if a file or a tensor is missing, or a tensor's shape does not match `config`.
     """

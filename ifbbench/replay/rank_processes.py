@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,15 +23,16 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from ifbbench.api.engine import build_engine, warm_up
+from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.execution.ranks import Place, cause_of, num_ranks
+from ifbbench.execution.ranks import Place, cause_of, launched_place, num_ranks
 from ifbbench.model.config import check_ranks
 from ifbbench.model.named_models import load_model_config
 
 if TYPE_CHECKING:
+    from ifbbench.api.ranks import RankLoop
     from ifbbench.execution.communicator import Communicator
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
@@ -265,8 +267,21 @@ def _sendable(error: BaseException, cause: BaseException) -> BaseException:
 # Every rank of a launcher, this module's or another.
 
 
-def lead(config: RunConfig, beam_width: int) -> "Communicator":
-    """The communicator of rank 0 for a run, for which the other ranks make their engines."""
+def starts_ranks(config: RunConfig) -> bool:
+    """Whether a run needs processes that no launcher has started. Other ranks than 0 of a launcher take part in its
+    runs, and end here (SystemExit)."""
+    place = launched_place(config)
+    if place is not None and place.rank:
+        follow(config)
+        raise SystemExit(0)
+    return place is None and num_ranks(config) > 1
+
+
+def lead(config: RunConfig, beam_width: int) -> "Communicator | None":
+    """The communicator of rank 0 for a run, for which the other ranks make their engines; None for a single process."""
+    if num_ranks(config) == 1:
+        return None
+    # Imported here because it imports torch.
     from ifbbench.execution.communicator import communicator_of, join, share
 
     join(config.rank_timeout)
@@ -280,10 +295,16 @@ def lead(config: RunConfig, beam_width: int) -> "Communicator":
 _is_leading: list[bool] = []
 
 
+def loop_maker(engine: Engine) -> "Callable[..., RankLoop]":
+    """The class of the loop of an engine with a communicator."""
+    from ifbbench.api.ranks import RankLoop
+
+    assert engine.communicator is not None
+    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
+
+
 def follow(config: RunConfig) -> None:
     """Take part in the runs of rank 0, until it ends. config: of the first."""
-    # Imported here because it imports torch.
-    from ifbbench.api.ranks import RankLoop
     from ifbbench.execution.communicator import communicator_of, join, share
 
     join(config.rank_timeout)
@@ -293,8 +314,7 @@ def follow(config: RunConfig) -> None:
         engine = build_engine(config, beam_width, owns_process=True, communicator=communicator)
         try:
             warm_up(engine)
-            loop = RankLoop(communicator, engine.config.check_ranks, engine.limits, engine.executor, engine.clock,
-                            next_change=lambda now_s: None, next_priority=lambda: None)  # fmt: skip
-            loop.follow()
+            loop_maker(engine)(engine.limits, engine.executor, engine.clock, next_change=lambda now_s: None,
+                               next_priority=lambda: None).follow()  # fmt: skip
         finally:
             engine.executor.close()

@@ -17,10 +17,10 @@ from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import InputError, RunFailed
-from ifbbench.execution.ranks import launched_place, num_ranks
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
+from ifbbench.replay.rank_processes import lead, loop_maker, run_in_ranks, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
@@ -59,9 +59,7 @@ def run_trace(
     on_recorded: is called with the run directory when the recording has ended, also
     that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
-    if not config.makes_no_tokens and _starts_ranks(config):
-        from ifbbench.replay.rank_processes import run_in_ranks
-
+    if not config.makes_no_tokens and starts_ranks(config):
         callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
         result: RunResult = run_in_ranks(run_trace, source, config, progress, callbacks)
         return result
@@ -99,9 +97,7 @@ def summarise_run(
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
-    if not config.makes_no_tokens and _starts_ranks(config):
-        from ifbbench.replay.rank_processes import run_in_ranks
-
+    if not config.makes_no_tokens and starts_ranks(config):
         summary: dict[str, Any] = run_in_ranks(summarise_run, source, config, progress)
         return summary
     trace = load_trace(source, config, progress)
@@ -114,27 +110,12 @@ def summarise_run(
         return _replay(trace, engine, client, recorder, progress, "nothing was recorded")
 
 
-def _starts_ranks(config: RunConfig) -> bool:
-    """Whether the run needs processes that were not started. Other ranks than 0 of those that were take part in it, and
-    end."""
-    place = launched_place(config)
-    if place is not None and place.rank:
-        from ifbbench.replay.rank_processes import follow
-
-        follow(config)
-        raise SystemExit(0)
-    return place is None and num_ranks(config) > 1
-
-
 @contextmanager
 def _engine_for(trace: Trace, config: RunConfig, progress: Progress, owns_process: bool) -> Iterator[Engine]:
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
-    beam_width, communicator = columns_of(trace.requests).max_beam_width, None
-    if not config.makes_no_tokens and num_ranks(config) > 1:
-        from ifbbench.replay.rank_processes import lead
-
-        communicator = lead(config, beam_width)
+    beam_width = columns_of(trace.requests).max_beam_width
+    communicator = None if config.makes_no_tokens else lead(config, beam_width)
     engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
@@ -190,7 +171,7 @@ def _replay(
 ) -> dict[str, Any]:  # fmt: skip
     """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
     clock = engine.clock
-    manager = _loop_maker(engine)(
+    manager = (TokenGenerationLoop if engine.communicator is None else loop_maker(engine))(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
@@ -199,7 +180,7 @@ def _replay(
     try:
         _loop(manager, client, recorder, progress, len(trace), clock)
         if engine.communicator is not None:
-            cast("RankLoop", manager).finish()
+            cast("RankLoop", manager).end_others()
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; {kept}.")
         raise
@@ -214,14 +195,6 @@ def _replay(
             recorder.metrics.total = client.submitted
         summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client))
     return summary
-
-
-def _loop_maker(engine: Engine) -> Callable[..., TokenGenerationLoop]:
-    if engine.communicator is None:
-        return TokenGenerationLoop
-    from ifbbench.api.ranks import RankLoop
-
-    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
 
 
 def _more_figures(engine: Engine, client: ReplayClient, summary: dict[str, Any]) -> dict[str, Any]:

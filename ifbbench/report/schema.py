@@ -217,6 +217,17 @@ class DeviceLimits(Struct):
     bytes_per_s: float | None
 
 
+class RankFacts(Struct):
+    """A process of a run in several. tp_rank: which of those that share the layers of `stage`, a pipeline stage."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+    device: str
+    host: str
+    pid: int
+
+
 class RunFile(Struct):
     """What was run, and where. schedule_digest: sha256 of all decisions without times; None until the run has ended.
     wall_s: real time from the start of the recording to its end."""
@@ -231,6 +242,7 @@ class RunFile(Struct):
     hardware: Hardware
     git_revision: str | None
     device_limits: DeviceLimits | UnsetType
+    ranks: list[RankFacts] | UnsetType
     schedule_digest: str | None
     partial: bool
     wall_s: float | UnsetType

@@ -91,7 +91,9 @@ def settings_line(run: RunData) -> str:
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, engine, config.get("dtype")]
+    gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
+    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, *gpus, engine,
+             config.get("dtype")]  # fmt: skip
     return " · ".join(str(part) for part in parts if part)
 
 

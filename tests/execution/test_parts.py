@@ -1,4 +1,4 @@
-"""The parts of a model on several ranks compute what the whole model does, for each family, split and implementation."""
+"""The parts of a model on several ranks compute what the whole model does."""
 
 from dataclasses import replace
 from pathlib import Path
