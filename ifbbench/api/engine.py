@@ -132,7 +132,7 @@ def build_engine(
         from ifbbench.api.ranks import LeadingClock
 
         clock = LeadingClock(communicator) if communicator.rank == 0 else clock
-    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, str(device),
+    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, device.type,
                   makes_tokens=True, profile=profile, communicator=communicator)  # fmt: skip
 
 

@@ -177,8 +177,10 @@ class _Ranks:
         outcome = getattr(first, "outcome", "")
         if not outcome and self._directory is not None:
             outcome = f"what was recorded is kept in {self._directory}"
+        # NCCL ends the processes that wait for one which hangs by SIGABRT.
+        hang = any(not rank.is_done for rank in self._ranks)
         for rank in self._ranks:
-            if rank.has_ended and rank.failure is None:
+            if rank.has_ended and rank.failure is None and not (hang and rank.process.wait() == -signal.SIGABRT):
                 return RunFailed(f"the run ended early: rank {rank.number} {rank.death()}", outcome)
         for rank in self._ranks:
             if rank.failure is not None and not rank.is_lost:
