@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.api.adapters import lora_config
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
-from ifbbench.config import RunConfig
+from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
@@ -24,7 +25,8 @@ from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.shard import Shard, kv_memory_bytes
+from ifbbench.simulation.lora_cost import LoraCost
+from ifbbench.simulation.shard import Shard, compute_dtype, kv_memory_bytes, plan_memory
 from ifbbench.simulation.step_work import StepWork, least_work
 
 WARM_UP_PROMPT_LEN = 8
@@ -88,6 +90,7 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
 
     from ifbbench.execution import build, host
     from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
+    from ifbbench.model.lora_store import pages_in_host_memory
 
     device = build.choose_device(config)
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
@@ -99,14 +102,17 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     loaded = build.load_model(resolved)
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device))
-    limits = batching_config(resolved, layout, model.vocab_size)
+    make_pages = pages_in_host_memory(loaded.dtype, pinned=device.type == "cuda")
+    lora = lora_config(resolved, model, build.adapter_memory(device), loaded.dtype.itemsize, make_pages)
+    lora_bytes = lora.device_pages * lora.page_bytes if lora else 0
+    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device, lora_bytes))
+    limits = batching_config(resolved, layout, model.vocab_size, lora)
     steps, profile = None, None
     if config.profile:
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
         steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
     executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
-                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps)  # fmt: skip
+                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps, lora=lora)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
     return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
@@ -121,9 +127,13 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     longest = max(model.max_position_embeddings, config.max_seq_len or 0)
     resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
     overhead = None if resolved.engine_overhead is None else load_overhead(resolved.engine_overhead)
-    memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
+    memory_bytes, lora_bytes = None, None
+    if hardware is not None:
+        memory_bytes = kv_memory_bytes(model, hardware, resolved)
+        lora_bytes = plan_memory(Shard.of_config(model, resolved), hardware, resolved).beside_weights
     layout = cache_layout(resolved, model, memory_bytes)
-    limits = batching_config(resolved, layout, vocab_size=None)
+    lora = lora_config(resolved, model, lora_bytes, int(DTYPE_BYTES[compute_dtype(resolved.weight_dtype)]))
+    limits = batching_config(resolved, layout, vocab_size=None, lora=lora)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
@@ -132,7 +142,8 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
         cost_model = CostModel(shard, hardware)
-        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
+        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model),
+                                     LoraCost(cost_model, lora) if lora else None)  # fmt: skip
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 

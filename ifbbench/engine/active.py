@@ -46,6 +46,7 @@ class RequestTable:
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
+    lora_tasks: LoRA task id, -1 for none.
     """
 
     def __init__(self, rows: int) -> None:
@@ -65,6 +66,7 @@ class RequestTable:
         self.any_end_tokens = False
         self.is_special = np.zeros(rows, np.bool_)
         self.num_special = 0
+        self.lora_tasks = np.full(rows, -1, np.int64)
         self.makes_tokens = False
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
         self.free_rows = list(range(rows - 1, -1, -1))
@@ -135,8 +137,7 @@ class ActiveRequests:
         """`generation_rows` in the order of a batch: by LoRA id, none first, in list order within each."""
         if not self.num_with_lora:
             return self.generation_rows
-        lora_ids = [-1 if request.lora_task_id is None else request.lora_task_id for request in self.generation]
-        return self.generation_rows[np.argsort(lora_ids, kind="stable")]
+        return self.generation_rows[np.argsort(self.table.lora_tasks[self.generation_rows], kind="stable")]
 
     @property
     def mixed_beam_widths(self) -> bool:

@@ -10,6 +10,7 @@ from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
+from ifbbench.engine.lora import LoraConfig
 
 MICRO_BATCHES_WITH_OVERLAP = 2
 # Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
@@ -39,7 +40,7 @@ class BatchingConfig:
     enable_overlap: an iteration is scheduled and submitted before the tokens of the previous one are collected.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
-    tuning_window: see DynamicLimits.
+    tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
     """
 
     policy: str
@@ -62,6 +63,7 @@ class BatchingConfig:
     tunes_batch_size: bool = False
     tunes_num_tokens: bool = False
     tuning_window: int = 128
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         if self.enable_overlap and self.max_beam_width > 1:

@@ -14,6 +14,7 @@ from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.lora import AdapterLoad
 from ifbbench.engine.policies.policy import LeftOut, Pause
 from ifbbench.engine.request import Request
 
@@ -92,6 +93,7 @@ class IterationRecord:
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
         chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
     queued: requests that have arrived and are not active.
+    loads: LoRA adapters that it copied to the device.
     """
 
     iteration: int
@@ -117,6 +119,7 @@ class IterationRecord:
     context_end_s: float | None = None
     end_s: float = 0.0
     finished: list[Request] = field(default_factory=list)
+    loads: tuple[AdapterLoad, ...] = ()
 
     @property
     def budget_used(self) -> int:

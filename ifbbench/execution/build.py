@@ -11,6 +11,7 @@ from ifbbench.engine.active import RequestTable
 from ifbbench.engine.batch import Batch, ContextChunk
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
@@ -110,11 +111,16 @@ def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
     return KernelLlama(config, weights)
 
 
-def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device) -> int:
+def adapter_memory(device: torch.device) -> int:
+    """Bytes of the memory that a share is taken of for LoRA adapters, when the weights are loaded."""
+    return free_bytes(device) if device.type == "cuda" else min(free_bytes(device), MAX_CPU_KV_BYTES)
+
+
+def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device, lora_bytes: int = 0) -> int:
     """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory.
 
-    On CUDA the peak of the largest batch is subtracted first; on a CPU the limit is 2 GiB. config: with resolved
-    limits. OutOfMemory if the largest batch does not fit.
+    On CUDA the peak of the largest batch and `lora_bytes`, for adapters, are subtracted first; on a CPU the limit is 2
+    GiB. config: with resolved limits. OutOfMemory if the largest batch does not fit.
     """
     if device.type == "cuda":
         longest = min(config.max_num_tokens, model.config.max_position_embeddings)
@@ -122,7 +128,7 @@ def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device) -> int
         advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
         with needing_memory(doing, advice, device):
             activations = activation_bytes(model, longest, config.tokens_per_block)
-        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations))
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations - lora_bytes))
     return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(device), MAX_CPU_KV_BYTES))
 
 
@@ -150,12 +156,12 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
 
 def make_executor(
     model: LlamaModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
-    profile: StepProfile | None = None,
+    profile: StepProfile | None = None, lora: LoraConfig | None = None,
 ) -> ModelExecutor:
     """An executor with the KV cache `layout` for up to `num_slots` sequences at a time.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. OutOfMemory if the
-    cache does not fit.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. lora: adapters that
+    requests may have. OutOfMemory if the cache does not fit.
     """
     make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
     size = f"{layout.windows[0].num_blocks:,} blocks"
@@ -164,4 +170,4 @@ def make_executor(
         size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
     with needing_memory(f"allocating the KV cache of {size}", advice, model.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)
+        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, lora=lora)

@@ -40,14 +40,17 @@ def adapted(
     return output
 
 
+# [layers][modules], A and B of an adapter for each module; None for a module that it leaves as it is.
+Matrices = list[list[tuple[Tensor, Tensor] | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive packed rows of one adapter: `first` to `end - 1`. matrices: [layers][modules], A and B of each
-    adapted module; None for a module that the adapter leaves as it is."""
+    """Consecutive packed rows of one adapter: `first` to `end - 1`."""
 
     first: int
     end: int
-    matrices: list[list[tuple[Tensor, Tensor] | None]]
+    matrices: Matrices
 
 
 class TorchAdapters:

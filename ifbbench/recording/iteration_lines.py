@@ -40,7 +40,7 @@ class IterationDetails(Struct):
     host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
     iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
     and are not active. waiting: all that have arrived and are not scheduled. missed_blocks: blocks of prompts that were
-    looked up and not found, since the start.
+    looked up and not found, since the start. lora_loads: LoRA tasks with adapters that were copied to the device.
     """
 
     start_s: float
@@ -66,6 +66,7 @@ class IterationDetails(Struct):
     padding_tokens: int | UnsetType
     missed_blocks: int | None
     kv_fragmentation: float
+    lora_loads: list[int] | UnsetType = UNSET
 
 
 class IterationLine(Struct, rename={snake_case(name): name for name in COMMON_FIELDS}):

@@ -212,6 +212,8 @@ class IterationEncoder:
             record.recomputed, record.budget_used, record.padding or UNSET,
             record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
         )  # fmt: skip
+        if record.loads:
+            details.lora_loads = [load.task_id for load in record.loads]
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
             details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)

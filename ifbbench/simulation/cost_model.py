@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from ifbbench.clock import VirtualClock
 from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import ceil_div
+from ifbbench.engine.lora import AdapterUse
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork, StepWorks
@@ -105,6 +107,11 @@ class CostModel:
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
         self._tokens_ns = _Times(self.of_tokens)
         self._outputs_ns = _Times(self.of_outputs)
+
+    @property
+    def launch_ns(self) -> float:
+        """Nanoseconds of the host to launch the kernels of an iteration one by one."""
+        return self._launch_ns
 
     # The time of an iteration.
 
@@ -261,6 +268,14 @@ class CostModel:
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
 
 
+class AdapterCost(Protocol):
+    """The time that LoRA adapters add; see `ifbbench.simulation.lora_cost.LoraCost`."""
+
+    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int, parts: int) -> int: ...
+
+    def generation_ns(self, use: AdapterUse, base_ns: Int64Array, parts: int) -> Int64Array: ...
+
+
 class SimulatedExecutor:
     """A device that executes batches in order, each in the time that `cost_model` predicts.
 
@@ -273,9 +288,11 @@ class SimulatedExecutor:
     """
 
     def __init__(
-        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
+        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
+        lora: AdapterCost | None = None,
     ) -> None:
-        """windows: see `StepWork.of_windows`."""
+        """windows: see `StepWork.of_windows`. lora: the time of adapters; None if there are none."""
+        self._lora = lora
         self.cost_model = cost_model
         self._stages = cost_model.shard.pp_size
         self.windows = tuple(windows)
@@ -288,13 +305,19 @@ class SimulatedExecutor:
         requests = len(batch.context) + len(batch.slots)
         work = StepWork.of_windows(batch, self.windows)
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
+        parts = min(self._stages, requests)
         if self._stages > 1:
-            work = work.part(min(self._stages, requests))
+            work = work.part(parts)
+        device_ns = self.cost_model.device_ns(work)
+        if batch.adapters is not None and self._lora is not None:
+            device_ns = self._lora.batch_ns(batch, batch.adapters, device_ns, parts)
         start_ns = max(self._clock.now_ns, self._device_free_ns)
-        self._device_free_ns = start_ns + self.cost_model.device_ns(work)
+        self._device_free_ns = start_ns + device_ns
         self._finish_ns.append(self._device_free_ns)
 
-    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
+    def generation_times(
+        self, positions: Int64Array, steps: int, adapters: AdapterUse | None = None
+    ) -> tuple[int, Int64Array]:
         """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
         alone generate. Only with one attention window for all layers."""
         ((window, _),) = self.windows
@@ -306,6 +329,8 @@ class SimulatedExecutor:
             lengths = positions + np.arange(1, steps + 1)[:, None]
             kv_tokens = np.minimum(lengths, window).sum(axis=1)
         device_ns = self.cost_model.generation_ns(ceil_div(count, parts), -(-kv_tokens // parts))
+        if adapters is not None and self._lora is not None:
+            device_ns = self._lora.generation_ns(adapters, device_ns, parts)
         return self.cost_model.host_ns(count), device_ns
 
     def collect(self) -> StepOutputs:

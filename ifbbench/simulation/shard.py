@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.lora_modules import device_pages, page_layout
 from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import HardwareProfile
 
@@ -15,6 +16,11 @@ RUNTIME_BYTES = 1_000_000_000
 COLLECTIVE_BYTES = 1_000_000_000
 # A logit in 16 bits, and cast to 32.
 LOGIT_BYTES = 6
+
+
+def compute_dtype(dtype: str) -> str:
+    """Data type of activations, embeddings and the output layer beside weights in `dtype`."""
+    return "bf16" if dtype in ("fp8", "int4") else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Shard:
     @property
     def compute_dtype(self) -> str:
         """Data type of activations, embeddings and the output layer."""
-        return "bf16" if self.dtype in ("fp8", "int4") else self.dtype
+        return compute_dtype(self.dtype)
 
     @property
     def compute_bytes(self) -> float:
@@ -184,7 +190,7 @@ class MemoryPlan:
     """The memory of one device, in bytes.
 
     runtime: taken before the model is loaded. activations: of the largest iteration. kv_cache: the fraction of the rest
-    that keys and values get.
+    that keys and values get. adapters: the cache of LoRA adapters; beside_weights: what that is a share of.
     """
 
     total: int
@@ -192,6 +198,8 @@ class MemoryPlan:
     weights: int
     activations: int
     kv_cache: int
+    adapters: int = 0
+    beside_weights: int = 0
 
 
 def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> MemoryPlan:
@@ -210,6 +218,11 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
             f"{activations:,} and the runtime {runtime:,}. Raise --tp_size or --pp_size, or choose a smaller --dtype "
             "or another --device."
         )
+    adapters, beside_weights = 0, left
+    if config.uses_lora:
+        layout, value_bytes = page_layout(config, shard.model), int(shard.compute_bytes)
+        adapters = device_pages(config, layout, left, value_bytes) * layout.page_values * value_bytes
+        left = max(0, left - adapters)
     kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
     if overhead is not None and overhead.kv_share_of == "total":
         kv_cache = left - int((1 - config.kv_cache_free_gpu_mem_fraction) * hardware.memory_bytes)
@@ -219,7 +232,7 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
                 f"{hardware.memory_bytes:,} bytes leaves none for the KV cache beside weights of {weights:,}, which "
                 f"count for {overhead.title}. Raise it, or --tp_size."
             )
-    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache)
+    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache, adapters, beside_weights)
 
 
 def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> int:
