@@ -249,8 +249,8 @@ class RunConfig:
         None, "Size of this cache instead: rows of rank 1 of the largest module in one layer.", minimum=1,
         aliases=("num_device_module_layer",), elsewhere="max_loras max_loras_per_batch")
     lora_host_cache_bytes: int | None = _lora(
-        None, "Cache of adapters in host memory. Default: 1 GiB, with adapters.", minimum=0, unit="bytes",
-        elsewhere="lora_cache_host_memory_bytes max_cpu_loras")
+        None, "Cache of adapters in host memory. Default, with adapters: for all of them, at least 1 GiB.", minimum=0,
+        unit="bytes", elsewhere="lora_cache_host_memory_bytes max_cpu_loras")
 
     # Execution.
     device: str = _execution(

@@ -33,8 +33,6 @@ def resolve_lora(config: RunConfig) -> RunConfig:
     return config.with_values(
         lora_rank=rank if config.num_loras is not None and not config.lora_dir else None,
         lora_device_mem_fraction=config.lora_device_mem_fraction or DEFAULT_DEVICE_FRACTION,
-        lora_host_cache_bytes=DEFAULT_HOST_BYTES if config.lora_host_cache_bytes is None
-        else config.lora_host_cache_bytes,
     )
 
 
@@ -56,12 +54,16 @@ def lora_config(
     sizes = {task_id: len(store.placement(task_id).used) for task_id in adapters}
     page_bytes = layout.page_values * value_bytes
     pages = sum(sizes.values()) if free_bytes is None else device_pages(config, layout, free_bytes, value_bytes)
-    if sizes and (largest := max(sizes, key=sizes.__getitem__)) in sizes and sizes[largest] > pages:
+    largest = max(sizes, key=sizes.__getitem__, default=0)
+    if sizes and sizes[largest] > pages:
         raise InputError(
             f"--lora_device_mem_fraction: the device cache has {pages} pages of {page_bytes:,} bytes, and LoRA task "
             f"{largest} takes {sizes[largest]}. Raise it, or --lora_num_device_mod_layers."
         )
-    host_pages = pages_of_bytes(config.lora_host_cache_bytes or 0, page_bytes)
+    host_bytes = config.lora_host_cache_bytes
+    if host_bytes is None:
+        host_bytes = max(DEFAULT_HOST_BYTES, sum(sizes.values()) * page_bytes)
+    host_pages = pages_of_bytes(host_bytes, page_bytes)
     return LoraConfig(store, pages, host_pages, page_bytes, value_bytes)
 
 

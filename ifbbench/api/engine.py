@@ -149,7 +149,9 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
 
 
 def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
-    """`config` with the resolved size of the cache; windows of different sizes have no common size."""
+    """`config` with the resolved sizes of the caches; windows of different sizes have no common size."""
+    if limits.lora is not None:
+        config = config.with_values(lora_host_cache_bytes=limits.lora.host_pages * limits.lora.page_bytes)
     if limits.is_contiguous or len(limits.windows) > 1:
         return config
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)

@@ -46,7 +46,7 @@ class AdmissionLimits:
             return refusal.text
         if error := self._invalid_field(request):
             return error
-        if self.adapters is not None and (error := self.adapters.refusal(request)):
+        if request.lora_task_id is not None and (error := self._adapter_refusal(request)):
             return error
         request.clamp_new_tokens(self._config.max_seq_len - request.prompt_len)
         return None
@@ -91,6 +91,13 @@ class AdmissionLimits:
                 f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
                 f"context a resumed prompt has at most {limits.max_input_len} tokens (max_input_len)",
             )
+        return None
+
+    def _adapter_refusal(self, request: Request) -> str | None:
+        if self.adapters is not None:
+            return self.adapters.refusal(request)
+        if request.options.lora_weights is not None:
+            return "lora_weights: there is no cache for adapters; expected --lora_device_mem_fraction to make one"
         return None
 
     def _invalid_field(self, request: Request) -> str | None:
