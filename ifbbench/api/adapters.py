@@ -18,14 +18,11 @@ DEFAULT_HOST_BYTES = 1 << 30
 
 def resolve_lora(config: RunConfig) -> RunConfig:
     """Fill in the settings of adapters, if there are any. InputError if they contradict each other."""
-    if not config.uses_lora:
-        for name in ("lora_rank", "lora_host_cache_bytes"):
-            if getattr(config, name) is not None:
-                raise InputError(f"--{name}: there are no adapters; add --num_loras or --lora_dir, or leave it out.")
-        return config
     if config.lora_rank is not None and (config.lora_dir or config.num_loras is None):
         raise InputError("--lora_rank: is the rank of random adapters; give it with --num_loras and without "
                          "--lora_dir.")
+    if not config.uses_lora:
+        return config
     rank = config.lora_rank or min(DEFAULT_RANK, config.max_lora_rank)
     if config.num_loras is not None and rank > config.max_lora_rank:
         raise InputError(f"--lora_rank: {rank} is above --max_lora_rank {config.max_lora_rank}; lower it, or raise "

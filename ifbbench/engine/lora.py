@@ -234,6 +234,12 @@ class AdapterCache:
         while self._device:
             self._free_pages.extend(reversed(self._device.popitem()[1]))
 
+    def check_consistency(self) -> None:
+        """For tests: AssertionError if a page is lost or used twice."""
+        pages = [*self._free_pages, *(page for pages in self._device.values() for page in pages)]
+        assert sorted(pages) == list(range(self.config.device_pages))
+        assert self._free_host_pages == self.config.host_pages - sum(self._host.values()) >= 0
+
     def figures(self) -> dict[str, Any]:
         """The entry `lora` of `summary.json`."""
         config, counters = self.config, self.counters

@@ -103,7 +103,7 @@ def check(
     device: torch.device,
 ) -> None:
     """Rows without an adapter, and columns of modules without one, stay as they are."""
-    layout, places, matrices = adapters({task: own for task, own in RANKS.items()})
+    layout, places, matrices = adapters(RANKS)
     assert len(places[7].used) == 2, "an adapter of several pages"
     pool = torch.full((6, layout.page_values), torch.nan, device=device, dtype=dtype)
     products = kind(layout, pool)
