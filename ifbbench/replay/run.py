@@ -197,6 +197,8 @@ def _more_figures(
     config = engine.config
     if config.hardware is None:
         return figures
+    if manager.adapters is not None:
+        return figures | {"expected_error": {"compared": False, "reason": "no run with LoRA adapters was compared"}}
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
     run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)
