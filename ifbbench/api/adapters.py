@@ -17,12 +17,10 @@ DEFAULT_HOST_BYTES = 1 << 30
 
 
 def resolve_lora(config: RunConfig) -> RunConfig:
-    """Fill in the settings of adapters, if there are any. InputError if they contradict each other."""
+    """Fill in the settings of adapters. InputError if they contradict each other."""
     if config.lora_rank is not None and (config.lora_dir or config.num_loras is None):
         raise InputError("--lora_rank: is the rank of random adapters; give it with --num_loras and without "
                          "--lora_dir.")
-    if not config.uses_lora:
-        return config
     rank = config.lora_rank or min(DEFAULT_RANK, config.max_lora_rank)
     if config.num_loras is not None and rank > config.max_lora_rank:
         raise InputError(f"--lora_rank: {rank} is above --max_lora_rank {config.max_lora_rank}; lower it, or raise "
@@ -35,14 +33,12 @@ def resolve_lora(config: RunConfig) -> RunConfig:
 
 def lora_config(
     config: RunConfig, model: ModelConfig, free_bytes: int | None, value_bytes: int, make_pages: MakePages | None = None
-) -> LoraConfig | None:
-    """The adapters of a resolved `config` and their caches; None if there are none.
+) -> LoraConfig:
+    """The adapters of a resolved `config` that uses some, and their caches.
 
     free_bytes: of a device beside the weights; None for devices without memory. value_bytes: of one value. make_pages:
     None without a model. InputError for what is not an adapter of the model, or does not fit on the device.
     """
-    if not config.uses_lora:
-        return None
     check_architecture(model)
     adapters = _adapters(config, model)
     store = AdapterStore(model, adapters, config.max_lora_rank, make_pages, world=config.tp_size,

@@ -10,7 +10,7 @@ import numpy as np
 from ifbbench.api.adapters import lora_config
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
-from ifbbench.config import DTYPE_BYTES, RunConfig
+from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
@@ -26,7 +26,7 @@ from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.lora_cost import LoraCost
-from ifbbench.simulation.shard import Shard, compute_dtype, kv_memory_bytes, plan_memory
+from ifbbench.simulation.shard import Shard, kv_memory_bytes, plan_memory
 from ifbbench.simulation.step_work import StepWork, least_work
 
 WARM_UP_PROMPT_LEN = 8
@@ -102,9 +102,11 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
     loaded = build.load_model(resolved)
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    make_pages = pages_in_host_memory(loaded.dtype, pinned=device.type == "cuda")
-    lora = lora_config(resolved, model, build.adapter_memory(device), loaded.dtype.itemsize, make_pages)
-    lora_bytes = lora.device_pages * lora.page_bytes if lora else 0
+    lora, lora_bytes = None, 0
+    if resolved.uses_lora:
+        make_pages = pages_in_host_memory(loaded.dtype, pinned=device.type == "cuda")
+        lora = lora_config(resolved, model, build.adapter_memory(device), loaded.dtype.itemsize, make_pages)
+        lora_bytes = lora.device_pages * lora.page_bytes
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device, lora_bytes))
     limits = batching_config(resolved, layout, model.vocab_size, lora)
     steps, profile = None, None
@@ -127,12 +129,12 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     longest = max(model.max_position_embeddings, config.max_seq_len or 0)
     resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
     overhead = None if resolved.engine_overhead is None else load_overhead(resolved.engine_overhead)
-    memory_bytes, lora_bytes = None, None
-    if hardware is not None:
-        memory_bytes = kv_memory_bytes(model, hardware, resolved)
-        lora_bytes = plan_memory(Shard.of_config(model, resolved), hardware, resolved).beside_weights
-    layout = cache_layout(resolved, model, memory_bytes)
-    lora = lora_config(resolved, model, lora_bytes, int(DTYPE_BYTES[compute_dtype(resolved.weight_dtype)]))
+    memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
+    layout, lora = cache_layout(resolved, model, memory_bytes), None
+    if resolved.uses_lora:
+        shard = Shard.of_config(model, resolved)
+        free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
+        lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
     limits = batching_config(resolved, layout, vocab_size=None, lora=lora)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()

@@ -27,7 +27,9 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    config = resolve_lora(_as_batching_type_needs(config))
+    config = _as_batching_type_needs(config)
+    if config.uses_lora or config.lora_rank is not None:
+        config = resolve_lora(config)
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(

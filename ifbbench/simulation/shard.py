@@ -18,11 +18,6 @@ COLLECTIVE_BYTES = 1_000_000_000
 LOGIT_BYTES = 6
 
 
-def compute_dtype(dtype: str) -> str:
-    """Data type of activations, embeddings and the output layer beside weights in `dtype`."""
-    return "bf16" if dtype in ("fp8", "int4") else dtype
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The share of each of `tp_size` devices in one of `pp_size` pipeline stages.
@@ -61,7 +56,7 @@ class Shard:
     @property
     def compute_dtype(self) -> str:
         """Data type of activations, embeddings and the output layer."""
-        return compute_dtype(self.dtype)
+        return "bf16" if self.dtype in ("fp8", "int4") else self.dtype
 
     @property
     def compute_bytes(self) -> float:

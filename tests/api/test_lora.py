@@ -95,8 +95,11 @@ def test_other_ways_to_run_give_the_same(
     prompts: list[list[int]],
 ) -> None:
     requests = mixed_requests(prompts, return_context_logits=True, return_generation_logits=True)
-    optional = {"lora_dir": str(lora_dir), "max_num_tokens": 200, "tokens_per_block": 4, "max_batch_size": 6} | settings
-    found, _ = answers(checkpoint, requests, "guaranteed_no_evict", **{"model_type": "IFB"} | optional)
+    optional: dict[str, Any] = {
+        "model_type": "IFB", "lora_dir": str(lora_dir), "max_num_tokens": 200, "tokens_per_block": 4,
+        "max_batch_size": 6,
+    }  # fmt: skip
+    found, _ = answers(checkpoint, requests, "guaranteed_no_evict", **optional | settings)
     for request in requests:
         check_tokens_and_logits(request, found[request.request_id], references[request.lora_task_id])
 
@@ -141,7 +144,7 @@ def test_a_request_brings_its_adapter_and_later_ones_need_its_id_only(
     seen: set[int | None] = set()
     requests = []
     for index, task in enumerate(tasks):
-        brought = {}
+        brought: dict[str, Any] = {}
         if task is not None and task not in seen:
             weights, config = adapters[task]
             brought = {"lora_weights": weights[None], "lora_config": config[None]}

@@ -180,7 +180,7 @@ def run(
 
     loop = TokenGenerationLoop(
         replace(config, lora=lora), executor or Recording(), VirtualClock(), get_requests,
-        lambda response: answers.update({response.request.request_id: response}), records,  # type: ignore[arg-type]
+        lambda response: answers.update({response.request.request_id: response}), records,
     )  # fmt: skip
     working = True
     while working:
@@ -227,7 +227,7 @@ def test_max_utilization_pauses_for_pages() -> None:
     waiting, answers, records = requests, list[Response](), Records()
     loop = TokenGenerationLoop(
         replace(CONFIG, policy="max_utilization", lora=lora), Late(), VirtualClock(),
-        lambda count: [waiting.pop(0)] if waiting else [], answers.append, records,  # type: ignore[arg-type]
+        lambda count: [waiting.pop(0)] if waiting else [], answers.append, records,
     )  # fmt: skip
     while loop.step():
         pass

@@ -29,7 +29,6 @@ def cost_of(rank: int = 16, tp_size: int = 1, device: str = "h100-sxm", num_lora
     resolved = resolve_limits(config, 8192, on_cpu=False)
     shard = Shard.of_config(model, resolved)
     lora = lora_config(resolved, model, plan_memory(shard, hardware, resolved).beside_weights, 2)
-    assert lora is not None
     return LoraCost(CostModel(shard, hardware), lora)
 
 
