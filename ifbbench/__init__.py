@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "BatchManager", "BatchManagerFailed", "Communicator", "InferenceRequest", "Retention", "RetentionRange", "SamplingParams",
-    "__version__", "load_run",
+    "BatchManager", "BatchManagerFailed", "Communicator", "InferenceRequest", "Retention", "RetentionRange",
+    "SamplingParams", "__version__", "load_run",
 ]  # fmt: skip
 
 # Imported at first use, so that `import ifbbench` and `ifbbench --help` are quick.

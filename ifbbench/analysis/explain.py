@@ -12,6 +12,7 @@ from ifbbench.errors import InputError
 BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {
     "batch_size": "max_batch_size", "num_tokens": "max_num_tokens", "kv_blocks": "max_tokens_in_paged_kvcache",
+    "lora_pages": "lora_device_mem_fraction",
 }  # fmt: skip
 LIMIT_WORDS = {
     "batch_size": "a batch slot", "num_tokens": "token budget", "kv_blocks": "KV blocks",

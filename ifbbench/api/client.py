@@ -49,7 +49,10 @@ class InferenceRequest:
     end_id, stop_ids: token ids that end the output; None or -1 for none. stop_sequences: sequences of token ids that
         end it, within the output. The token or sequence that ended it is part of the output.
     pad_id: fills up shorter beams; None means end_id, or 0.
-    priority: higher ones run first. lora_task_id: counts in scheduling; adapters are not executed.
+    priority: higher ones run first.
+    lora_task_id: the LoRA adapter; of --lora_dir or --num_loras, or one that a request brings as `lora_weights` float
+        [rows, values] and `lora_config` int [rows, 3] (see `ifbbench.model.lora_files.TensorRtAdapter`). Later requests
+        need only its id, as long as it is cached.
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
     retention: priorities and durations of its blocks in the reuse cache.
@@ -71,6 +74,8 @@ class InferenceRequest:
     exclude_input_from_output: bool = False
     priority: float = DEFAULT_PRIORITY
     lora_task_id: int | None = None
+    lora_weights: NDArray[Any] | None = None
+    lora_config: NDArray[Any] | None = None
     cache_salt: Hashable = None
     token_extra_ids: Sequence[int] | None = None
     retention: Retention = NO_RETENTION
@@ -91,11 +96,12 @@ def engine_request(request: InferenceRequest) -> Request:
         prompt_tokens=tokens,
         priority=number(request.priority, "priority"),
         beam_width=integer(request.beam_width, "beam_width"),
-        lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id"),
+        lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id", 0),
         sampling=_sampling(request.sampling),
         options=OutputOptions(
             request.streaming, request.return_log_probs, request.return_context_logits,
             request.return_generation_logits, request.exclude_input_from_output, pad_id,
+            lora_weights=request.lora_weights, lora_config=request.lora_config,
         ),
         stop=StopConditions(end_tokens, _stop_sequences(request.stop_sequences)),
         reuse=_reuse_identity(request, len(tokens)),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ifbbench.api.adapters import lora_config
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
@@ -26,7 +27,8 @@ from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.shard import Shard, kv_memory_bytes
+from ifbbench.simulation.lora_cost import LoraCost
+from ifbbench.simulation.shard import Shard, kv_memory_bytes, plan_memory
 from ifbbench.simulation.step_work import StepWork, least_work
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ def build_engine(
 
     from ifbbench.execution import build, host
     from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
+    from ifbbench.model.lora_store import pages_in_host_memory
 
     if communicator is None and num_ranks(config) > 1:
         raise InputError(f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
@@ -114,17 +117,25 @@ def build_engine(
         communicator.smallest([])  # all have loaded: from here on they answer quickly
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    memory_bytes = build.kv_memory(resolved, loaded, device, num_sharing)
+    lora, lora_bytes = None, 0
+    if resolved.uses_lora:
+        make_pages = pages_in_host_memory(loaded.dtype, pinned=device.type == "cuda")
+        memory = build.adapter_memory(device) // num_sharing
+        if communicator is not None:
+            (memory,) = communicator.smallest([memory])
+        lora = lora_config(resolved, model, memory, loaded.dtype.itemsize, make_pages, loaded.part)
+        lora_bytes = lora.device_pages * lora.page_bytes
+    memory_bytes = build.kv_memory(resolved, loaded, device, lora_bytes, num_sharing)
     layout = cache_layout(resolved, model, memory_bytes, loaded.part)
     if communicator is not None:
         layout = _smallest(layout, communicator)
-    limits = batching_config(resolved, layout, model.vocab_size)
+    limits = batching_config(resolved, layout, model.vocab_size, lora)
     steps, profile = None, None
     if config.profile:
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
         steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
     executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
-                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps)  # fmt: skip
+                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps, lora=lora)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
     clock: Clock = WallClock()
@@ -156,8 +167,12 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
     overhead = None if resolved.engine_overhead is None else load_overhead(resolved.engine_overhead)
     memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
-    layout = cache_layout(resolved, model, memory_bytes)
-    limits = batching_config(resolved, layout, vocab_size=None)
+    layout, lora = cache_layout(resolved, model, memory_bytes), None
+    if resolved.uses_lora:
+        shard = Shard.of_config(model, resolved)
+        free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
+        lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
+    limits = batching_config(resolved, layout, vocab_size=None, lora=lora)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
@@ -166,13 +181,16 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
         cost_model = CostModel(shard, hardware)
-        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
+        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model),
+                                     LoraCost(cost_model, lora) if lora else None)  # fmt: skip
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 
 
 def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
-    """`config` with the resolved size of the cache; windows of different sizes have no common size."""
+    """`config` with the resolved sizes of the caches; windows of different sizes have no common size."""
+    if limits.lora is not None:
+        config = config.with_values(lora_host_cache_bytes=limits.lora.host_pages * limits.lora.page_bytes)
     if limits.is_contiguous or len(limits.windows) > 1:
         return config
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)

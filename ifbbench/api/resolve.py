@@ -4,11 +4,13 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
+from ifbbench.api.adapters import resolve_lora
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.config import UNLIMITED, V1_POLICY, BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
@@ -31,6 +33,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = _as_batching_type_needs(config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None))
+    if config.uses_lora or config.lora_rank is not None:
+        config = resolve_lora(config)
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(
@@ -158,7 +162,9 @@ def _check_beams(config: RunConfig) -> None:
                              "leave one of them out.")
 
 
-def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | None) -> BatchingConfig:
+def batching_config(
+    config: RunConfig, layout: CacheLayout, vocab_size: int | None, lora: LoraConfig | None = None
+) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
     layout: the KV cache. vocab_size: the model's, in tokens; None for an executor that makes none."""
@@ -191,6 +197,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         tunes_batch_size=config.enable_batch_size_tuning,
         tunes_num_tokens=config.enable_max_num_tokens_tuning,
         tuning_window=config.dynamic_batch_moving_average_window,
+        lora=lora,
     )
 
 

@@ -1,10 +1,12 @@
 """How the tokens of a request are chosen, what ends them, and which numbers are returned with them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ifbbench.engine.active import FloatArray, IntArray
 
@@ -58,7 +60,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a request returns beside its tokens, and how. pad_id: pads beams that are shorter than others."""
+    """What a request returns beside its tokens, and how; and what it brings.
+
+    pad_id: pads beams that are shorter than others. lora_weights, lora_config: the adapter of `lora_task_id` in the
+    layout of TensorRT-LLM (see `ifbbench.model.lora_store`), with the first request that uses it.
+    """
 
     streaming: bool = False
     return_log_probs: bool = False
@@ -66,6 +72,8 @@ class OutputOptions:
     return_generation_logits: bool = False
     exclude_input_from_output: bool = False
     pad_id: int = 0
+    lora_weights: NDArray[Any] | None = field(default=None, compare=False)
+    lora_config: NDArray[Any] | None = field(default=None, compare=False)
 
     @property
     def returns_numbers(self) -> bool:

@@ -12,6 +12,7 @@ from ifbbench.engine.active import RequestTable
 from ifbbench.engine.batch import Batch, ContextChunk
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
@@ -119,11 +120,19 @@ def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
     return KernelLlama(config, weights)
 
 
-def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device, num_sharing: int = 1) -> int:
+def adapter_memory(device: torch.device) -> int:
+    """Bytes of the memory that a share is taken of for LoRA adapters, when the weights are loaded."""
+    return free_bytes(device) if device.type == "cuda" else min(free_bytes(device), MAX_CPU_KV_BYTES)
+
+
+def kv_memory(
+    config: RunConfig, model: LlamaModel, device: torch.device, lora_bytes: int = 0, num_sharing: int = 1
+) -> int:
     """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory.
 
-    On CUDA the peak of the largest batch is subtracted first; on a CPU the limit is 2 GiB. config: with resolved
-    limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch does not fit.
+    On CUDA the peak of the largest batch and `lora_bytes`, for adapters, are subtracted first; on a CPU the limit is 2
+    GiB. config: with resolved limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch
+    does not fit.
     """
     if device.type == "cuda":
         longest = model.config.max_position_embeddings
@@ -132,7 +141,7 @@ def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device, num_sh
         advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
         with needing_memory(doing, advice, device):
             activations = activation_bytes(model, longest, config.tokens_per_block)
-        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations))
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations - lora_bytes))
     return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(device) / num_sharing, MAX_CPU_KV_BYTES))
 
 
@@ -165,12 +174,12 @@ def executor_class(model: LlamaModel) -> type[ModelExecutor]:
 
 def make_executor(
     model: LlamaModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
-    profile: StepProfile | None = None,
+    profile: StepProfile | None = None, lora: LoraConfig | None = None,
 ) -> ModelExecutor:
     """An executor with the KV cache `layout`, of the whole model, for up to `num_slots` sequences at a time.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. OutOfMemory if the
-    cache does not fit.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. lora: adapters that
+    requests may have. OutOfMemory if the cache does not fit.
     """
     make = executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
     if model.part is not None:
@@ -181,4 +190,4 @@ def make_executor(
         size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
     with needing_memory(f"allocating the KV cache of {size}", advice, model.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)
+        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, lora=lora)

@@ -15,7 +15,9 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, BeamCandidates, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.execution.adapters import AdapterPool
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory
 from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack
@@ -39,16 +41,17 @@ class ModelExecutor:
 
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
-        *, kv_cache_dtype: torch.dtype | None = None,
+        *, kv_cache_dtype: torch.dtype | None = None, lora: LoraConfig | None = None,
     ) -> None:
         """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
-        None. kv_cache_dtype: of keys and values; the model's data type if None. ValueError if `layout` does not fit
-        the model."""
+        None. kv_cache_dtype: of keys and values; the model's data type if None. lora: adapters, if requests may
+        have them. ValueError if `layout` does not fit the model."""
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
             self._cache = CacheWindows(model, layout, num_slots, kv_cache_dtype)
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
+            self._adapters = AdapterPool(model, lora) if lora else None
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or model.config.max_position_embeddings)
         self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
@@ -113,7 +116,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Free the KV cache. The executor cannot be used afterwards."""
         self._in_flight.clear()
-        del self._cache, self._penalty, self._graphs
+        del self._cache, self._penalty, self._graphs, self._adapters
 
     def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
         # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
@@ -147,15 +150,19 @@ class ModelExecutor:
     def _pass(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> ModelPass:
         if batch.num_tokens == 0:
             return lambda _: self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
-        if self._graphs is not None and self._graphs.takes(batch):
-            return self._graphs.prepare(batch, packed)
         wanted = packed.output_rows
         if context_rows is not None:
             wanted = np.concatenate([wanted, context_rows.rows])
+        adapters = None
+        if batch.adapters is not None and self._adapters is not None:
+            adapters = self._adapters.plan(batch, packed, wanted)
+        if self._graphs is not None and adapters is None and self._graphs.takes(batch):
+            return self._graphs.prepare(batch, packed)
         context_tokens, positions = self._on_device(packed.context_tokens), self._on_device(packed.positions)
         output_rows, layers = self._on_device(wanted), self._cache.layer_inputs(batch, packed)
         return lambda newest: self._model.forward(
-            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers)
+            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers,
+                          None if adapters is None else adapters.ready())
         )
 
     # Launch: work of the device, in the order of submission.

@@ -4,14 +4,13 @@ LoRA (Hu et al., arXiv:2106.09685): an adapted product is y = W·x + s·B·(A·x
 rank]. The scale s is a part of B here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ifbbench.model.lora_modules import MODULES_OF_PRODUCT, LayerProduct, LoraModule
+from ifbbench.model.lora_modules import MODULES_OF_PRODUCT, LayerProduct, PageLayout, Placement
 
 
 class BatchAdapters(Protocol):
@@ -40,33 +39,85 @@ def adapted(
     return output
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive packed rows of one adapter: `first` to `end - 1`. matrices: [layers][modules], A and B of each
-    adapted module; None for a module that the adapter leaves as it is."""
+class AdapterRows(NamedTuple):
+    """Consecutive packed rows with the adapter of one LoRA task: `first` to `end - 1`."""
 
     first: int
     end: int
-    matrices: list[list[tuple[Tensor, Tensor] | None]]
+    task_id: int
+
+
+class AdapterProducts(Protocol):
+    """The products of adapters in pages on the device."""
+
+    def __init__(self, layout: PageLayout, pool: Tensor) -> None:
+        """pool: [pages, values of a page], contiguous."""
+        ...
+
+    def place(self, task_id: int, placement: Placement, pages: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """From the next batch on, an adapter is in these pages. Returns what is to be copied for it beside them:
+        sources and destinations."""
+        ...
+
+    def of_rows(self, rows: list[AdapterRows], of_outputs: list[AdapterRows]) -> BatchAdapters:
+        """The adapters of packed rows, and of those with outputs."""
+        ...
+
+
+# [layers][modules], A and B of an adapter for each module; None for a module that it leaves as it is.
+Matrices = list[list[tuple[Tensor, Tensor] | None]]
+
+
+class TorchProducts:
+    """`AdapterProducts` by PyTorch."""
+
+    def __init__(self, layout: PageLayout, pool: Tensor) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._matrices: dict[int, Matrices] = {}
+
+    def place(self, task_id: int, placement: Placement, pages: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        modules = range(len(self._layout.modules))
+        self._matrices[task_id] = [
+            [self._pair(placement, pages, layer, index) for index in modules]
+            for layer in range(self._layout.num_layers)
+        ]
+        return []
+
+    def of_rows(self, rows: list[AdapterRows], of_outputs: list[AdapterRows]) -> "TorchAdapters":
+        both = [(one, self._matrices[one.task_id]) for one in rows]
+        return TorchAdapters(self._layout, both, [(one, self._matrices[one.task_id]) for one in of_outputs])
+
+    def _pair(
+        self, placement: Placement, pages: Sequence[int], layer: int, index: int
+    ) -> tuple[Tensor, Tensor] | None:
+        rank, module = int(placement.ranks[layer, index]), self._layout.modules[index]
+        if not rank:
+            return None
+        first, border = int(placement.slot[layer, index]) * self._layout.width, rank * module.inputs
+        values = self._pool[pages[int(placement.page[layer, index])], first : first + rank * module.values_of_rank]
+        return values[:border].view(rank, module.inputs), values[border:].view(module.outputs, rank)
 
 
 class TorchAdapters:
-    """`BatchAdapters` by PyTorch: two matrix products for each segment and module."""
+    """`BatchAdapters` by PyTorch: two matrix products for each adapter and module."""
 
-    def __init__(self, modules: tuple[LoraModule, ...], segments: list[Segment], of_outputs: list[Segment]) -> None:
-        self._modules = modules
-        self._segments = segments
+    def __init__(
+        self, layout: PageLayout, rows: list[tuple[AdapterRows, Matrices]],
+        of_outputs: list[tuple[AdapterRows, Matrices]],
+    ) -> None:
+        self._layout = layout
+        self._rows = rows
         self._of_outputs = of_outputs
 
     @property
     def of_outputs(self) -> "TorchAdapters":
-        return TorchAdapters(self._modules, self._of_outputs, self._of_outputs)
+        return TorchAdapters(self._layout, self._of_outputs, self._of_outputs)
 
     def add(self, layer: int, product: LayerProduct, rows: Tensor, output: Tensor) -> None:
-        for segment in self._segments:
-            own_rows, own_output = rows[segment.first : segment.end], output[segment.first : segment.end]
+        for (first, end, _), matrices in self._rows:
             for index in MODULES_OF_PRODUCT[product]:
-                if (pair := segment.matrices[layer][index]) is not None:
-                    module, (lora_a, lora_b) = self._modules[index], pair
-                    columns = own_output[:, module.offset : module.offset + module.outputs]
-                    columns.addmm_(torch.mm(own_rows, lora_a.t()), lora_b.t())
+                if (pair := matrices[layer][index]) is not None:
+                    module, (lora_a, lora_b) = self._layout.modules[index], pair
+                    columns = output[first:end, module.offset : module.offset + module.outputs]
+                    columns.addmm_(torch.mm(rows[first:end], lora_a.t()), lora_b.t())

@@ -143,7 +143,12 @@ def _client(trace: Trace, engine: Engine) -> ReplayClient:
     make: Callable[..., ReplayClient] = ReplayClient
     if engine.overhead is not None:
         make = partial(ServedClient, process=ServingProcess(engine.overhead))
-    return make_client(engine.config, trace, engine.clock, request_maker(engine), make)
+    names_loras = columns_of(trace.requests).names_loras
+    if names_loras and engine.limits.lora is None:
+        _log.warning("Requests name LoRA tasks, and no adapters are given: all run the base model. --lora_dir or "
+                     "--num_loras adds adapters.")  # fmt: skip
+    make_request = request_maker(engine, draws_loras=not names_loras)
+    return make_client(engine.config, trace, engine.clock, make_request, make)
 
 
 def _delivery(client: ReplayClient) -> Delivery | None:
@@ -193,16 +198,22 @@ def _replay(
         progress.stage(WRITING)
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
-        summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client))
+        summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client, manager))
     return summary
 
 
-def _more_figures(engine: Engine, client: ReplayClient, summary: dict[str, Any]) -> dict[str, Any]:
-    """Figures of the client, and how far those of a simulated run may be from a real server's."""
+def _more_figures(
+    engine: Engine, client: ReplayClient, manager: TokenGenerationLoop, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Figures of the client and of LoRA adapters, and how far those of a simulated run may be from a real server's."""
     figures: dict[str, Any] = {"arrivals": client.arrivals()}
+    if manager.adapters is not None:
+        figures["lora"] = manager.adapters.figures()
     config = engine.config
     if config.hardware is None:
         return figures
+    if manager.adapters is not None:
+        return figures | {"expected_error": {"compared": False, "reason": "no run with LoRA adapters was compared"}}
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
     run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)

@@ -138,6 +138,23 @@ class ExpectedError(Struct):
     output_throughput_tokens_per_s: list[float] | UnsetType
 
 
+class Lora(Struct):
+    """What a run did with LoRA adapters; see `ifbbench.engine.lora.AdapterCounters`."""
+
+    adapters: int
+    device_pages: int
+    host_pages: int
+    page_bytes: int
+    hit_rate: float | None
+    uses: int
+    misses: int
+    evictions: int
+    bytes: int
+    loads: int
+    host_evictions: int
+    peak_device_pages: int
+
+
 class Summary(RequestFigures):
     """Every figure of a run."""
 
@@ -167,6 +184,7 @@ class Summary(RequestFigures):
     slow_ttft_s: float | UnsetType
     steady_state: Window | UnsetType
     expected_error: ExpectedError | UnsetType
+    lora: Lora | UnsetType
 
 
 class TraceIdentity(Struct):

@@ -30,11 +30,12 @@ PHASE_COLOURS = {
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-LIMIT_COLOURS = {"batch_size": SERIES[0], "num_tokens": SERIES[1], "kv_blocks": SERIES[2], "none": "#C4C4C4"}
+LIMIT_COLOURS = {"batch_size": SERIES[0], "num_tokens": SERIES[1], "kv_blocks": SERIES[2], "none": "#C4C4C4",
+                  "lora_pages": "#7A5C3E"}  # fmt: skip
 # A colour for each limit that requests wait for. Reasons of a user's policy take those of OTHER_CAUSES.
 CAUSE_COLOURS = {
     "batch_size": "#0072B2", "num_tokens": "#D55E00", "kv_blocks": "#009E73", "none": "#C9C9C9",
-    "head_of_line": "#9FB8CC", "paused": "#F0C000", "static_batch": "#B9A3CF",
+    "head_of_line": "#9FB8CC", "paused": "#F0C000", "static_batch": "#B9A3CF", "lora_pages": "#7A5C3E",
 }  # fmt: skip
 OTHER_CAUSES = ("#CC79A7", "#7A5C3E", "#56B4E9", "#4D4D4D")
 CAUSE_NAMES = {

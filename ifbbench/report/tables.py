@@ -15,7 +15,8 @@ from ifbbench.report.profile import print_profile
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
-LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit"}
+LIMIT_NAMES = {"batch_size": "batch size", "num_tokens": "token budget", "kv_blocks": "KV blocks", "none": "no limit",
+               "lora_pages": "LoRA pages"}  # fmt: skip
 # Shares of each limit: key in the summary, heading, and cells of the bar.
 LIMIT_SHARES = {"bound_by_time": ("of the time", 16), "waiting_by_limit": ("of waiting", 16),
                 "bound_by": ("of iterations", 0)}  # fmt: skip
@@ -157,6 +158,8 @@ def expected_error_sentence(expected: dict[str, Any]) -> str:
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
     if name == "kv_blocks":
         return f"the KV cache ({count(known['kv_blocks']['max'])} blocks)" if known.get("kv_blocks") else "the KV cache"
+    if name == "lora_pages":
+        return f"the cache of LoRA adapters ({count(known['lora']['device_pages'])} pages)"
     setting = LIMIT_SETTINGS.get(name, name)
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
@@ -183,6 +186,9 @@ def _throughput_table(known: dict[str, Any]) -> Table:
     if known.get("padding_waste"):
         rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",
                      percent(known["padding_waste"])))  # fmt: skip
+    if lora := known.get("lora"):
+        rows.append(("LoRA hit rate", percent(lora["hit_rate"]), "LoRA pages, peak use",
+                     f"{count(lora['peak_device_pages'])} of {count(lora['device_pages'])}"))  # fmt: skip
     for row in rows + _arrival_rows(known.get("arrivals") or {}):
         table.add_row(*row)
     return table

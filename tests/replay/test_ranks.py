@@ -134,7 +134,7 @@ MORE: list[dict[str, Any]] = [
     {"type": "v1", "max_num_tokens": 128}, {"type": "inflight_unfused"}, {"enable_trt_overlap": True},
     {"kv_cache_type": "contiguous", "enable_chunked_context": False, "max_num_tokens": 128},
     {"max_attention_window": "24"}, {"temperature": 0.8, "seed": 5}, {"max_beam_width": 2, "beam_width": 2},
-    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
+    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8}, {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
 ]  # fmt: skip
 
 
@@ -164,8 +164,9 @@ def check_all(trace: Path, directory: Path, cases: list[tuple[dict[str, Any], di
 
 
 def test_four_ranks_of_a_launcher(trace: Path, tmp_path: Path) -> None:
-    """Pauses, reuse, whole prompts, and tensor parallelism within pipeline stages."""
-    (summary,) = check_all(trace, tmp_path, [(POLICIES[2], {"tp_size": 2, "pp_size": 2})])
+    """Pauses, reuse, whole prompts, LoRA, and tensor parallelism within pipeline stages."""
+    settings = POLICIES[2] | {"num_loras": 3, "lora_rank": 8}
+    (summary,) = check_all(trace, tmp_path, [(settings, {"tp_size": 2, "pp_size": 2})])
     assert summary["pauses"] > 0
     assert summary["prefix_hit_rate"] > 0
 
