@@ -291,8 +291,8 @@ class RunConfig:
         1, "With several processes: compare the digests of their schedules every N iterations, and at the end.",
         minimum=1, unit="iterations")
     rank_timeout: float = _execution(
-        300.0, "With several processes: end the run when one does not answer for so long, which must be longer than any "
-        "iteration.", above=0.0, unit="s", elsewhere="dist_timeout distributed_timeout")
+        300.0, "With several processes: end the run when one does not answer for so long; longer than any iteration.",
+        above=0.0, unit="s", elsewhere="dist_timeout distributed_timeout")
     engine_overhead: str | None = _execution(
         None, "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
         "Default: the batch manager alone, without a server. Simulated devices only.", elsewhere="engine")

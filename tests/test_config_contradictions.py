@@ -23,6 +23,8 @@ def limits_of(config, vocab_size=None):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"enable_chunked_context": True, "context_chunk_unit": 48}, ["--context_chunk_unit: 48", "per_block 32"]),
+        ({"overlap": "async", "max_beam_width": 2}, ["--enable_trt_overlap", "refused with beam width above 1"]),
         ({"enable_trt_overlap": True, "beam_width": 2}, ["--enable_trt_overlap", "refused with beam width above 1"]),
         ({"enable_trt_overlap": True, "max_beam_width": 2}, ["refused with beam width above 1"]),
         ({"enable_trt_overlap": True, "trace_beam_width": 2}, ["refused with beam width above 1"]),
@@ -75,9 +77,11 @@ def test_v1_forces_what_static_batches_need(caplog):
         type="v1", policy="max_utilization", enable_chunked_context=True, streaming=True, enable_trt_overlap=True,
         max_num_tokens=100,
     )  # fmt: skip
+    assert config.overlap is None
     assert (config.type, config.policy) == ("v1", "guaranteed_no_evict")
     assert [config.enable_chunked_context, config.streaming, config.enable_trt_overlap] == [False, False, False]
-    assert config.max_input_len == 100
+    assert config.max_input_len == 255  # padded input has no token budget
+    assert limits_of(config).max_num_tokens is None
     assert caplog.messages == [
         "--type v1 runs under policy guaranteed_no_evict, not max_utilization.",
         "--type v1 turns --enable_chunked_context off.",
@@ -106,7 +110,8 @@ def test_no_warning_where_nothing_is_forced(settings, caplog):
         ({}, True),
         ({"max_num_tokens": 32}, True),
         ({"max_num_tokens": 31}, False),
-        ({"max_num_tokens": 31, "context_chunk_unit": 16}, True),
+        ({"max_num_tokens": 31, "context_chunk_unit": 16, "tokens_per_block": 16}, True),
+        ({"max_num_tokens": "none"}, True),
         ({"type": "v1"}, False),
         ({"kv_cache_type": "contiguous"}, False),
     ],
@@ -127,9 +132,12 @@ def test_the_engine_gets_every_limit():
     config = resolved(type="UIFB", beam_width=3, tokens_per_block=16, policy="MAX_UTILIZATION", max_batch_size=2)
     limits = limits_of(config, vocab_size=512)
     assert (limits.batching_type, limits.policy) == (BatchingType.INFLIGHT, "max_utilization")
-    assert (limits.max_beam_width, limits.enable_overlap, limits.vocab_size) == (3, False, 512)
+    assert (limits.max_beam_width, limits.overlap, limits.vocab_size) == (3, None, 512)
     assert limits.num_blocks == 2 * 3 * 256 // 16
-    assert limits_of(resolved(enable_trt_overlap=True)).enable_overlap
+    assert limits_of(resolved(enable_trt_overlap=True)).overlap == "partitioned"
+    assert limits_of(resolved(enable_trt_overlap=True, overlap="async")).overlap == "async"
+    assert limits_of(resolved(overlap="async")).overlap == "async"
+    assert limits_of(resolved(max_num_tokens=None)).max_num_tokens is None
 
 
 @pytest.mark.parametrize("name", ["eos_id", "pad_id"])

@@ -42,7 +42,8 @@ def lora_config(
     """The adapters of a resolved `config` that uses some, and their caches.
 
     free_bytes: of a device beside the weights; None for devices without memory. value_bytes: of one value. make_pages:
-    None without a model. part: of the model that the device has, None if all. InputError for what is not an adapter of the model, or does not fit on the device.
+    None without a model. part: of the model that the device has, None if all. InputError for what is not an adapter of
+    the model, or does not fit on the device.
     """
     check_architecture(model)
     adapters = _adapters(config, model)

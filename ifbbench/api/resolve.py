@@ -31,8 +31,9 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
+    config = _as_batching_type_needs(config)
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
-    config = _as_batching_type_needs(config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None))
+    config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
     if config.uses_lora or config.lora_rank is not None:
         config = resolve_lora(config)
     find_policy(config.policy)
@@ -73,14 +74,12 @@ def _as_batching_type_needs(config: RunConfig) -> RunConfig:
         return config
     if config.policy != V1_POLICY:
         _log.warning("--type v1 runs under policy %s, not %s.", V1_POLICY, config.policy)
-    off: dict[str, bool | None] = dict.fromkeys(
-        ("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
-         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
-    off["overlap"] = None
-    for name in off:
+    off = dict.fromkeys(("enable_chunked_context", "streaming", "enable_trt_overlap", "enable_kv_cache_reuse",
+                         "enable_batch_size_tuning", "enable_max_num_tokens_tuning"), False)  # fmt: skip
+    for name in ("overlap", *off):
         if getattr(config, name):
             _log.warning("--type v1 turns --%s off.", name)
-    return config.with_values(policy=V1_POLICY, **off)
+    return config.with_values(policy=V1_POLICY, overlap=None, **off)
 
 
 def _check_settings(config: RunConfig) -> None:

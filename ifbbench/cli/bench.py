@@ -204,7 +204,7 @@ def _from_file(path: Path) -> dict[str, Any]:
                 raise InputError(f"{name}: {SPECULATIVE} Leave it out.")
             own_name = taken.get(LLM_ARGUMENTS.get(name, name))
             if name == "disable_overlap_scheduler":
-                values["enable_trt_overlap"] = not _is_true(value)
+                values["overlap"] = None if _is_true(value) else "async"
             elif own_name is not None and value not in ("auto", "null", ""):
                 values[own_name] = value
             else:

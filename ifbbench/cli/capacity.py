@@ -19,7 +19,7 @@ BYTES_PER_GIB = 1024**3
 LENGTH = click.IntRange(min=1)
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED = {one.name for one in settings() if one.group in ("scheduling", "kv cache")} - {
-    "enable_trt_overlap", "static_emulated_batch_size", "static_emulated_timeout", "context_chunking_policy",
+    "enable_trt_overlap", "overlap", "static_emulated_batch_size", "static_emulated_timeout", "context_chunking_policy",
     "enable_kv_cache_reuse", "enable_partial_reuse", "copy_on_partial_reuse",
 } | {
     "reserve", "max_num_samples", "max_prompt_len", "skip_bad_rows", "beam_width", "seed", "device", "model", "dtype",

@@ -14,7 +14,7 @@ from ifbbench.settings import from_mapping
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED_TO_EXPLAIN = (
     "device", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "kv_cache_free_gpu_mem_fraction", "max_num_tokens",
-    "max_batch_size", "max_attention_window", "window_mode", "engine_overhead", "enable_trt_overlap",
+    "max_batch_size", "max_attention_window", "window_mode", "engine_overhead", "enable_trt_overlap", "overlap",
 )  # fmt: skip
 HELP_TO_EXPLAIN = {
     "device": "The simulated device: a hardware profile (h100-sxm, or sim:h100-sxm) or a profile's .toml file.",
@@ -24,7 +24,7 @@ HELP_TO_EXPLAIN = {
 USED_TO_CALIBRATE = (
     "device", "model", "dtype", "kv_cache_dtype", "max_batch_size", "max_num_tokens", "max_seq_len",
     "tokens_per_block", "max_tokens_in_paged_kvcache", "seed", "quiet", "tp_size", "pp_size",
-    "kv_cache_free_gpu_mem_fraction", "enable_chunked_context", "enable_trt_overlap",
+    "kv_cache_free_gpu_mem_fraction", "enable_chunked_context", "enable_trt_overlap", "overlap",
 )  # fmt: skip
 HELP_TO_CALIBRATE = {
     "dtype": "Data type of the weights. [float32, bf16, fp16, with --from also fp8 and int4; default: float32, with "

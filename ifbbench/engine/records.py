@@ -89,7 +89,7 @@ class IterationRecord:
     context: the chunks it ran, of num_context_tokens in all. `recomputed` of these tokens had been computed before a
         pause, and `padding` tokens (V1) were computed in addition.
     num_generation: generation requests that it ran: all active ones but those in `held`, the paused, and those in
-        flight in another micro batch.
+        another micro batch.
     idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
     finished: requests that it completed.
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its

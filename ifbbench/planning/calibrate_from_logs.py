@@ -108,14 +108,14 @@ def _determined(
     has_loops = len(loops) == len(observed)
     start = with_loop_times(loops, hardware) if has_loops else hardware
     names = _names(shard, hardware, observed, has_loops)
-    result = determine(observed, start, shard, names, config.enable_trt_overlap)
+    result = determine(observed, start, shard, names, config.overlap is not None)
     for _ in range(RESCHEDULES if load_tests.depend_on_times else 0):
         # Which requests meet depends on the times: schedule again with the fitted constants.
         with TemporaryDirectory() as directory:
             fitted = Path(directory) / f"fitted{SUFFIX}"
             write_profile(result.profile, fitted, "")
             observed = [*of_iterations, *load_tests.observations(f"{SIMULATED}{fitted}")]
-        result = determine(observed, start, shard, names, config.enable_trt_overlap)
+        result = determine(observed, start, shard, names, config.overlap is not None)
     return replace(result, verdicts=_with_loop(result, loop_errors(loops, start))) if has_loops else result
 
 
@@ -154,12 +154,12 @@ def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwarePro
                 raise InputError(f"{log.path}: {name} is {value}, but --{name} is {settings[name]}; give that of the "
                                  "log, or another log.")  # fmt: skip
     overlaps = {log.overlaps for log in logs} - {None}
-    if settings.get("enable_trt_overlap"):
+    if settings.get("overlap") or settings.get("enable_trt_overlap"):
         overlaps.add(True)
     if len(overlaps) > 1:
         raise InputError("--from: iterations overlap in some of these logs, or in the settings, and not in others; "
                          "expected the same in all.")  # fmt: skip
-    settings["enable_trt_overlap"] = overlaps == {True}
+    settings["overlap"] = settings.get("overlap") or ("async" if overlaps == {True} else None)
     if "model" not in settings:
         raise InputError("--model: is missing; expected the model that was measured (llama-3.1-8b, a directory, …).")
     config = from_mapping(settings)

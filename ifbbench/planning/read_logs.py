@@ -46,7 +46,7 @@ def read_logs(
             raise InputError(f"{path}: is empty; expected {FORMATS}.")
         if is_tensorrt_llm(text):
             log.format = "TensorRT-LLM iteration statistics"
-            read_tensorrt_llm(log, text, bool(given.get("enable_trt_overlap")))
+            read_tensorrt_llm(log, text, bool(given.get("overlap") or given.get("enable_trt_overlap")))
         elif '"Iteration Counter"' in text[:20_000]:
             log.format = "iterations of ifbbench"
             read_iterations(log, _json_lines(log, text))

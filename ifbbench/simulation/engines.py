@@ -34,7 +34,7 @@ class EngineOverhead:
     """What one engine adds to the GPU's time, and the rules by which it differs from TensorRT-LLM's batch manager.
 
     iteration_s, request_s, prompt_token_s: the engine's host time of an iteration, of each request in it, and of each
-        token of its context chunks. Hidden behind the device with --enable_trt_overlap.
+        token of its context chunks. Hidden behind the device with --overlap async.
     serving_request_s, serving_token_in_s, serving_token_out_s: time of the serving process (HTTP, tokenizer,
         detokenizer, streaming) for a request, and for each of its prompt and output tokens. See `ServingProcess`.
     factors: by which constants of an architecture are multiplied, because this engine's kernels differ.

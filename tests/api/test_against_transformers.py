@@ -23,7 +23,7 @@ EARLY_STOPPING = {EarlyStopping.ALWAYS: True, EarlyStopping.HEURISTIC: False, Ea
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "whole prompts": {"max_num_tokens": 200, "tokens_per_block": 4},
-    "chunks": {"enable_chunked_context": True, "max_num_tokens": 24, "context_chunk_unit": 4, "tokens_per_block": 16},
+    "chunks": {"enable_chunked_context": True, "max_num_tokens": 24, "context_chunk_unit": 8, "tokens_per_block": 4},
     "pauses": {"max_num_tokens": 200, "tokens_per_block": 4, "kv_cache_config": {"max_tokens": 128}},
     "pauses and chunks": {
         "enable_chunked_context": True, "max_num_tokens": 24, "context_chunk_unit": 1, "tokens_per_block": 1,

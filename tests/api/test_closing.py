@@ -72,7 +72,7 @@ def test_abort_answers_all_that_was_fetched_with_an_error(starts):
 
 def test_with_overlap_abort_throws_away_the_iteration_in_flight():
     client = Client(request_of(request_id, max_new_tokens=30) for request_id in range(4))
-    manager = manager_of(client, start=False, enable_trt_overlap=True)
+    manager = manager_of(client, start=False, overlap="async")
     manager.step()
     manager.step()
     manager.abort()

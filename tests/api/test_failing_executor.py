@@ -22,7 +22,7 @@ WAYS = [("V1", False), ("InflightBatching", False), ("InflightFusedBatching", Fa
 def test_one_failing_step_costs_its_requests_alone(model_type, overlaps, at, caplog):
     client = Client(request_of(request_id) for request_id in range(3))
     executor = FailingExecutor(lambda step: step == 2, at)
-    with manager_of(client, executor, model_type=model_type, enable_trt_overlap=overlaps) as manager:
+    with manager_of(client, executor, model_type=model_type, overlap="async" if overlaps else None) as manager:
         for answer in client.answers:
             answer.wait()
         later = client.submit(request_of(9)).wait()
@@ -58,7 +58,7 @@ def test_an_id_may_be_used_again_after_the_executor_failed_it():
 def test_an_executor_that_fails_always_ends_the_loop(model_type, overlaps, at):
     client = Client()
     executor = FailingExecutor(lambda step: True, at)
-    manager = manager_of(client, executor, model_type=model_type, enable_trt_overlap=overlaps)
+    manager = manager_of(client, executor, model_type=model_type, overlap="async" if overlaps else None)
     # One at a time, so that the loop is idle between the failures.
     while manager.is_running:
         assert len(client.answers) < 10

@@ -130,7 +130,7 @@ def test_optional_parameters_reach_the_engine_under_all_their_names():
     ).config  # fmt: skip
     assert (config.max_seq_len, config.max_batch_size, config.max_num_tokens) == (64, 7, 48)
     assert (config.tokens_per_block, config.num_blocks, config.chunk_unit) == (8, 13, 16)
-    assert (config.enable_overlap, config.chunking_policy) == (True, "equal_progress")
+    assert (config.overlap, config.chunking_policy) == ("partitioned", "equal_progress")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_tokens_in_paged_kvcache"])
@@ -150,7 +150,7 @@ def test_static_batches_turn_off_what_they_cannot_do(caplog):
     config = manager_with(
         model_type="V1", policy="max_utilization", enable_trt_overlap=True, enable_chunked_context=True, **SIZES
     ).config
-    assert (config.policy, config.enable_overlap, config.chunk_unit) == ("guaranteed_no_evict", False, None)
+    assert (config.policy, config.overlap, config.chunk_unit) == ("guaranteed_no_evict", None, None)
     for name in ("max_utilization", "enable_trt_overlap", "enable_chunked_context"):
         assert name in caplog.text
 

@@ -123,7 +123,7 @@ PARTS: Mapping[str, Callable[[Setup], Figures]] = {
     "checkpoint": checkpoint,
     "engine": engine,
     "engine_profiled": lambda setup: engine(setup, profile=True),
-    "engine_with_overlap": lambda setup: engine(setup, enable_trt_overlap=True),
+    "engine_with_overlap": lambda setup: engine(setup, overlap="async"),
     "engine_without_graphs": engine_without_graphs,
     "engine_with_fp8_weights": lambda setup: engine(setup, dtype="fp8", kv_cache_dtype="bf16"),
     "engine_in_fp8": lambda setup: engine(setup, dtype="fp8", kv_cache_dtype="fp8"),

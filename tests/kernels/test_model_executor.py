@@ -167,13 +167,14 @@ def test_eight_bits_stay_near_the_logits_in_16(device: torch.device) -> None:
 @pytest.mark.parametrize("split", [(2, 1), (1, 2)], ids=str)
 def test_parts_of_a_model(device: torch.device, split: tuple[int, int]) -> None:
     """Of two layers, on two ranks."""
-    config = replace(MICRO, num_layers=2)
+    config, lengths = replace(MICRO, num_layers=2), [(9, 2), (3, 2)]
 
-    def outputs(part: ModelPart) -> list[object]:
+    def outputs(model: LlamaModel) -> list[object]:
         with torch.inference_mode():
-            model = KernelLlama(part.config, random_weights(config, 3, device, torch.float32, part=part))
-            return outputs_of(driver_of(model, 2, 8, 40), requests_of(LENGTHS[::2], MICRO.vocab_size))
+            return outputs_of(driver_of(model, 2, 8, 40), requests_of(lengths, MICRO.vocab_size))
 
-    whole = LlamaModel(config, random_weights(config, 3, CPU, torch.float32))
-    expected = outputs_of(driver_of(whole, 2, 8, 40), requests_of(LENGTHS[::2], MICRO.vocab_size))
-    assert Ranks(*split).run(config, outputs) == [expected, expected]
+    def outputs_of_part(part: ModelPart) -> list[object]:
+        return outputs(KernelLlama(part.config, random_weights(config, 3, device, torch.float32, part=part)))
+
+    expected = outputs(LlamaModel(config, random_weights(config, 3, CPU, torch.float32)))
+    assert Ranks(*split).run(config, outputs_of_part) == [expected, expected]

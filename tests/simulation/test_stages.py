@@ -1,5 +1,7 @@
 """Pipeline stages of the simulated device: batches pass through them one after the other."""
 
+from itertools import pairwise
+
 import pytest
 
 from ifbbench.clock import VirtualClock
@@ -45,7 +47,7 @@ def test_latency_is_that_of_all_stages_and_throughput_that_of_the_slowest(stages
     ends = finished(model, [batch] * 6, clock)
     assert ends[0] == host_ns + model.device_ns(work)
     assert host_ns < min(model.stages_ns(work))
-    for before, after in zip(ends, ends[1:], strict=False):
+    for before, after in pairwise(ends):
         assert after - before == max(model.stages_ns(work))
 
 
