@@ -212,11 +212,14 @@ def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
     if not count or not engine.makes_tokens:
         return
     progress.stage("warming up")
-    lengths = _warm_up_lengths(engine)
+    lengths, lora = _warm_up_lengths(engine), engine.limits.lora
+    # Of the second of each two requests, so that batches with and without adapters run.
+    adapter = None if lora is None else next(iter(lora.source.tasks()), None)
     requests = [
         Request(
             number, lengths[number % 2], WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(lengths[number % 2], np.int32),
             sampling=_sampling(config, config.seed), options=OutputOptions(return_log_probs=config.return_log_probs),
+            lora_task_id=adapter if number % 2 else None,
         )
         for number in range(count)
     ]  # fmt: skip

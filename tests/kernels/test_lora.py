@@ -1,17 +1,32 @@
 """The grouped products of LoRA adapters, against one product after the other."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ifbbench.clock import WallClock
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.in_flight import Response
+from ifbbench.engine.lora import LoraConfig
+from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.request import Request
+from ifbbench.execution.cache_windows import one_window_layout
+from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.kernels import lora
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.kernel_lora import KernelProducts
+from ifbbench.model.llama import LlamaModel
 from ifbbench.model.lora import AdapterProducts, AdapterRows, TorchProducts
+from ifbbench.model.lora_files import Adapter, RandomAdapter
 from ifbbench.model.lora_modules import MODULES_OF_PRODUCT, LayerProduct, PageLayout, Placement, lora_modules
+from ifbbench.model.lora_store import AdapterStore, pages_in_host_memory
+from ifbbench.model.weights import random_weights
+from tests.execution.driving import CPU
 from tests.kernels.comparing import DTYPES, assert_close
 
 # Sizes that are no multiples of the kernels' tiles.
@@ -122,3 +137,40 @@ def check(
     for first, end, _ in rows:
         has_adapter[first:end] = True
     assert torch.equal(output[~has_adapter], before[~has_adapter])
+
+
+def test_the_executor_gives_the_same_tokens_with_kernels_as_without(device: torch.device) -> None:
+    """Few pages, so that adapters are evicted and loaded again."""
+    config = replace(CONFIG, vocab_size=61, head_dim=16)
+    outputs = []
+    for model in (LlamaModel(config, random_weights(config, 3, CPU, torch.float32)),
+                  KernelLlama(config, random_weights(config, 3, device, torch.float32))):  # fmt: skip
+        adapters_of_tasks: dict[int, Adapter] = {task: RandomAdapter(task, task + 2, config, 5) for task in range(4)}
+        store = AdapterStore(config, adapters_of_tasks, 8, pages_in_host_memory(torch.float32, device.type == "cuda"))
+        lora_config = LoraConfig(store, 2, 100, store.layout.page_values * 4, 4)
+        limits = BatchingConfig("guaranteed_no_evict", max_batch_size=4, max_num_tokens=24, max_seq_len=40,
+                                max_input_len=39, tokens_per_block=8, num_blocks=30, chunk_unit=8,
+                                lora=lora_config)  # fmt: skip
+        executor = ModelExecutor(model, one_window_layout(config, 30, 8), limits.num_slots, 40, lora=lora_config)
+        waiting = [
+            Request(index, 5 + 3 * index, 5, prompt_tokens=np.arange(5 + 3 * index, dtype=np.int32) * 7 % 61,
+                    lora_task_id=[None, 0, 1, 2, 3, 0][index])
+            for index in range(6)
+        ]  # fmt: skip
+        found: dict[int, list[int]] = {}
+
+        def respond(response: Response, found: dict[int, list[int]] = found) -> None:
+            assert response.output_tokens is not None
+            found[response.request.request_id] = response.output_tokens.tolist()
+
+        def get_requests(count: int, waiting: list[Request] = waiting) -> list[Request]:
+            return [waiting.pop(0) for _ in range(min(count, len(waiting)))]
+
+        loop = TokenGenerationLoop(limits, executor, WallClock(), get_requests, respond)
+        while loop.step():
+            pass
+        assert loop.adapters is not None
+        assert loop.adapters.counters.evictions > 0
+        outputs.append(found)
+    assert outputs[0] == outputs[1]
+    assert len({tuple(tokens) for tokens in outputs[0].values()}) == 6
