@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from ifbbench.api.request import InferenceRequest
     from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
+    from ifbbench.execution.communicator import Communicator
     from ifbbench.report.export import load_run
 
 __version__ = "0.1.0"
 __all__ = [
-    "BatchManager", "BatchManagerFailed", "InferenceRequest", "Retention", "RetentionRange", "SamplingParams",
-    "__version__", "load_run",
+    "BatchManager", "BatchManagerFailed", "Communicator", "InferenceRequest", "Retention", "RetentionRange",
+    "SamplingParams", "__version__", "load_run",
 ]  # fmt: skip
 
 # Imported at first use, so that `import ifbbench` and `ifbbench --help` are quick.
 _MODULES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
+    "Communicator": "ifbbench.execution.communicator",
     "InferenceRequest": "ifbbench.api.request",
     "Retention": "ifbbench.engine.kv_cache.eviction",
     "RetentionRange": "ifbbench.engine.kv_cache.eviction",

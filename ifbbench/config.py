@@ -75,8 +75,8 @@ def _objectives(value: Any) -> Any:
     return value
 
 
-_replay, _scheduling, _cache, _execution, _recording = (
-    partial(declare, group) for group in ("replay", "scheduling", "kv cache", "execution", "recording")
+_replay, _scheduling, _cache, _lora, _execution, _recording = (
+    partial(declare, group) for group in ("replay", "scheduling", "kv cache", "lora", "execution", "recording")
 )
 
 
@@ -247,6 +247,28 @@ class RunConfig:
         "paged", "Blocks, or contiguous memory for the maximum sequence length of each request.",
         choices=("paged", "contiguous"))
 
+    # LoRA adapters.
+    lora_dir: str | None = _lora(
+        None, "Adapters: one in each subdirectory, or one, as PEFT saves them (adapter_config.json and "
+        "adapter_model.safetensors) or as arrays of TensorRT-LLM. A number as name is the LoRA task id; else they are "
+        "numbered from 0 by name.", elsewhere="lora_path lora_paths lora_modules lora_adapter")
+    num_loras: int | None = _lora(
+        None, "Requests of a trace without LoRA tasks draw one of N adapters: of random ones, or of the first ones in "
+        "--lora_dir.", minimum=1, unit="adapters")
+    lora_rank: int | None = _lora(None, "Rank of random adapters. Default: 8.", minimum=1)
+    max_lora_rank: int = _lora(
+        64, "Maximum rank of an adapter.", minimum=1, aliases=("max_adapter_size",))
+    lora_device_mem_fraction: float | None = _lora(
+        None, "Share of the memory beside the weights for a cache of adapters on the device, also for adapters that "
+        "requests bring. Default: 0.02, with adapters.", above=0.0, maximum=0.99, aliases=("device_cache_percent",),
+        elsewhere="lora_cache_gpu_memory_fraction")
+    lora_num_device_mod_layers: int | None = _lora(
+        None, "Size of this cache instead: rows of rank 1 of the largest module in one layer.", minimum=1,
+        aliases=("num_device_module_layer",), elsewhere="max_loras max_loras_per_batch")
+    lora_host_cache_bytes: int | None = _lora(
+        None, "Cache of adapters in host memory. Default, with adapters: for all of them, at least 1 GiB.", minimum=0,
+        unit="bytes", elsewhere="lora_cache_host_memory_bytes max_cpu_loras")
+
     # Execution.
     device: str = _execution(
         "auto", "Where the model runs. sim:PROFILE (or PROFILE) is a simulated device on a virtual clock; null is an "
@@ -266,11 +288,17 @@ class RunConfig:
         None, "Threads that compute on a CPU. Default: one per core, at most what a container grants.", minimum=1,
         elsewhere="threads num_threads n_threads")
     tp_size: int = _execution(
-        1, "GPUs that share each layer (tensor parallelism); simulated devices only.", minimum=1, unit="GPUs",
-        elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
+        1, "GPUs that share each layer (tensor parallelism). On cpu and cuda a process is started for each.",
+        minimum=1, unit="GPUs", elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
     pp_size: int = _execution(
-        1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism); simulated devices only.",
-        minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+        1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism). On cpu and cuda a process "
+        "is started for each.", minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+    check_ranks: int = _execution(
+        1, "With several processes: compare the digests of their schedules every N iterations, and at the end.",
+        minimum=1, unit="iterations")
+    rank_timeout: float = _execution(
+        300.0, "With several processes: end the run when one does not answer for so long; longer than any iteration.",
+        above=0.0, unit="s", elsewhere="dist_timeout distributed_timeout")
     engine_overhead: str | None = _execution(
         None, "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
         "Default: the batch manager alone, without a server. Simulated devices only.", elsewhere="engine")
@@ -351,6 +379,12 @@ class RunConfig:
         """Whether requests arrive at times of their own, with --concurrency too, and not when a response makes room."""
         rates = (self.request_rate, self.rate_schedule, self.arrival)
         return self.concurrency is None or any(given is not None for given in rates)
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether requests may have LoRA adapters. Others run the base model, whatever their LoRA task."""
+        given = (self.lora_dir, self.num_loras, self.lora_device_mem_fraction, self.lora_num_device_mod_layers)
+        return any(one is not None for one in given)
 
     @property
     def makes_no_tokens(self) -> bool:

@@ -19,7 +19,7 @@ from ifbbench.errors import InputError
 from ifbbench.report.limits import waits_for
 from ifbbench.settings import from_mapping
 
-LIMITS = ("batch_size", "num_tokens", "kv_blocks")
+LIMITS = ("batch_size", "num_tokens", "kv_blocks", "lora_pages")
 STATIC_BATCH = "static_batch"
 # Waiting below this share of all requests' time is not worth a change of settings.
 NOTABLE_SHARE = 0.02
@@ -28,6 +28,7 @@ HOW_TO_RAISE = {
     "num_tokens": "raise --max_num_tokens",
     "kv_blocks": "give the KV cache more blocks (--max_tokens_in_paged_kvcache or --kv_cache_free_gpu_mem_fraction, a "
     "smaller --kv_cache_dtype, or more GPUs)",
+    "lora_pages": "give the adapters more of the device (--lora_device_mem_fraction)",
     STATIC_BATCH: "let requests join a running batch (--type inflight_fused with --policy guaranteed_no_evict)",
 }  # fmt: skip
 

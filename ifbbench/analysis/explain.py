@@ -13,6 +13,7 @@ from ifbbench.report.limits import waits_for
 BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {
     "batch_size": "max_batch_size", "num_tokens": "max_num_tokens", "kv_blocks": "max_tokens_in_paged_kvcache",
+    "lora_pages": "lora_device_mem_fraction",
 }  # fmt: skip
 
 

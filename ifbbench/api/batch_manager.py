@@ -3,10 +3,11 @@
 import atexit
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.api.client import (
     MAX_FAILURES,
@@ -31,6 +32,10 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
 from ifbbench.model.config import ModelConfig
 from ifbbench.settings import from_mapping, own_names, snake_case
+
+if TYPE_CHECKING:
+    from ifbbench.api.ranks import RankLoop
+    from ifbbench.execution.communicator import Communicator
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
@@ -63,6 +68,8 @@ class BatchManager:
     optional_params: settings of `ifbbench run` by name (enable_trt_overlap or enableTrtOverlap, max_batch_size, …), and
         `kv_cache_config` (`kvCacheConfig`), a mapping of max_tokens, free_gpu_memory_fraction and so on.
     start: False makes no thread; the caller calls `step()`.
+    communicator: of the ranks that share the model. Every rank makes a manager with the same arguments. Callbacks are
+        called on rank 0 only; the managers of other ranks end when its own does, and their `close()` waits for that.
 
     The process is not changed, except for PyTorch's number of threads if `cpu_threads` is given. A program that wants
     the CPU settings of the command line calls `use_threads(None)` and `keep_freed_memory()` of
@@ -78,19 +85,28 @@ class BatchManager:
         get_inference_requests: GetInferenceRequests, send_response: SendResponse,
         poll_stop_signals: PollStopSignals | None = None, return_batch_manager_stats: ReturnStats | None = None,
         optional_params: Mapping[str, Any] | None = None, *, start: bool = True,
+        communicator: "Communicator | None" = None,
     ) -> None:
         settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params or {})
-        limits, executor = _engine(executor_or_model, settings)
+        if communicator is not None:
+            settings = _of_ranks(settings, communicator)
+        limits, executor = _engine(executor_or_model, settings, communicator)
         self._owned_executor = None if executor is executor_or_model else executor
         statistics = IterationStatistics(limits.batching_type, limits.max_active)
         self._callbacks = Callbacks(
             get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
             may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size,
         )  # fmt: skip
-        self._loop = TokenGenerationLoop(
+        make_loop: Callable[..., TokenGenerationLoop] = TokenGenerationLoop
+        if communicator is not None:
+            from ifbbench.api.ranks import RankLoop  # it imports torch
+
+            make_loop = partial(RankLoop, communicator, settings.check_ranks)
+        self._loop = make_loop(
             limits, executor, WallClock(), self._callbacks.get_requests, self._callbacks.send, self._callbacks,
             poll_stop_signals=self._callbacks.poll,
         )  # fmt: skip
+        self._communicator = communicator
         self._closing, self._aborting, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._failures = 0
         self._truncations: SimpleQueue[tuple[Request, int]] = SimpleQueue()
@@ -115,6 +131,11 @@ class BatchManager:
         return self._loop.kv_cache
 
     @property
+    def _ranks(self) -> "RankLoop":
+        """The loop, with a communicator."""
+        return cast("RankLoop", self._loop)
+
+    @property
     def is_running(self) -> bool:
         """Whether the worker thread is alive."""
         return self._thread is not None and self._thread.is_alive()
@@ -125,6 +146,8 @@ class BatchManager:
             raise RuntimeError("step() is called by the worker thread; make the manager with start=False to call it")
         if self._ended:
             raise RuntimeError("the batch manager has ended")
+        if self._communicator is not None and self._communicator.rank:
+            raise RuntimeError("step() is for rank 0; the manager of another rank does the same in close()")
         try:
             worked = self._step()
         except Exception as error:
@@ -192,15 +215,20 @@ class BatchManager:
     def _work(self) -> None:
         """Run iterations until the manager is closed and no request is left."""
         try:
+            if self._communicator is not None and self._communicator.rank:
+                return self._ranks.follow()
             while not self._aborting.is_set():
                 # Read before the step, so that it sees requests made before the call of close().
                 closing = self._closing.is_set()
                 if self._step() or self._callbacks.expects_requests:
                     continue
                 if closing:
-                    return
+                    break
                 self._wake.wait(IDLE_POLL_S)
-            self._loop.abort("the batch manager was aborted")
+            else:
+                self._loop.abort("the batch manager was aborted")
+            if self._communicator is not None:
+                self._ranks.end_others()
         except BaseException as error:  # also SystemExit, which would end the thread silently
             self._fail(error)
         finally:
@@ -210,6 +238,8 @@ class BatchManager:
         _log.error("the batch manager ends: %s", error, exc_info=error)
         self._error = error
         self._ended = True
+        if self._communicator is not None:
+            self._ranks.fail(error)
         self._loop.abort(f"the batch manager ended: {error}")
 
     def _step(self) -> bool:
@@ -218,9 +248,7 @@ class BatchManager:
         self._in_step = True
         try:
             while not self._truncations.empty():
-                request, keep = self._truncations.get()
-                if (known := request.reuse.known()) is not None:
-                    self._loop.kv_cache.truncate(known, request.prompt_len, keep)
+                self._loop.truncate_blocks(*self._truncations.get())
             iterations = self._callbacks.num_iterations
             try:
                 worked = self._loop.step()
@@ -228,7 +256,7 @@ class BatchManager:
                     self._failures = 0
             except ExecutorFailed as error:
                 self._failures += 1
-                if self._failures >= MAX_FAILURES:
+                if self._failures >= MAX_FAILURES or self._communicator is not None:  # other ranks have gone on
                     raise
                 _log.exception("%s; its requests had an error response", error)
                 worked = True
@@ -239,6 +267,15 @@ class BatchManager:
             return worked
         finally:
             self._in_step = False
+
+
+def _of_ranks(settings: RunConfig, communicator: "Communicator") -> RunConfig:
+    """`settings` with the sizes of `communicator`. InputError if they name others."""
+    sizes = {"tp_size": communicator.tp_size, "pp_size": communicator.pp_size}
+    for name, size in sizes.items():
+        if getattr(settings, name) not in (1, size):
+            raise InputError(f"{name}: {getattr(settings, name)} is not the communicator's {size}; leave it out.")
+    return settings.with_values(**sizes)
 
 
 def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Mapping[str, Any]) -> RunConfig:
@@ -256,11 +293,13 @@ def _settings(model_type: str, max_beam_width: int, policy: str, optional_params
     return from_mapping({**own_names(flat), **own_names(nested), **named})
 
 
-def _engine(executor_or_model: Executor | str | Path, settings: RunConfig) -> tuple[BatchingConfig, Executor]:
+def _engine(
+    executor_or_model: Executor | str | Path, settings: RunConfig, communicator: "Communicator | None"
+) -> tuple[BatchingConfig, Executor]:
     if isinstance(executor_or_model, str | Path):
         # No recorder would take the times of a profile.
         settings = settings.with_values(model=str(executor_or_model), profile=False)
-        engine = build_engine(settings, settings.max_beam_width or 1)
+        engine = build_engine(settings, settings.max_beam_width or 1, communicator=communicator)
         return engine.limits, engine.executor
     for name in ("max_seq_len", "max_tokens_in_paged_kvcache"):
         if getattr(settings, name) is None:

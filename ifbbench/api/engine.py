@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ifbbench.api.adapters import lora_config
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
@@ -14,18 +15,24 @@ from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
+from ifbbench.execution.ranks import num_ranks
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.shard import Shard, kv_memory_bytes
+from ifbbench.simulation.lora_cost import LoraCost
+from ifbbench.simulation.shard import Shard, kv_memory_bytes, plan_memory
 from ifbbench.simulation.step_work import StepWork, least_work
+
+if TYPE_CHECKING:
+    from ifbbench.execution.communicator import Communicator
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -58,6 +65,7 @@ class Engine:
     makes_tokens: bool
     profile: Profile | None = None
     overhead: EngineOverhead | None = None
+    communicator: "Communicator | None" = None
 
     def describe_model(self) -> dict[str, Any]:
         """The model's entry in `run.json`."""
@@ -71,12 +79,14 @@ class Engine:
         }
 
 
-def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool = False) -> Engine:
+def build_engine(
+    config: RunConfig, beam_width: int = 1, *, owns_process: bool = False, communicator: "Communicator | None" = None
+) -> Engine:
     """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
 
     beam_width: the largest of any request, where the settings do not say. owns_process: whether a CPU engine may set
     malloc options and the number of threads for the whole process; without it only the number that `config` asks for
-    is set."""
+    is set. communicator: of the ranks that share the model, with several; all call this together."""
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
@@ -88,30 +98,65 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
 
     from ifbbench.execution import build, host
     from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
+    from ifbbench.model.lora_store import pages_in_host_memory
 
-    device = build.choose_device(config)
+    if communicator is None and num_ranks(config) > 1:
+        raise InputError(f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
+                         f"need {num_ranks(config)}; leave them out, or give a batch manager a communicator.")
+    device = build.choose_device(config) if communicator is None else communicator.device
+    num_sharing = 1 if communicator is None else communicator.local_size
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
         threads = resolved.cpu_threads
         threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
-    build.check_weights_fit(resolved, Shard.of_config(model, resolved).parameter_bytes, device)
-    loaded = build.load_model(resolved)
+    on_device = num_sharing if device.type == "cpu" else 1
+    build.check_weights_fit(resolved, on_device * Shard.of_config(model, resolved).parameter_bytes, device)
+    loaded = build.load_model(resolved, communicator)
+    if communicator is not None:
+        communicator.smallest([])  # all have loaded: from here on they answer quickly
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device))
-    limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size)
+    lora, lora_bytes = None, 0
+    if resolved.uses_lora:
+        make_pages = pages_in_host_memory(loaded.dtype, pinned=device.type == "cuda")
+        memory = build.adapter_memory(device) // num_sharing
+        if communicator is not None:
+            (memory,) = communicator.smallest([memory])
+        lora = lora_config(resolved, model, memory, loaded.dtype.itemsize, make_pages, loaded.part)
+        lora_bytes = lora.device_pages * lora.page_bytes
+    memory_bytes = build.kv_memory(resolved, loaded, device, lora_bytes, num_sharing)
+    layout = cache_layout(resolved, model, memory_bytes, loaded.part)
+    if communicator is not None:
+        layout = _smallest(layout, communicator)
+    limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora)
     steps, profile = None, None
     if config.profile:
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
         steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
     executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
-                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps,
+                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps, lora=lora,
                                    normalize_log_probs=resolved.normalize_log_probs)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
-    return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
-                  makes_tokens=True, profile=profile)  # fmt: skip
+    clock: Clock = WallClock()
+    if communicator is not None:
+        from ifbbench.api.ranks import LeadingClock
+
+        clock = LeadingClock(communicator) if communicator.rank == 0 else clock
+    return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, device.type,
+                  makes_tokens=True, profile=profile, communicator=communicator)  # fmt: skip
+
+
+def _smallest(layout: CacheLayout, communicator: "Communicator") -> CacheLayout:
+    """`layout` with the numbers of blocks for which all ranks have memory."""
+    windows = layout.windows
+    blocks = communicator.smallest([window.num_blocks for window in windows])
+    host_blocks = communicator.smallest([window.num_host_blocks for window in windows])
+    return replace(layout, windows=tuple(
+        replace(window, num_blocks=primary, num_host_blocks=secondary)
+        for window, primary, secondary in zip(windows, blocks, host_blocks, strict=True)
+    ))
 
 
 def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int) -> Engine:
@@ -123,8 +168,12 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
     overhead = None if resolved.engine_overhead is None else load_overhead(resolved.engine_overhead)
     memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
-    layout = cache_layout(resolved, model, memory_bytes)
-    limits = batching_config(resolved, layout, vocab_size=None)
+    layout, lora = cache_layout(resolved, model, memory_bytes), None
+    if resolved.uses_lora:
+        shard = Shard.of_config(model, resolved)
+        free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
+        lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
+    limits = batching_config(resolved, layout, vocab_size=None, lora=lora)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
@@ -133,13 +182,16 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
         cost_model = CostModel(shard, hardware)
-        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
+        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model),
+                                     LoraCost(cost_model, lora) if lora else None)  # fmt: skip
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 
 
 def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
-    """`config` with the resolved size of the cache; windows of different sizes have no common size."""
+    """`config` with the resolved sizes of the caches; windows of different sizes have no common size."""
+    if limits.lora is not None:
+        config = config.with_values(lora_host_cache_bytes=limits.lora.host_pages * limits.lora.page_bytes)
     if limits.is_contiguous or len(limits.windows) > 1:
         return config
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)
@@ -161,12 +213,15 @@ def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
     if not count or not engine.makes_tokens:
         return
     progress.stage("warming up")
-    lengths = _warm_up_lengths(engine)
+    lengths, lora = _warm_up_lengths(engine), engine.limits.lora
+    # Of the second of each two requests, so that batches with and without adapters run.
+    adapter = None if lora is None else next(iter(lora.source.tasks()), None)
     requests = [
         Request(
             number, lengths[number % 2], WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(lengths[number % 2], np.int32),
             sampling=sampling_params(config, config.seed),
             options=OutputOptions(return_log_probs=config.return_log_probs),
+            lora_task_id=adapter if number % 2 else None,
         )
         for number in range(count)
     ]  # fmt: skip

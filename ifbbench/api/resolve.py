@@ -2,15 +2,21 @@
 
 import logging
 import re
+from typing import TYPE_CHECKING
 
+from ifbbench.api.adapters import resolve_lora
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.config import UNLIMITED, V1_POLICY, BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ifbbench.model.part import ModelPart
 
 CPU_MAX_BATCH_SIZE = 16
 GPU_MAX_BATCH_SIZE = 2048
@@ -28,6 +34,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     config = _as_batching_type_needs(config)
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
+    if config.uses_lora or config.lora_rank is not None:
+        config = resolve_lora(config)
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(
@@ -90,9 +98,12 @@ def _check_settings(config: RunConfig) -> None:
                          "--tokens_per_block).")
     if config.hardware is None:
         for name in ("tp_size", "pp_size"):
-            if getattr(config, name) > 1:
-                raise InputError(f"--{name}: {getattr(config, name)} GPUs run on simulated devices only; leave it "
-                                 "out, or choose --device sim:PROFILE.")
+            if getattr(config, name) > 1 and config.makes_no_tokens:
+                raise InputError(f"--{name}: nothing is computed on --device {config.device}; leave it out, or choose "
+                                 "cpu, cuda or sim:PROFILE.")
+        if config.pp_size > 1 and config.profile:
+            raise InputError("--profile: times whole passes, and a pipeline stage runs a part of each; leave out "
+                             "--pp_size or --profile.")
         if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
             where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
             raise InputError(f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
@@ -142,7 +153,8 @@ def _check_beams(config: RunConfig) -> None:
 
 
 def batching_config(
-    config: RunConfig, layout: CacheLayout, vocab_size: int | None, hidden_size: int | None = None
+    config: RunConfig, layout: CacheLayout, vocab_size: int | None, hidden_size: int | None = None,
+    lora: LoraConfig | None = None,
 ) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
@@ -178,6 +190,7 @@ def batching_config(
         tunes_batch_size=config.enable_batch_size_tuning,
         tunes_num_tokens=config.enable_max_num_tokens_tuning,
         tuning_window=config.dynamic_batch_moving_average_window,
+        lora=lora,
     )
 
 
@@ -190,17 +203,23 @@ def _resolved(limit: int | None) -> int:
 # The KV cache.
 
 
-def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None) -> CacheLayout:
+def cache_layout(
+    config: RunConfig, model: ModelConfig, memory_bytes: int | None, part: "ModelPart | None" = None
+) -> CacheLayout:
     """The KV cache of a `config` with resolved limits.
 
-    memory_bytes: for keys and values on the device; None for devices without memory. Where the user gives no size, the
-    cache is at most as large as a full batch of the longest sequences; otherwise it has that size, reduced to what
-    memory holds. InputError if not a single block fits."""
+    part: of the model that has its keys and values in this memory; None if all. memory_bytes: for keys and values on
+    the device; None for devices without memory. Where the user gives no size, the cache is at most as large as a full
+    batch of the longest sequences; otherwise it has that size, reduced to what memory holds. InputError if not a single
+    block fits."""
     longest = _resolved(config.max_seq_len)
     layers = _layers_of_window(config, model, longest)
     size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache
-    per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
-    bytes_per_token = {window: float(len(members) * per_layer) for window, members in layers.items()}
+    own, stored = (model, range(model.num_layers)) if part is None else (part.config, part.layers)
+    per_layer = own.kv_bytes_per_token(kv_value_bytes(config)) // own.num_layers
+    bytes_per_token = {
+        window: float(sum(layer in stored for layer in members) * per_layer) for window, members in layers.items()
+    }
     host = blocks_of_memory(0, bytes_per_token, size, host_bytes=config.kv_host_cache_bytes)
     available = None if memory_bytes is None else blocks_of_memory(memory_bytes, bytes_per_token, size)
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)

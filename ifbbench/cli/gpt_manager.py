@@ -18,7 +18,6 @@ LOG_LEVELS = {
     "verbose": logging.DEBUG, "trace": logging.DEBUG, "debug": logging.DEBUG, "info": logging.INFO,
     "warning": logging.WARNING, "error": logging.ERROR, "internal_error": logging.CRITICAL,
 }  # fmt: skip
-LORA = "adapters are not computed; every request runs the base model."
 KERNELS = "the kernels are those of ifbbench."
 SPECULATIVE = "speculative decoding is not available, and figures without it would be those of another configuration."
 ENCODER = "encoder-decoder models are not available."
@@ -58,9 +57,6 @@ OPTIONS = (
     ForeignOption("api", "executor and gptManager are two interfaces of one batch manager; here there is one."),
     ForeignOption("first_batch_delay", "requests are offered when they arrive; --static_emulated_batch_size collects "
                   "them into batches."),
-    ForeignOption("lora_dir", LORA),
-    ForeignOption("lora_host_cache_bytes", LORA),
-    ForeignOption("lora_num_device_mod_layers", LORA),
     ForeignOption("kv_onboard_blocks", "blocks in host memory are copied to the device before they are reused, which "
                   "is what true asks for.", is_flag=True),
     ForeignOption("kv_dont_onboard_blocks", "blocks in host memory are always copied to the device before they are "

@@ -49,6 +49,7 @@ class RequestTable:
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
+    lora_tasks: LoRA task id, -1 for none.
     """
 
     def __init__(self, rows: int) -> None:
@@ -68,6 +69,7 @@ class RequestTable:
         self.any_end_tokens = False
         self.is_special = np.zeros(rows, np.bool_)
         self.num_special = 0
+        self.lora_tasks = np.full(rows, -1, np.int64)
         self.makes_tokens = False
         self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
         self.any_in_flight = False
@@ -155,8 +157,7 @@ class ActiveRequests:
         """`generation_rows` in the order of a batch: by LoRA id, none first, in list order within each."""
         if not self.num_with_lora:
             return self.generation_rows
-        lora_ids = [-1 if request.lora_task_id is None else request.lora_task_id for request in self.generation]
-        return self.generation_rows[np.argsort(lora_ids, kind="stable")]
+        return self.generation_rows[np.argsort(self.table.lora_tasks[self.generation_rows], kind="stable")]
 
     def ready(self, rows: Rows) -> Rows:
         """Those of `rows` that are not in flight in another micro batch."""

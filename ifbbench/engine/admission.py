@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
+from ifbbench.engine.lora import AdapterCache
 from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
 
@@ -28,12 +29,16 @@ class Refusal(NamedTuple):
 class AdmissionLimits:
     """The refusal rules: which requests can never run. This is the only place where they are written."""
 
-    def __init__(self, config: BatchingConfig, policy: CapacityPolicy | None = None) -> None:
-        """policy: the one that schedules; None for a new one of the kind that `config` names."""
+    def __init__(
+        self, config: BatchingConfig, policy: CapacityPolicy | None = None, adapters: AdapterCache | None = None
+    ) -> None:
+        """policy: the one that schedules; None for a new one of the kind that `config` names. adapters: of requests
+        with LoRA tasks."""
         if policy is None:
             policy = find_policy(config.effective_policy)(config.max_active)
         self._config = config
         self._pools = config.pools
+        self.adapters = adapters
         # Without chunked context a pause drops generated tokens that do not fit into a resumed prompt.
         self._pause_truncates = config.chunk_unit is None and getattr(policy, "may_pause", True)
 
@@ -43,6 +48,8 @@ class AdmissionLimits:
         if refusal := self.refusal_by_size(request.prompt_len, request.max_new_tokens, request.beam_width, streaming):
             return refusal.text
         if error := self._invalid_field(request):
+            return error
+        if request.lora_task_id is not None and (error := self._adapter_refusal(request)):
             return error
         request.clamp_new_tokens(self._config.max_seq_len - request.prompt_len)
         return None
@@ -84,6 +91,13 @@ class AdmissionLimits:
                 f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
                 f"context a resumed prompt has at most {limits.max_input_len} tokens (max_input_len)",
             )
+        return None
+
+    def _adapter_refusal(self, request: Request) -> str | None:
+        if self.adapters is not None:
+            return self.adapters.refusal(request)
+        if request.options.lora_weights is not None:
+            return "lora_weights: there is no cache for adapters; expected --lora_device_mem_fraction to make one"
         return None
 
     def _invalid_field(self, request: Request) -> str | None:
@@ -160,6 +174,8 @@ class Admission:
         """`request` has left: its id may be used again, and its batch slot."""
         self._idle_until_s = -math.inf
         self._in_use.pop(request.request_id, None)
+        if self._limits.adapters is not None:
+            self._limits.adapters.release(request)
 
     def _activate(self, active: ActiveRequests, admitted: list[Request]) -> None:
         while self.waiting and self._may_enter(self.waiting[0], active):
@@ -206,6 +222,8 @@ class Admission:
                 self._refuse(request, error)
             else:
                 self._in_use[request.request_id] = request
+                if self._limits.adapters is not None:
+                    self._limits.adapters.hold(request)
                 insort(self.waiting, request, key=lambda item: -item.priority)
         return num_refused
 

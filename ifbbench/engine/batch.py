@@ -11,6 +11,7 @@ from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.request import Request
 
 
@@ -61,6 +62,7 @@ class Batch(NamedTuple):
     copies: block copies to make before the batch runs, in this order.
     window_tables: block tables of the attention windows after the first, if layers differ in attention window.
     micro_batch: the number of the micro batch, with overlap or pipeline stages; else 0.
+    adapters: LoRA adapters, None if no active request has one.
     """
 
     iteration: int
@@ -75,6 +77,7 @@ class Batch(NamedTuple):
     copies: tuple[BlockCopy, ...] = ()
     window_tables: tuple[IntArray, ...] = ()
     micro_batch: int = 0
+    adapters: AdapterUse | None = None
 
     @property
     def num_context_tokens(self) -> int:
@@ -143,9 +146,12 @@ class Executor(Protocol):
 class PredictableExecutor(Protocol):
     """An executor on a virtual clock that can compute in advance how long iterations take, and returns no tokens."""
 
-    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
+    def generation_times(
+        self, positions: Int64Array, steps: int, adapters: AdapterUse | None = None
+    ) -> tuple[int, Int64Array]:
         """Of the next `steps` iterations of these generation requests alone: the host's time in each, and the device's,
-        [steps]; both in nanoseconds. positions: [requests], position of each one's next token."""
+        [steps]; both in nanoseconds. positions: [requests], position of each one's next token. adapters: as in
+        `Batch`, all on the device."""
         ...
 
 
@@ -162,9 +168,11 @@ class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 
     def __init__(
-        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, max_in_flight: int = 1
+        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, max_in_flight: int = 1,
+        adapters: AdapterCache | None = None,
     ) -> None:
         self._max_in_flight = max_in_flight
+        self._adapters = adapters
         self._separate_passes = batching_type is BatchingType.INFLIGHT
         self._padded = batching_type is BatchingType.V1
         self._active = active
@@ -177,7 +185,7 @@ class BatchBuilder:
         for each phase (INFLIGHT).
 
         idle: rows of complete requests that stay in a static batch; they overwrite their last position. There is no
-        pass for them alone. Raises OutOfBlocks if the requests do not fit."""
+        pass for them alone. Raises OutOfBlocks, or OutOfAdapterPages, if the requests do not fit."""
         for request in context:
             if request.is_first_chunk:
                 reused = self._kv_cache.add_request(request, now_s)
@@ -192,17 +200,26 @@ class BatchBuilder:
             rows = np.concatenate([rows, idle])
         if bubble := self._kv_cache.attention_window.bubble:
             positions -= bubble
-        copies = self._kv_cache.take_copies()
+        copies, adapters = self._kv_cache.take_copies(), None
+        if self._adapters is not None and self._active.num_with_lora:
+            adapters = self._use_adapters(self._adapters, chunks, rows)
         if chunks and len(rows) and self._separate_passes:
+            of_context = adapters and adapters._replace(tasks=NO_ROWS)
             return (
-                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies),
-                self._pass(iteration, (), rows, positions),
+                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies, of_context),
+                self._pass(iteration, (), rows, positions, adapters=adapters and adapters._replace(loads=())),
             )
-        return (self._pass(iteration, chunks, rows, positions, copies),)
+        return (self._pass(iteration, chunks, rows, positions, copies, adapters),)
+
+    def _use_adapters(self, cache: AdapterCache, chunks: tuple[ContextChunk, ...], rows: Rows) -> AdapterUse:
+        """The adapters of these chunks and of the generation requests in `rows`, which are now on the device."""
+        tasks = self._active.table.lora_tasks[rows]
+        of_chunks = [chunk.request.lora_task_id for chunk in chunks if chunk.request.lora_task_id is not None]
+        return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_chunks)))
 
     def _pass(
         self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows,
-        copies: tuple[BlockCopy, ...] = (),
+        copies: tuple[BlockCopy, ...] = (), adapters: AdapterUse | None = None,
     ) -> Batch:  # fmt: skip
         cache = self._kv_cache
         slots, positions32, tables = rows.astype(np.int32), positions.astype(np.int32), cache.block_tables
@@ -217,7 +234,7 @@ class BatchBuilder:
             )
         return Batch(
             iteration, chunks, slots, positions32, tables, width, beams, num_candidates, self._padded, copies,
-            cache.window_tables, iteration % self._max_in_flight,
+            cache.window_tables, iteration % self._max_in_flight, adapters,
         )  # fmt: skip
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:

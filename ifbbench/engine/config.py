@@ -10,6 +10,7 @@ from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
+from ifbbench.engine.lora import LoraConfig
 
 UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
@@ -53,7 +54,7 @@ class BatchingConfig:
     many micro batches in flight.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
-    tuning_window: see DynamicLimits.
+    tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
     """
 
     policy: str
@@ -79,6 +80,7 @@ class BatchingConfig:
     tunes_batch_size: bool = False
     tunes_num_tokens: bool = False
     tuning_window: int = 128
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         if self.overlap is not None and self.max_beam_width > 1:

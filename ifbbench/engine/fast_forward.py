@@ -10,6 +10,7 @@ from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.manager import StepsAhead
+from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
 from ifbbench.engine.scheduler import Plan, Scheduler
 
@@ -26,8 +27,9 @@ class FastForward:
 
     def __init__(
         self, config: BatchingConfig, executor: PredictableExecutor, clock: VirtualClock, active: ActiveRequests,
-        kv_cache: KvCache, scheduler: Scheduler, next_change: NextChange,
+        kv_cache: KvCache, scheduler: Scheduler, next_change: NextChange, adapters: AdapterCache | None = None,
     ) -> None:  # fmt: skip
+        self._adapters = adapters
         self._config = config
         self._executor = executor
         self._clock = clock
@@ -65,6 +67,12 @@ class FastForward:
         ahead = self._kv_cache.steps_ahead(rows)
         if ahead is None:
             return None
+        adapters, tasks = None, list[int]()
+        if self._adapters is not None and self._active.num_with_lora:
+            adapters = AdapterUse(table.lora_tasks[rows])
+            tasks = distinct_tasks(adapters.tasks)
+            if not self._adapters.has(tasks):  # an adapter is loaded by a batch
+                return None
         # Tokens computed again after a pause are counted one by one.
         if table.any_paused and (ahead.positions < table.cached_before_pause[rows]).any():
             return None
@@ -78,8 +86,10 @@ class FastForward:
         steps = int(blocks.cumsum().searchsorted(max_blocks, side="right"))
         if not steps:
             return None
-        start_ns, submit_ns, end_ns = self._times(ahead, steps)
+        start_ns, submit_ns, end_ns = self._times(ahead, steps, adapters)
         steps = len(start_ns)
+        if self._adapters is not None and adapters is not None:
+            self._adapters.use(tasks, steps)
         table.generated[rows] += steps
         confirmed += steps
         table.confirmed[rows] = confirmed
@@ -94,10 +104,12 @@ class FastForward:
         first.cache = CacheState.of(self._kv_cache).moved(-int(more_blocks[-1]), (1 - steps) * first.num_generation)
         return Stretch(first, finished, start_s, submit_s, end_s, more_blocks, self._clock.epoch_s)
 
-    def _times(self, ahead: StepsAhead, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def _times(
+        self, ahead: StepsAhead, steps: int, adapters: AdapterUse | None
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Start, submission and end of each iteration, up to the one that starts after requests have arrived."""
         now_ns = self._clock.now_ns
-        host_ns, device_ns = self._executor.generation_times(ahead.positions, steps)
+        host_ns, device_ns = self._executor.generation_times(ahead.positions, steps, adapters)
         end_ns = (device_ns + host_ns).cumsum() + now_ns
         start_ns = np.empty_like(end_ns)
         start_ns[0], start_ns[1:] = now_ns, end_ns[:-1]

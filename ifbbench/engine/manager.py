@@ -11,7 +11,8 @@ from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.fast_forward import FastForward
 from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
-from ifbbench.engine.policies import find_policy
+from ifbbench.engine.lora import AdapterCache, OutOfAdapterPages
+from ifbbench.engine.policies import GuaranteedNoEvict, MaxRequests, MaxUtilization, find_policy
 from ifbbench.engine.records import CacheState, IterationRecord, Observer, Unobserved
 from ifbbench.engine.request import Request
 from ifbbench.engine.scheduler import Plan, Scheduler
@@ -56,19 +57,24 @@ class TokenGenerationLoop:
         self._observer = observer or Unobserved()
         self._poll_stop_signals = poll_stop_signals
         policy = find_policy(config.effective_policy)(config.max_active)
+        self.adapters = AdapterCache(config.lora) if config.lora else None
+        if self.adapters is not None and isinstance(policy, GuaranteedNoEvict | MaxUtilization | MaxRequests):
+            policy.lora = self.adapters.limits
         self._admission = Admission(
-            AdmissionLimits(config, policy), config.max_active, get_requests, self._refuse, next_change,
-            next_priority, config.max_queue_size,
+            AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests, self._refuse,
+            next_change, next_priority, config.max_queue_size,
         )  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
-        self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache, config.max_in_flight)
+        self._builder = BatchBuilder(
+            config.batching_type, self.active, self.kv_cache, config.max_in_flight, self.adapters
+        )  # fmt: skip
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
         is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.has_dynamic_limits)
         is_steady = is_steady and config.max_in_flight == 1
         if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
             self._fast_forward = FastForward(
-                config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change
+                config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
             )
         self._max_in_flight, self._num_micro_batches = config.max_in_flight, config.num_micro_batches
         self._in_flight: deque[InFlightIteration] = deque()
@@ -151,6 +157,11 @@ class TokenGenerationLoop:
             self._remove(request)
         self._send_response(response)
 
+    def truncate_blocks(self, conversation: Request, num_tokens: int) -> None:
+        """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
+        if (known := conversation.reuse.known()) is not None:
+            self.kv_cache.truncate(known, conversation.prompt_len, num_tokens)
+
     def abort(self, error: str) -> None:
         """End everything: iterations in flight are discarded, and every fetched request fails with `error`."""
         while self._in_flight:
@@ -208,7 +219,7 @@ class TokenGenerationLoop:
         """Build and submit the iteration, and advance its requests as far as is known without its tokens."""
         try:
             batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
-        except OutOfBlocks as error:
+        except (OutOfBlocks, OutOfAdapterPages) as error:
             raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
         completing = [request for request in plan.context if request.is_last_chunk]
         record = self._record(plan, batches, start_s)
@@ -243,6 +254,7 @@ class TokenGenerationLoop:
             paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
             cache=CacheState.of(self.kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
             num_micro_batches=self._num_micro_batches, in_flight=self.table.num_in_flight,
+            loads=batches[0].adapters.loads if batches and batches[0].adapters else (),
         )  # fmt: skip
 
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
@@ -310,6 +322,8 @@ class TokenGenerationLoop:
         self._failure = ExecutorFailed(f"the executor failed in iteration {iteration.record.iteration}: {error}")
         self._failure.__cause__ = error
         self._observer.iteration(iteration.record)
+        if self.adapters is not None:
+            self.adapters.forget_device()
         rows = [chunk.request.slot for batch in iteration.batches for chunk in batch.context]
         rows += [slot for batch in iteration.batches for slot in batch.slots.tolist()]
         for row in rows:  # -1 if the request has left

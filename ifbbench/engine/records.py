@@ -15,6 +15,7 @@ from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.lora import AdapterLoad
 from ifbbench.engine.policies.policy import LeftOut, Pause
 from ifbbench.engine.request import Request
 
@@ -97,6 +98,7 @@ class IterationRecord:
     steps: of a record that sums up a static batch, its first and last iteration.
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
         later, and `in_flight` requests are in the others.
+    loads: LoRA adapters that it copied to the device.
     """
 
     iteration: int
@@ -125,6 +127,7 @@ class IterationRecord:
     num_micro_batches: int = 1
     in_flight: int = 0
     steps: tuple[int, int] | None = None
+    loads: tuple[AdapterLoad, ...] = ()
 
     @property
     def budget_used(self) -> int:

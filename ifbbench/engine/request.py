@@ -171,6 +171,7 @@ class Request:
         self.order = (-self.priority, sequence_number)
         # Beam search finds the ends of beams itself.
         table.set_end_tokens(self.slot, self.stop.end_tokens if self.beam_width == 1 else ())
+        table.lora_tasks[self.slot] = -1 if self.lora_task_id is None else self.lora_task_id
         self._write_row()
 
     def set_chunk(self, size: int) -> None:

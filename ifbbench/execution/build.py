@@ -2,6 +2,7 @@
 
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,12 +12,14 @@ from ifbbench.engine.active import RequestTable
 from ifbbench.engine.batch import Batch, ContextChunk
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.device import free_bytes, needing_memory
 from ifbbench.execution.host import MAX_CPU_KV_BYTES
 from ifbbench.execution.model_executor import ModelExecutor, TimedExecutor
+from ifbbench.execution.pipeline import StageExecutor, layout_of_stage
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
@@ -24,6 +27,9 @@ from ifbbench.model.llama import Gpt2Model, LlamaModel
 from ifbbench.model.named_models import load_model_config, weights_path
 from ifbbench.model.operations import operations_for
 from ifbbench.model.weights import ModelWeights, load_weights, random_weights
+
+if TYPE_CHECKING:
+    from ifbbench.execution.communicator import Communicator
 
 # Of weights, activations, embeddings, norms and the output layer; all but the layers' weights are bfloat16 with fp8.
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,14 +81,18 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
                          "--dtype, or --device sim:PROFILE.")
 
 
-def load_model(config: RunConfig) -> LlamaModel:
+def load_model(config: RunConfig, communicator: "Communicator | None" = None) -> LlamaModel:
     """The model that `config` names, on its device. A built-in shape gets random weights from `config.seed`.
 
-    OutOfMemory if the weights do not fit, InputError if the device does not support the data types.
+    communicator: of the ranks that share the model, of which this process loads its part. OutOfMemory if the weights do
+    not fit, InputError if the device does not support the data types, or the ranks cannot share the model.
     """
-    device, dtype = choose_device(config), TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)
+    device = choose_device(config) if communicator is None else communicator.device
+    dtype = TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)
     model_config, path = load_model_config(config.model), weights_path(config.model)
-    check_data_types(config, model_config, device)
+    part = None if communicator is None else communicator.part(model_config)
+    own_config = model_config if part is None else part.config
+    check_data_types(config, own_config, device)
     if model_config.num_experts:
         raise InputError(f"--model: {config.model} is a mixture of experts, which runs on simulated devices only. "
                          "Choose --device sim:PROFILE, or another model.")
@@ -90,15 +100,15 @@ def load_model(config: RunConfig) -> LlamaModel:
     doing = f"loading the weights of {config.model} in {config.weight_dtype}"
     with torch.inference_mode(), needing_memory(doing, "choose a smaller model or --dtype", device):
         if path is None:
-            weights = random_weights(model_config, config.seed, device, dtype, make_product)
+            weights = random_weights(model_config, config.seed, device, dtype, make_product, part)
         else:
-            weights = load_weights(model_config, path, device, dtype, make_product)
-        return make_model(model_config, weights)
+            weights = load_weights(model_config, path, device, dtype, make_product, part)
+        return make_model(own_config, weights)
 
 
 def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
-    """The model of `config.architecture` in the fastest implementation for the device of `weights`: the C kernels on a
-    CPU, Triton's on a GPU if Triton is installed."""
+    """The model of `config`, which is the shape of `weights`, in the fastest implementation for their device: the C
+    kernels on a CPU, Triton's on a GPU if Triton is installed."""
     device = weights.embedding.device
     operations = operations_for(device, weights.embedding.dtype)
     if config.architecture == GPT2:
@@ -110,11 +120,19 @@ def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
     return KernelLlama(config, weights)
 
 
-def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device) -> int:
+def adapter_memory(device: torch.device) -> int:
+    """Bytes of the memory that a share is taken of for LoRA adapters, when the weights are loaded."""
+    return free_bytes(device) if device.type == "cuda" else min(free_bytes(device), MAX_CPU_KV_BYTES)
+
+
+def kv_memory(
+    config: RunConfig, model: LlamaModel, device: torch.device, lora_bytes: int = 0, num_sharing: int = 1
+) -> int:
     """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory.
 
-    On CUDA the peak of the largest batch is subtracted first; on a CPU the limit is 2 GiB. config: with resolved
-    limits. OutOfMemory if the largest batch does not fit.
+    On CUDA the peak of the largest batch and `lora_bytes`, for adapters, are subtracted first; on a CPU the limit is 2
+    GiB. config: with resolved limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch
+    does not fit.
     """
     if device.type == "cuda":
         longest = model.config.max_position_embeddings
@@ -123,8 +141,8 @@ def kv_memory(config: RunConfig, model: LlamaModel, device: torch.device) -> int
         advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
         with needing_memory(doing, advice, device):
             activations = activation_bytes(model, longest, config.tokens_per_block)
-        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations))
-    return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(device), MAX_CPU_KV_BYTES))
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations - lora_bytes))
+    return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(device) / num_sharing, MAX_CPU_KV_BYTES))
 
 
 def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) -> int:
@@ -134,7 +152,7 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
     """
     device = model.device
     num_blocks = ceil_div(num_tokens, tokens_per_block)
-    executor = ModelExecutor(model, one_window_layout(model.config, num_blocks, tokens_per_block), 1)
+    executor = executor_class(model)(model, one_window_layout(model.config, num_blocks, tokens_per_block), 1)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     request = Request(0, num_tokens, 1, prompt_tokens=np.zeros(num_tokens, np.int32))
@@ -149,22 +167,28 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
     return max(0, peak)
 
 
+def executor_class(model: LlamaModel) -> type[ModelExecutor]:
+    """The class of executors of `model`."""
+    return ModelExecutor if model.part is None or model.part.pp_size == 1 else StageExecutor
+
+
 def make_executor(
     model: LlamaModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
-    profile: StepProfile | None = None, normalize_log_probs: bool = False,
+    profile: StepProfile | None = None, lora: LoraConfig | None = None, normalize_log_probs: bool = False,
 ) -> ModelExecutor:
-    """An executor with the KV cache `layout` for up to `num_slots` sequences at a time.
+    """An executor with the KV cache `layout`, of the whole model, for up to `num_slots` sequences at a time.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. normalize_log_probs:
-    see `OptionalOutputs`. OutOfMemory if the cache does not fit.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. lora: adapters that
+    requests may have. normalize_log_probs: see `OptionalOutputs`. OutOfMemory if the cache does not fit.
     """
-    make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
+    make = executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
+    if model.part is not None:
+        layout = layout_of_stage(layout, model.part)
     size = f"{layout.windows[0].num_blocks:,} blocks"
     advice = "lower --kv_cache_free_gpu_mem_fraction or --max_tokens_in_paged_kvcache"
     if layout.is_contiguous:
         size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
     with needing_memory(f"allocating the KV cache of {size}", advice, model.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        return make(
-            model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, normalize_log_probs=normalize_log_probs
-        )
+        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, lora=lora,
+                    normalize_log_probs=normalize_log_probs)  # fmt: skip

@@ -15,7 +15,9 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, BeamCandidates, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.execution.adapters import AdapterPool
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory
 from ifbbench.execution.logits_processors import LogitsProcessors
@@ -36,18 +38,21 @@ class ModelExecutor:
     batch before.
     """
 
+    runs_when_collected = True  # on a CPU
+
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
-        *, kv_cache_dtype: torch.dtype | None = None, normalize_log_probs: bool = False,
+        *, kv_cache_dtype: torch.dtype | None = None, lora: LoraConfig | None = None, normalize_log_probs: bool = False,
     ) -> None:
         """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
-        None. kv_cache_dtype: of keys and values; the model's data type if None. normalize_log_probs: see
-        `OptionalOutputs`. ValueError if `layout` does not fit the model."""
+        None. kv_cache_dtype: of keys and values; the model's data type if None. lora: adapters, if requests may
+        have them. normalize_log_probs: see `OptionalOutputs`. ValueError if `layout` does not fit the model."""
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
             self._cache = CacheWindows(model, layout, num_slots, kv_cache_dtype)
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
+            self._adapters = AdapterPool(model, lora) if lora else None
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or model.config.max_position_embeddings)
         self._processors = LogitsProcessors(num_slots, model.config.vocab_size, model.device)
@@ -82,7 +87,7 @@ class ModelExecutor:
         doing = f"running {num_context:,} context and {batch.num_tokens - num_context:,} generation tokens"
         with torch.inference_mode(), self._needing_memory(doing):
             prepared = self._prepare(batch)
-            if self._model.device.type == "cpu":
+            if self.runs_when_collected and self._model.device.type == "cpu":
                 self._in_flight.append(lambda: self._run_now(prepared, doing))
             else:
                 self._in_flight.append(self._launch(prepared))
@@ -110,7 +115,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Free the KV cache. The executor cannot be used afterwards."""
         self._in_flight.clear()
-        del self._cache, self._processors, self._graphs
+        del self._cache, self._processors, self._graphs, self._adapters
 
     def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
         # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
@@ -144,16 +149,20 @@ class ModelExecutor:
     def _pass(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> ModelPass:
         if batch.num_tokens == 0:
             return lambda _: self._newest.new_empty((0, self._model.config.vocab_size), dtype=self._model.dtype)
-        if self._graphs is not None and self._graphs.takes(batch):
-            return self._graphs.prepare(batch, packed)
         wanted = packed.output_rows
         if context_rows is not None:
             wanted = np.concatenate([wanted, context_rows.rows])
+        adapters = None
+        if batch.adapters is not None and self._adapters is not None:
+            adapters = self._adapters.plan(batch, packed, wanted)
+        if self._graphs is not None and adapters is None and self._graphs.takes(batch):
+            return self._graphs.prepare(batch, packed)
         virtual = take_virtual_tokens(batch, packed, self._model.config.vocab_size, self._model.device)
         context_tokens, positions = self._on_device(packed.context_tokens), self._on_device(packed.positions)
         output_rows, layers = self._on_device(wanted), self._cache.layer_inputs(batch, packed)
         return lambda newest: self._model.forward(
-            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers, virtual)
+            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers, virtual,
+                          None if adapters is None else adapters.ready())
         )
 
     # Launch: work of the device, in the order of submission.
@@ -169,7 +178,7 @@ class ModelExecutor:
         self._cache.move_before(batch.moves)
         logits = batch.forward(self._generation_tokens(batch))
         copy_rows(batch.moves.after)
-        return self._outputs(batch, logits).wait
+        return self._outputs(batch, logits)
 
     def _generation_tokens(self, batch: "PreparedBatch") -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""
@@ -177,18 +186,19 @@ class ModelExecutor:
             return self._on_device(batch.beams.tokens.astype(np.int64).ravel())
         return self._newest.index_select(0, batch.slots)
 
-    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> "OutputsInFlight":
+    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> Callable[[], StepOutputs]:
+        """A function that waits for the outputs and returns them."""
         packed, device, num_output_rows = batch.packed, logits.device, len(batch.packed.output_rows)
         context_logits = {} if batch.context_rows is None else batch.context_rows.split(logits[num_output_rows:])
         logits = logits[:num_output_rows]
         generation_logits = self._optional.generation_logits(logits, packed, batch.beam_width)
         if batch.beams is not None:
             candidates = self._candidates(logits, packed, batch.beams, batch.num_candidates)
-            return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates)
+            return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates).wait
         processed = self._processors.apply(logits, packed.output_slots, packed.output_positions)
         tokens = self._choose(processed, packed)
         log_probs = self._optional.log_probs(logits, processed, tokens, packed)
-        return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs)
+        return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs).wait
 
     def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
         """The new tokens, int64 [outputs], which become the newest of their slots."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ifbbench.errors import InputError
+
 LLAMA = "llama"
 GPT2 = "gpt2"
 DEFAULT_ROPE_THETA = 10_000.0
@@ -128,3 +130,25 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of one token's keys and values in all layers together."""
         return 2 * self.num_layers * self.kv_size * bytes_per_value
+
+
+def check_split(model: ModelConfig, tp_size: int, pp_size: int) -> None:
+    """InputError if `tp_size` devices cannot share a layer evenly, or there are fewer layers than stages."""
+    if model.num_heads % tp_size or model.intermediate_size % tp_size:
+        raise InputError(
+            f"--tp_size: {tp_size} devices cannot share {model.num_heads} attention heads and an MLP of "
+            f"{model.intermediate_size} evenly; choose a divisor of both."
+        )
+    if pp_size > model.num_layers:
+        raise InputError(
+            f"--pp_size: {pp_size} stages are more than the model's {model.num_layers} layers; choose fewer."
+        )
+
+
+def check_ranks(model: ModelConfig, tp_size: int, pp_size: int) -> None:
+    """`check_split`, and InputError if a rank's query heads do not share whole KV heads."""
+    check_split(model, tp_size, pp_size)
+    kv_heads = model.num_kv_heads
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise InputError(f"--tp_size: {tp_size} ranks cannot share {kv_heads} KV heads evenly; choose a divisor or a "
+                         "multiple of their number.")

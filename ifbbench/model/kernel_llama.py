@@ -31,7 +31,9 @@ from ifbbench.kernels.rows import (
 from ifbbench.model.attention_plan import Int64Array, QuerySpans, tiles
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import PagedKvCache
-from ifbbench.model.llama import ForwardInputs, LayerInputs, LlamaModel, PagedBatch
+from ifbbench.model.llama import ForwardInputs, LlamaModel, PagedBatch
+from ifbbench.model.lora import adapted
+from ifbbench.model.lora_modules import LayerProduct
 from ifbbench.model.tensors import to_device, to_device_together
 from ifbbench.model.weights import LayerWeights, ModelWeights
 
@@ -121,28 +123,36 @@ class KernelLlama(LlamaModel):
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache."""
         weights, epsilon = self._weights, self.config.rms_norm_eps
+        part, is_last = self.part, self.part is None or self.part.is_last
         hidden = self._embedded(inputs)
         normed = add_rms_norm(hidden, None, weights.layers[0].attention_norm, epsilon)
+        adapters = inputs.adapters
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            attention = self._kernel_attention(index, layer, normed, inputs.positions, inputs.layers[index])
-            if index == self.config.num_layers - 1:
+            attention = self._kernel_attention(index, layer, normed, inputs)
+            if index == self.config.num_layers - 1 and is_last:
                 # The cache is complete. From here on only the rows of wanted logits are needed.
                 attention = attention.index_select(0, inputs.output_rows)
                 hidden = hidden.index_select(0, inputs.output_rows)
-            normed = add_rms_norm(hidden, layer.attention_output(attention), layer.mlp_norm, epsilon)
-            normed = add_rms_norm(hidden, layer.down(swiglu(layer.gate_up(normed))), next_norm, epsilon)
+                adapters = adapters and adapters.of_outputs
+            output = adapted(layer.attention_output, attention, adapters, index, LayerProduct.ATTENTION_OUTPUT)
+            normed = add_rms_norm(hidden, self._sum(output), layer.mlp_norm, epsilon)
+            activated = swiglu(adapted(layer.gate_up, normed, adapters, index, LayerProduct.GATE_UP))
+            output = adapted(layer.down, activated, adapters, index, LayerProduct.DOWN)
+            normed = add_rms_norm(hidden, self._sum(output), next_norm, epsilon)
+        if part is not None and not is_last:
+            part.links.send(hidden)
+            return hidden[:0]
         return weights.lm_head(normed)
 
-    def _kernel_attention(
-        self, index: int, layer: LayerWeights, normed: Tensor, positions: Tensor, inputs: LayerInputs
-    ) -> Tensor:
+    def _kernel_attention(self, index: int, layer: LayerWeights, normed: Tensor, inputs: ForwardInputs) -> Tensor:
         """Attention output [tokens, heads · head size]."""
-        config, batch = self.config, inputs.plan
+        config, batch, positions = self.config, inputs.layers[index].plan, inputs.positions
         assert isinstance(batch, PagedBatch), "a batch planned for PyTorch's attention"
-        heads = layer.query_key_value(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        fused = adapted(layer.query_key_value, normed, inputs.adapters, index, LayerProduct.QUERY_KEY_VALUE)
+        heads = fused.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        cache = inputs.cache.blocks(index)
+        cache = inputs.layers[index].cache.blocks(index)
         self._normalise(layer, queries, keys)
         angles = self._rotary.cos, self._rotary.sin
         rotate_and_write(heads, *angles, positions, batch.cache_rows, *cache)

@@ -74,10 +74,11 @@ class CpuLinear:
 
     def __init__(self, kernels: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
         kind, _ = KINDS[weight.dtype]
+        weight = weight.contiguous()
         self._shape, self._bias = tuple(weight.shape), bias
         words = getattr(kernels, f"packed_words_{kind}")(*self._shape)
         self._packed = zeros((words,), weight.device, torch.int32)
-        getattr(kernels, f"pack_{kind}")(weight.contiguous().data_ptr(), self._packed.data_ptr(), *self._shape)
+        getattr(kernels, f"pack_{kind}")(weight.data_ptr(), self._packed.data_ptr(), *self._shape)
         self._multiply = getattr(kernels, f"multiply_{kind}")
         self._pointers = self._packed.data_ptr(), None if bias is None else bias.data_ptr()
 

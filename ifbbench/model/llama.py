@@ -3,6 +3,7 @@
 One pass runs a mixed batch of context chunks and generation tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.model.attention_plan import AttentionGroup, WindowPlan
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.kv_cache import KvStorage
+from ifbbench.model.lora import BatchAdapters, adapted
+from ifbbench.model.lora_modules import LayerProduct
 from ifbbench.model.operations import Angles, CpuOperations, Operations, RotaryEmbedding
 from ifbbench.model.weights import LayerWeights, ModelWeights
 
@@ -68,7 +71,8 @@ class ForwardInputs:
 
     tokens, positions: [tokens], token ids and their positions in their sequences. output_rows: [outputs], packed rows
     to return logits of; a row may occur several times. layers: the attention inputs of each layer of the model; layers
-    of the same attention window share them. virtual: None if all tokens are of the vocabulary.
+    of the same attention window share them. virtual: None if all tokens are of the vocabulary. adapters: LoRA adapters
+    of the rows, None if no request has one.
     """
 
     tokens: Tensor
@@ -76,58 +80,73 @@ class ForwardInputs:
     output_rows: Tensor
     layers: tuple[LayerInputs, ...]
     virtual: VirtualTokens | None = None
+    adapters: BatchAdapters | None = None
 
 
 class LlamaModel:
     """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
 
     Mistral is the same, Qwen 2.5 adds biases of query, key and value, Qwen 3 normalises heads of queries and keys.
-    uses_kernels: whether batches must be planned for `ifbbench.kernels` (`PagedBatch`).
+    uses_kernels: whether batches must be planned for `ifbbench.kernels` (`PagedBatch`). part: what of the model it
+    computes; None if all.
     """
 
     uses_kernels = False
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, operations: Operations | None = None) -> None:
-        """operations: the steps between matrix products (default: PyTorch's)."""
+        """config: of the part that `weights` are. operations: the steps between matrix products (default: PyTorch's).
+        """
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.operations = operations or Operations()
         self._weights = weights
         self._rotary = RotaryEmbedding(config, self.device)
+        self.part = part = weights.part
+        # Of the results of products whose inputs the ranks share.
+        self._sum: Callable[[Tensor], Tensor] = _unchanged if part is None or part.tp_size == 1 else part.links.sum
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache.
+        """Logits [outputs, vocabulary] of `inputs.output_rows`; no rows from a part that is not the last stage. Stores
+        the batch's keys and values in the cache.
 
         Each weight is read once for all requests together.
         """
         hidden = self._embedded(inputs)
         angles = self.operations.angles(self._rotary, inputs.positions, hidden)
-        last = self.config.num_layers - 1
+        part, adapters = self.part, inputs.adapters
+        # Of a part whose hidden state goes to the next stage, all rows are needed.
+        last = self.config.num_layers - 1 if part is None or part.is_last else None
         for index, layer in enumerate(self._weights.layers):
-            attention = self._attention(index, layer, hidden, angles, inputs.layers[index])
+            attention = self._attention(index, layer, hidden, angles, inputs)
             if index == last:
                 # The cache is complete. From here on only the rows of wanted logits are needed.
                 attention = attention.index_select(0, inputs.output_rows)
                 hidden = hidden.index_select(0, inputs.output_rows)
-            hidden = hidden + layer.attention_output(attention)
-            hidden = hidden + self._mlp(layer, hidden)
+                adapters = adapters and adapters.of_outputs
+            output = adapted(layer.attention_output, attention, adapters, index, LayerProduct.ATTENTION_OUTPUT)
+            hidden = hidden + self._sum(output)
+            hidden = hidden + self._mlp(index, layer, hidden, adapters)
+        if part is not None and not part.is_last:
+            part.links.send(hidden)
+            return hidden[:0]
         return self._weights.lm_head(self._norm(hidden, self._weights.final_norm, self._weights.final_norm_bias))
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: Tensor, angles: Angles, inputs: LayerInputs
+        self, index: int, layer: LayerWeights, hidden: Tensor, angles: Angles, inputs: ForwardInputs
     ) -> Tensor:
-        config = self.config
-        fused = layer.query_key_value(self._norm(hidden, layer.attention_norm, layer.attention_norm_bias))
+        config, normed = self.config, self._norm(hidden, layer.attention_norm, layer.attention_norm_bias)
+        fused = adapted(layer.query_key_value, normed, inputs.adapters, index, LayerProduct.QUERY_KEY_VALUE)
         heads = fused.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         values = heads[:, config.num_heads + config.num_kv_heads :]
         rotated = self._positioned(layer, heads[:, : config.num_heads + config.num_kv_heads], angles)
         queries, keys = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        return attend(index, queries, keys, values, inputs, self.operations)
+        return attend(index, queries, keys, values, inputs.layers[index], self.operations)
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         """Input of the first layer, [tokens, hidden]."""
-        hidden = self._weights.embedding.index_select(0, inputs.tokens)
+        embedding, part = self._weights.embedding, self.part
+        hidden = embedding.index_select(0, inputs.tokens) if part is None else part.embedded(embedding, inputs.tokens)
         if (virtual := inputs.virtual) is not None:
             hidden.index_copy_(0, virtual.rows, virtual.embeddings.to(hidden.dtype))
         return hidden
@@ -144,8 +163,10 @@ class LlamaModel:
             queries.copy_(self._norm(queries, layer.query_norm))
             keys.copy_(self._norm(keys, layer.key_norm))
 
-    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        return layer.down(self.operations.swiglu(layer.gate_up(self._norm(hidden, layer.mlp_norm))))
+    def _mlp(self, index: int, layer: LayerWeights, hidden: Tensor, adapters: BatchAdapters | None) -> Tensor:
+        normed = self._norm(hidden, layer.mlp_norm)
+        activated = self.operations.swiglu(adapted(layer.gate_up, normed, adapters, index, LayerProduct.GATE_UP))
+        return self._sum(adapted(layer.down, activated, adapters, index, LayerProduct.DOWN))
 
     def _norm(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`hidden` [..., size] normalised over the last dimension. bias: GPT-2's."""
@@ -160,17 +181,25 @@ class Gpt2Model(LlamaModel):
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         assert self._weights.position_embedding is not None
-        return super()._embedded(inputs) + self._weights.position_embedding.index_select(0, inputs.positions)
+        hidden, part = super()._embedded(inputs), self.part
+        if part is not None and not part.is_first:
+            return hidden
+        return hidden + self._weights.position_embedding.index_select(0, inputs.positions)
 
     def _positioned(self, layer: LayerWeights, heads: Tensor, angles: Angles) -> Tensor:
         return heads
 
-    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights, hidden: Tensor, adapters: BatchAdapters | None) -> Tensor:
         up = layer.gate_up(self._norm(hidden, layer.mlp_norm, layer.mlp_norm_bias))
-        return layer.down(functional.gelu(up, approximate="none" if self.config.activation == "gelu" else "tanh"))
+        activated = functional.gelu(up, approximate="none" if self.config.activation == "gelu" else "tanh")
+        return self._sum(layer.down(activated))
 
     def _norm(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.layer_norm(hidden, weight.shape, weight, bias, self.config.rms_norm_eps)
+
+
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
 
 
 def attend(

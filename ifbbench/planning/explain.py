@@ -312,6 +312,7 @@ def _reached(operation: OperationCost) -> str:
 def _memory_table(explained: Explanation) -> Group:
     memory, step_tokens = explained.memory, explained.step_kv_tokens
     left = memory.total - memory.runtime - memory.weights - memory.activations - memory.kv_cache
+    left -= memory.adapters
     table = plain_table("memory of a device", numbers=[scaled(memory.total, "B")])
     table.add_column("")
     per_token = scaled(explained.cost_model.shard.kv_bytes_per_token, "B")
@@ -319,6 +320,7 @@ def _memory_table(explained: Explanation) -> Group:
         ("weights", memory.weights, ""),
         ("activations", memory.activations, "of the largest iteration"),
         ("runtime", memory.runtime, ""),
+        *([("LoRA adapters", memory.adapters, "")] if memory.adapters else ()),
         ("KV cache", memory.kv_cache, f"{explained.kv_tokens:,} tokens of {per_token}"),
         ("left free", left, ""),
     )

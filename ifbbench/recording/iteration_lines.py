@@ -42,6 +42,7 @@ class IterationDetails(Struct):
     and are not active. waiting: all that have arrived and are not scheduled. missed_blocks: blocks of prompts that were
     looked up and not found, since the start. first_step, last_step: of a whole static batch, its first and last line of
     `steps.jsonl`.
+    looked up and not found, since the start. lora_loads: LoRA tasks with adapters that were copied to the device.
     """
 
     start_s: float
@@ -69,6 +70,7 @@ class IterationDetails(Struct):
     kv_fragmentation: float
     first_step: int | UnsetType = UNSET
     last_step: int | UnsetType = UNSET
+    lora_loads: list[int] | UnsetType = UNSET
 
 
 class IterationLine(Struct, rename={snake_case(name): name for name in COMMON_FIELDS}):

@@ -224,6 +224,8 @@ class IterationEncoder:
         if record.steps is not None:
             details.first_step, details.last_step = record.steps
             return details
+        if record.loads:
+            details.lora_loads = [load.task_id for load in record.loads]
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
             details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)

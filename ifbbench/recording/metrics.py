@@ -21,8 +21,10 @@ Integers = NDArray[np.int64]
 
 PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
-# The name of a limit in `bound_by`. A reason of a user policy is not among these: it keeps its own name.
-_BOUND_BY = {limit.value: limit.value if limit.value in BOUND_BY else "none" for limit in Limit}
+# The name of a limit in `bound_by`. A reason of a user policy is not among these: it keeps its own name. LoRA pages are
+# a limit of runs with adapters only.
+_NAMED = (*BOUND_BY, Limit.LORA_PAGES)
+_BOUND_BY = {limit.value: limit.value if limit.value in _NAMED else "none" for limit in Limit}
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
 # Figures are given for each class and each priority where there are at least and at most so many.
 MIN_GROUPS, MAX_GROUPS = {"by_class": 1, "by_priority": 2}, 100

@@ -1,7 +1,10 @@
 """The engine's requests of a trace: how they are made of its rows, and which of them the engine will refuse."""
 
+from random import Random
+
 import numpy as np
 
+from ifbbench.api.adapters import drawn_tasks
 from ifbbench.api.engine import Engine, sampling_params
 from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits, Refusal
@@ -15,8 +18,9 @@ from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 RECORDED = "recorded token ids"
 
 
-def request_maker(engine: Engine) -> MakeRequest:
-    """The function from (index, row) to a request for `engine`; it draws prompts that the trace does not record."""
+def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
+    """The function from (index, row) to a request for `engine`; it draws prompts that the trace does not record, and
+    with `draws_loras` one of `num_loras` adapters."""
     config, makes_tokens = engine.config, engine.makes_tokens
     end_tokens = engine.model.eos_token_ids if config.stop_at_end_token else ()
     if config.eos_id is not None and config.eos_id >= 0:
@@ -31,6 +35,10 @@ def request_maker(engine: Engine) -> MakeRequest:
         pad_id=max(config.eos_id or 0, 0) if config.pad_id is None else config.pad_id,
     )
 
+    lora, loras = engine.limits.lora, list[int]()
+    if draws_loras and lora is not None:
+        loras = drawn_tasks(config, lora.source.tasks())
+
     def make_request(index: int, row: TraceRequest) -> Request:
         return Request(
             row.request_id,
@@ -41,7 +49,7 @@ def request_maker(engine: Engine) -> MakeRequest:
             index=index,
             priority=row.priority,
             beam_width=config.beam_width or row.beam_width,
-            lora_task_id=row.lora_task_id,
+            lora_task_id=Random(f"lora {config.seed} {index}").choice(loras) if loras else row.lora_task_id,
             # Each request has a seed of its own, so that its tokens do not depend on the others.
             sampling=sampling_params(config, config.seed + row.request_id) if makes_tokens else GREEDY,
             options=options,

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
-from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.errors import InputError, RunFailed
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
+from ifbbench.replay.rank_processes import lead, loop_maker, run_in_ranks, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
@@ -29,8 +30,11 @@ from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 
+if TYPE_CHECKING:
+    from ifbbench.api.ranks import RankLoop
+
 PROGRESS_INTERVAL_S = 0.1
-REPLAYING = "replaying"
+REPLAYING, WRITING = "replaying", "writing results"
 FLUSH_BEFORE_WAIT_S = 0.05  # a shorter wait is too short: the next request would be late
 _log = logging.getLogger("ifbbench")
 
@@ -44,20 +48,21 @@ class RunResult:
     failed: int
 
 
-class RunFailed(IfbbenchError):
-    """The run ended early; what was done is in its directory."""
-
-
 def run_trace(
     source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
     on_recording: Callable[[Path], None] | None = None, on_recorded: Callable[[Path], None] | None = None,
 ) -> RunResult:  # fmt: skip
-    """Replay `source` (see `load_trace`) with `config`.
+    """Replay `source` (see `load_trace`) with `config`, in several processes if it needs them: unless a launcher has
+    started them, they are started here. Ranks of a launcher other than 0 do not return (SystemExit).
 
     owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
     on_recorded: is called with the run directory when the recording has ended, also
     that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
     and RunFailed if the run ends early; its directory is then marked partial."""
+    if not config.makes_no_tokens and starts_ranks(config):
+        callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
+        result: RunResult = run_in_ranks(run_trace, source, config, progress, callbacks)
+        return result
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
@@ -93,6 +98,9 @@ def summarise_run(
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
+    if not config.makes_no_tokens and starts_ranks(config):
+        summary: dict[str, Any] = run_in_ranks(summarise_run, source, config, progress)
+        return summary
     trace = load_trace(source, config, progress)
     with engine_for(trace, config, progress, owns_process) as engine:
         client = _client(trace, engine)
@@ -111,7 +119,9 @@ def engine_for(
 ) -> Iterator[Engine]:
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
-    engine = build_engine(config, columns_of(trace.requests).max_beam_width, owns_process=owns_process)
+    beam_width = columns_of(trace.requests).max_beam_width
+    communicator = None if config.makes_no_tokens else lead(config, beam_width)
+    engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
     try:
         for refusal, count in expected_refusals(trace, engine.config, engine.limits):
             share = f"{count:,} of {len(trace):,}"
@@ -138,7 +148,12 @@ def _client(trace: Trace, engine: Engine) -> ReplayClient:
     make: Callable[..., ReplayClient] = ReplayClient
     if engine.overhead is not None:
         make = partial(ServedClient, process=ServingProcess(engine.overhead))
-    return make_client(engine.config, trace, engine.clock, request_maker(engine), make)
+    names_loras = columns_of(trace.requests).names_loras
+    if names_loras and engine.limits.lora is None:
+        _log.warning("Requests name LoRA tasks, and no adapters are given: all run the base model. --lora_dir or "
+                     "--num_loras adds adapters.")  # fmt: skip
+    make_request = request_maker(engine, draws_loras=not names_loras)
+    return make_client(engine.config, trace, engine.clock, make_request, make)
 
 
 def _delivery(client: ReplayClient) -> Delivery | None:
@@ -168,7 +183,7 @@ def _replay(
 ) -> dict[str, Any]:  # fmt: skip
     """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
     clock = engine.clock
-    manager = TokenGenerationLoop(
+    manager = (TokenGenerationLoop if engine.communicator is None else loop_maker(engine))(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
@@ -176,28 +191,36 @@ def _replay(
     clock.restart()
     try:
         _loop(manager, client, recorder, progress, len(trace), clock)
+        if engine.communicator is not None:
+            cast("RankLoop", manager).end_others()
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{client.answered} of {len(trace)} requests were done; {kept}.")
         raise
     except Exception as error:
         raise RunFailed(
-            f"the run ended after {manager.iteration} iterations: {error} "
-            f"({client.answered} of {len(trace)} requests were done; {kept})"
+            f"the run ended after {manager.iteration} iterations: {error}",
+            f"{client.answered} of {len(trace)} requests were done; {kept}",
         ) from error
     finally:
-        progress.stage("writing results")
+        progress.stage(WRITING)
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
-        summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client))
+        summary = recorder.close(partial=not client.done, complete=partial(_more_figures, engine, client, manager))
     return summary
 
 
-def _more_figures(engine: Engine, client: ReplayClient, summary: dict[str, Any]) -> dict[str, Any]:
-    """Figures of the client, and how far those of a simulated run may be from a real server's."""
+def _more_figures(
+    engine: Engine, client: ReplayClient, manager: TokenGenerationLoop, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Figures of the client and of LoRA adapters, and how far those of a simulated run may be from a real server's."""
     figures: dict[str, Any] = {"arrivals": client.arrivals()}
+    if manager.adapters is not None:
+        figures["lora"] = manager.adapters.figures()
     config = engine.config
     if config.hardware is None:
         return figures
+    if manager.adapters is not None:
+        return figures | {"expected_error": {"compared": False, "reason": "no run with LoRA adapters was compared"}}
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
     run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)
@@ -261,6 +284,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -
     """The content of run.json. asked: the settings before they were resolved."""
     profile, config = engine.profile, engine.config.as_dict() | {"device": engine.device}
     limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None
+    ranks = {} if engine.communicator is None else {"ranks": engine.communicator.ranks}
     return {
         "name": directory.name,
         "config": config,
@@ -279,7 +303,7 @@ def _describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -
         "versions": run_directory.versions(),
         "hardware": run_directory.hardware(engine.device),
         "git_revision": run_directory.git_revision(),
-    } | ({"device_limits": limits} if limits else {})
+    } | ({"device_limits": limits} if limits else {}) | ranks
 
 
 def _output_directory(config: RunConfig, trace: Trace) -> Path:

@@ -115,7 +115,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     """Requests that have arrived and do not run, by the limit that bound the iteration."""
     number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
     shares = figures(run).get("waiting_by_limit") or {}
-    for limit, colour in limit_colours(BINDING).items():
+    for limit, colour in limit_colours((*BINDING, *run.iterations["bound_by"].unique())).items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
             share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""

@@ -25,14 +25,14 @@ LIMITS = {
     "paused": LimitText("paused", "blocks after a pause", "paused", "#F0C000"),
     "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "#B9A3CF"),
     "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse"),
-    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora"),
+    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "#7A5C3E"),
     "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
     "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
 }
 # What an iteration can be bound by, `none` last; the others are reasons to wait only.
 BINDING = ("batch_size", "num_tokens", "kv_blocks", "none")
-OTHER_COLOURS = ("#CC79A7", "#7A5C3E", "#56B4E9", "#4D4D4D")
+OTHER_COLOURS = ("#CC79A7", "#8C8C00", "#56B4E9", "#4D4D4D")
 
 
 def limit_name(limit: str) -> str:

@@ -56,7 +56,7 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
     found |= by_group(populations, span_s, ends_s, objectives, window)
     summary = run.summary or {}
     # These are in no other file, and stay those of the whole run.
-    found |= {name: summary[name] for name in ("arrivals", "expected_error") if name in summary}
+    found |= {name: summary[name] for name in ("arrivals", "expected_error", "lora") if name in summary}
     return found | {"schedule_digest": summary.get("schedule_digest"), "partial": run.partial}
 
 

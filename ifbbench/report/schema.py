@@ -139,6 +139,23 @@ class ExpectedError(Struct):
     output_throughput_tokens_per_s: list[float] | UnsetType
 
 
+class Lora(Struct):
+    """What a run did with LoRA adapters; see `ifbbench.engine.lora.AdapterCounters`."""
+
+    adapters: int
+    device_pages: int
+    host_pages: int
+    page_bytes: int
+    hit_rate: float | None
+    uses: int
+    misses: int
+    evictions: int
+    bytes: int
+    loads: int
+    host_evictions: int
+    peak_device_pages: int
+
+
 class Summary(RequestFigures):
     """Every figure of a run."""
 
@@ -168,6 +185,7 @@ class Summary(RequestFigures):
     slow_ttft_s: float | UnsetType
     steady_state: Window | UnsetType
     expected_error: ExpectedError | UnsetType
+    lora: Lora | UnsetType
 
 
 class TraceIdentity(Struct):
@@ -218,6 +236,17 @@ class DeviceLimits(Struct):
     bytes_per_s: float | None
 
 
+class RankFacts(Struct):
+    """A process of a run in several. tp_rank: which of those that share the layers of `stage`, a pipeline stage."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+    device: str
+    host: str
+    pid: int
+
+
 class RunFile(Struct):
     """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
     settings; left out by older versions. schedule_digest: sha256 of all decisions without times; None until the run has
@@ -234,6 +263,7 @@ class RunFile(Struct):
     hardware: Hardware
     git_revision: str | None
     device_limits: DeviceLimits | UnsetType
+    ranks: list[RankFacts] | UnsetType
     schedule_digest: str | None
     partial: bool
     wall_s: float | UnsetType

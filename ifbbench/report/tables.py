@@ -91,7 +91,9 @@ def settings_line(run: RunData) -> str:
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, engine, config.get("dtype")]
+    gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
+    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, *gpus, engine,
+             config.get("dtype")]  # fmt: skip
     return " · ".join(str(part) for part in parts if part)
 
 
@@ -155,6 +157,8 @@ def expected_error_sentence(expected: dict[str, Any]) -> str:
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
     if name == "kv_blocks":
         return f"the KV cache ({count(known['kv_blocks']['max'])} blocks)" if known.get("kv_blocks") else "the KV cache"
+    if name == "lora_pages":
+        return f"the cache of LoRA adapters ({count(known['lora']['device_pages'])} pages)"
     setting = LIMIT_SETTINGS.get(name, name)
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
@@ -181,6 +185,9 @@ def _throughput_table(known: dict[str, Any]) -> Table:
     if known.get("padding_waste"):
         rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",
                      percent(known["padding_waste"])))  # fmt: skip
+    if lora := known.get("lora"):
+        rows.append(("LoRA hit rate", percent(lora["hit_rate"]), "LoRA pages, peak use",
+                     f"{count(lora['peak_device_pages'])} of {count(lora['device_pages'])}"))  # fmt: skip
     for row in rows + _arrival_rows(known.get("arrivals") or {}):
         table.add_row(*row)
     return table

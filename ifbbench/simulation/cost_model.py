@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.lora import AdapterUse
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork, StepWorks
@@ -104,6 +106,11 @@ class CostModel:
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
         self._tokens_ns = _Times(self.of_tokens)
         self._outputs_ns = _Times(self.of_outputs)
+
+    @property
+    def launch_ns(self) -> float:
+        """Nanoseconds of the host to launch the kernels of an iteration one by one."""
+        return self._launch_ns
 
     # The time of an iteration.
 
@@ -274,6 +281,14 @@ class CostModel:
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
 
 
+class AdapterCost(Protocol):
+    """The time that LoRA adapters add; see `ifbbench.simulation.lora_cost.LoraCost`."""
+
+    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int, parts: int) -> int: ...
+
+    def generation_ns(self, use: AdapterUse, base_ns: Int64Array, parts: int) -> Int64Array: ...
+
+
 class SimulatedExecutor:
     """A device that executes batches in order, each in the time that `cost_model` predicts.
 
@@ -285,9 +300,11 @@ class SimulatedExecutor:
     """
 
     def __init__(
-        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
+        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
+        lora: AdapterCost | None = None,
     ) -> None:
-        """windows: see `StepWork.of_windows`."""
+        """windows: see `StepWork.of_windows`. lora: the time of adapters; None if there are none."""
+        self._lora = lora
         self.cost_model = cost_model
         self.windows = tuple(windows)
         self._clock = clock
@@ -300,12 +317,19 @@ class SimulatedExecutor:
         requests = len(batch.context) + len(batch.slots)
         work = StepWork.of_windows(batch, self.windows)
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
+        stages_ns = self.cost_model.stages_ns(work)
+        if batch.adapters is not None and self._lora is not None:
+            whole_ns = sum(stages_ns)
+            more_ns = self._lora.batch_ns(batch, batch.adapters, whole_ns, 1) - whole_ns
+            stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
         finish_ns = self._clock.now_ns
-        for stage, stage_ns in enumerate(self.cost_model.stages_ns(work)):
+        for stage, stage_ns in enumerate(stages_ns):
             self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
         self._finish_ns.append(finish_ns)
 
-    def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
+    def generation_times(
+        self, positions: Int64Array, steps: int, adapters: AdapterUse | None = None
+    ) -> tuple[int, Int64Array]:
         """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
         alone generate. Only with one attention window for all layers."""
         ((window, _),) = self.windows
@@ -315,7 +339,10 @@ class SimulatedExecutor:
         else:
             lengths = positions + np.arange(1, steps + 1)[:, None]
             kv_tokens = np.minimum(lengths, window).sum(axis=1)
-        return self.cost_model.host_ns(count), self.cost_model.generation_ns(count, kv_tokens)
+        device_ns = self.cost_model.generation_ns(count, kv_tokens)
+        if adapters is not None and self._lora is not None:
+            device_ns = self._lora.generation_ns(adapters, device_ns, 1)
+        return self.cost_model.host_ns(count), device_ns
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""

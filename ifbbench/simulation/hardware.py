@@ -14,6 +14,8 @@ from ifbbench.fields import choice, did_you_mean, located, number, table, text
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 SUFFIX = ".toml"
+# Bytes per second in each direction of 16 lanes; of profiles that do not say.
+PCIE_4 = 3.2e10
 MAY_BE_ZERO = (
     "host_iteration_s", "host_request_s", "all_reduce_s", "one_shot_s", "one_shot_gpu_s", "kernel_s", "launch_s",
     "context_s",
@@ -24,6 +26,7 @@ UNITS = {
     "memory_bandwidth": "bytes/s",
     "cache_bytes": "bytes",
     "link_bandwidth": "bytes/s in each direction",
+    "host_link_bandwidth": "bytes/s from host memory to the device",
     "host_iteration_s": "seconds of the host for each iteration",
     "host_request_s": "the same for each request in it",
 }
@@ -78,7 +81,8 @@ class HardwareProfile:
     memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
     direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
     iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
-    host_prompt_token_s: the same for each token of context chunks; see EngineOverhead.
+    host_prompt_token_s: the same for each token of context chunks; see EngineOverhead. host_link_bandwidth: bytes per
+    second from host memory to the device, by the data sheet.
     """
 
     name: str
@@ -94,6 +98,7 @@ class HardwareProfile:
     constants: Constants
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     host_prompt_token_s: float = 0.0
+    host_link_bandwidth: float = PCIE_4
 
     @property
     def is_cpu(self) -> bool:
@@ -146,6 +151,7 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
             raise InputError("peak_flops has no key; expected a data type.")
         figures = _numbers(values, ("memory_bytes", "memory_bandwidth", "cache_bytes", "link_bandwidth",
                                     "host_iteration_s", "host_request_s"))  # fmt: skip
+        figures |= _numbers(values, ("host_link_bandwidth",)) if "host_link_bandwidth" in values else {}
         return HardwareProfile(
             name=path.stem, title=text(values.get("title"), "title"), architecture=architecture,
             peak_flops=_numbers(peak_flops, peak_flops, "peak_flops."),

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig
+from ifbbench.model.config import ModelConfig, check_split
+from ifbbench.model.lora_modules import device_pages, page_layout
 from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import HardwareProfile
 
@@ -34,16 +35,7 @@ class Shard:
     pp_size: int = 1
 
     def __post_init__(self) -> None:
-        model = self.model
-        if model.num_heads % self.tp_size or model.intermediate_size % self.tp_size:
-            raise InputError(
-                f"--tp_size: {self.tp_size} devices cannot share {model.num_heads} attention heads and an MLP of "
-                f"{model.intermediate_size} evenly; choose a divisor of both."
-            )
-        if self.pp_size > model.num_layers:
-            raise InputError(
-                f"--pp_size: {self.pp_size} stages are more than the model's {model.num_layers} layers; choose fewer."
-            )
+        check_split(self.model, self.tp_size, self.pp_size)
 
     @classmethod
     def of_config(cls, model: ModelConfig, config: RunConfig) -> "Shard":
@@ -185,7 +177,7 @@ class MemoryPlan:
     """The memory of one device, in bytes.
 
     runtime: taken before the model is loaded. activations: of the largest iteration. kv_cache: the fraction of the rest
-    that keys and values get.
+    that keys and values get. adapters: the cache of LoRA adapters; beside_weights: what that is a share of.
     """
 
     total: int
@@ -193,6 +185,8 @@ class MemoryPlan:
     weights: int
     activations: int
     kv_cache: int
+    adapters: int = 0
+    beside_weights: int = 0
 
 
 def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> MemoryPlan:
@@ -219,6 +213,11 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
             f"{activations:,} and the runtime {runtime:,}. Raise --tp_size or --pp_size, or choose a smaller --dtype "
             "or another --device."
         )
+    adapters, beside_weights = 0, left
+    if config.uses_lora:
+        layout, value_bytes = page_layout(config, shard.model), int(shard.compute_bytes)
+        adapters = device_pages(config, layout, left, value_bytes) * layout.page_values * value_bytes
+        left = max(0, left - adapters)
     kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
     if overhead is not None and overhead.kv_share_of == "total":
         kv_cache = left - int((1 - config.kv_cache_free_gpu_mem_fraction) * hardware.memory_bytes)
@@ -228,7 +227,7 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
                 f"{hardware.memory_bytes:,} bytes leaves none for the KV cache beside weights of {weights:,}, which "
                 f"count for {overhead.title}. Raise it, or --tp_size."
             )
-    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache)
+    return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache, adapters, beside_weights)
 
 
 def kv_memory_bytes(model: ModelConfig, hardware: HardwareProfile, config: RunConfig) -> int:

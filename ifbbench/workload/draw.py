@@ -85,6 +85,7 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
 
     priorities = np.array([DEFAULT_PRIORITY if kind.priority is None else kind.priority for kind in classes])
     requests = RequestColumns(
+        names_loras=any(kind.lora_task_id is not None for kind in classes),
         request_id=identifiers(np.arange(count)),
         arrival_s=seconds(np.round(_arrivals(gaps_s, turns.first_turns), ARRIVAL_DECIMALS)),
         prompt_len=integers(prompt_len),

@@ -165,7 +165,7 @@ class RequestColumns(Sequence[TraceRequest]):
 
     origin: what `recall` finds the other fields of a request by (tokens, prefix, priority), NO_ORIGIN if they all have
         their defaults. The columns override what `recall` returns; a prompt longer than `prompt_len` is shortened.
-    max_beam_width: an upper bound on the beam width of all requests.
+    max_beam_width: an upper bound on the beam width of all requests. names_loras: whether one may have a LoRA task.
     max_token: an upper bound on the recorded prompt tokens; NO_TOKEN if none is recorded.
     priority: None if every request has the default.
     class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
@@ -181,6 +181,7 @@ class RequestColumns(Sequence[TraceRequest]):
     recall: Recall = no_recall
     max_beam_width: int = 1
     max_token: int = NO_TOKEN
+    names_loras: bool = False
     priority: "Floats | None" = None
     class_of: "Integers | None" = None
     class_names: tuple[str, ...] = ()
@@ -239,8 +240,7 @@ class ColumnsBuilder:
 
     def __init__(self) -> None:
         self._columns = RequestColumns()
-        self._max_beam_width = 1
-        self._max_token = NO_TOKEN
+        self._max_beam_width, self._max_token, self._names_loras = 1, NO_TOKEN, False
         self._priority: Floats | None = None
         self._class_of: Integers | None = None
         self._classes: dict[str, int] = {}
@@ -266,8 +266,7 @@ class ColumnsBuilder:
             self._class_of = integers([NO_CLASS]) * (len(columns) - 1)
         if self._class_of is not None:
             name = request.request_class
-            known = NO_CLASS if name is None else self._classes.setdefault(name, len(self._classes))
-            self._class_of.append(known)
+            self._class_of.append(NO_CLASS if name is None else self._classes.setdefault(name, len(self._classes)))
         if self._after is None and request.after is not None:
             self._after = identifiers([NO_REQUEST]) * (len(columns) - 1)
             self._think_s = seconds([0.0]) * (len(columns) - 1)
@@ -279,6 +278,7 @@ class ColumnsBuilder:
             return
         columns.origin.append(origin)
         self._max_beam_width = max(self._max_beam_width, request.beam_width)
+        self._names_loras |= request.lora_task_id is not None
         if request.prompt_tokens is not None:
             self._max_token = max(self._max_token, max(request.prompt_tokens))
 
@@ -286,8 +286,8 @@ class ColumnsBuilder:
         """The columns of all requests appended so far."""
         return replace(
             self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token,
-            priority=self._priority, class_of=self._class_of, class_names=tuple(self._classes),
-            after=self._after, think_s=None if self._after is None else self._think_s,
+            priority=self._priority, class_of=self._class_of, class_names=tuple(self._classes), after=self._after,
+            think_s=None if self._after is None else self._think_s, names_loras=self._names_loras,
         )  # fmt: skip
 
 

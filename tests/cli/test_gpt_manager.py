@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -93,12 +94,18 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = bundled_path("default")
     assert source is not None
     rows = [json.loads(line) for line in source.read_text().splitlines()[:40]]
-    samples = [{"input_ids": [1] * row["prompt_len"], "output_len": row["output_len"], "task_id": -1} for row in rows]
+    samples = [{"input_ids": [1] * row["prompt_len"], "output_len": row["output_len"], "task_id": index % 3 - 1}
+               for index, row in enumerate(rows)]  # fmt: skip
     build = tmp_path / "cpp" / "build"
     for name in ("../../benchmarks/cpp/preprocessed_dataset.json", "../../benchmarks/cpp/tokens-fixed-lengths.json",
                  "eg/data/token-norm-dist-lora-8.json", "data.json", "cnn_dailymail.json"):  # fmt: skip
         (build / name).resolve().parent.mkdir(parents=True, exist_ok=True)
         (build / name).resolve().write_text(json.dumps({"samples": samples}))
+    for task_id in range(2):
+        loras = build / "eg" / "loras" / str(task_id)
+        loras.mkdir(parents=True)
+        np.save(loras / "model.lora_weights.npy", np.zeros((2, 8 * 512), np.float16))
+        np.save(loras / "model.lora_config.npy", np.array([[1, 0, 8], [1, 3, 8]], np.int32))
     monkeypatch.chdir(build)
     return build
 
@@ -231,7 +238,8 @@ def test_the_log_level_is_that_of_the_messages(checkout: Path) -> None:
     logger = logging.getLogger("ifbbench")
     seen: list[logging.LogRecord] = []
     for level in ("error", "verbose"):
-        words = ["--log_level", level, "--lora_dir", "x", *SIMULATED, "--quiet", "--output", f"out-{level}"]
+        options = ["--log_level", level, "--cuda_graph_cache_size", "3", "--quiet", "--output", f"out-{level}"]
+        words = [*options, *SIMULATED]
         handler = Kept(seen)
         logger.addHandler(handler)
         assert CliRunner().invoke(main, ["run", "documentation", *words]).exit_code == 0

@@ -1,6 +1,7 @@
 """The code of docs/library.md runs, and does what the text around it says."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,12 @@ from ifbbench.api.request_tensors import TENSORS
 from ifbbench.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "library.md"
+PAGE, PAGE_ON_RANKS = ROOT / "docs" / "library.md", ROOT / "docs" / "ranks.md"
 
 
-def code_with(text: str) -> str:
+def code_with(text: str, page: Path = PAGE) -> str:
     """The one Python example of the page that has `text` in it."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (found,) = (block for block in blocks if text in block)
     return str(found)
 
@@ -77,3 +78,21 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
     requests = [json.loads(line) for line in Path("run/requests.jsonl").read_text().splitlines()]
     started = sorted(requests, key=lambda row: row["first_scheduled_s"])
     assert [row["output_len"] for row in started] == sorted(lengths)
+
+
+def test_the_server_of_two_ranks_answers_on_rank_0_alone(tmp_path: Path) -> None:
+    """Started as mpirun starts processes."""
+    (tmp_path / "server.py").write_text(code_with("Communicator", PAGE_ON_RANKS))
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "server.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+            env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_COMM_WORLD_SIZE": "2",
+                                    "OMPI_COMM_WORLD_RANK": str(rank)},
+        ) for rank in range(2)
+    ]  # fmt: skip
+    printed = [server.communicate(timeout=120)[0].splitlines() for server in servers]
+    assert [server.returncode for server in servers] == [0, 0]
+    assert printed[1] == []
+    answers = [json.loads(line.partition(": ")[2]) for line in sorted(printed[0])]
+    assert [answer[:3] for answer in answers] == [[17, 4, number] for number in range(4)]
+    assert [len(answer) for answer in answers] == [3 + 8] * 4

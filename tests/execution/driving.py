@@ -24,6 +24,7 @@ from ifbbench.engine.sampling_params import (
     SamplingParams,
     StopConditions,
 )
+from ifbbench.execution.build import executor_class
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.model.llama import ForwardInputs, Gpt2Model, LlamaModel
@@ -258,7 +259,8 @@ def driver_of(
 ) -> Driver:
     """A driver over a fresh executor for sequences of up to `longest` tokens."""
     num_blocks = num_slots * max_beams * -(-longest // tokens_per_block) + 3
-    executor = ModelExecutor(model, one_window_layout(model.config, num_blocks, tokens_per_block), num_slots)
+    layout = one_window_layout(model.config, num_blocks, tokens_per_block)
+    executor = executor_class(model)(model, layout, num_slots)
     return Driver(executor, num_slots, num_blocks, seed, max_beams)
 
 

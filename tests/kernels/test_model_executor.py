@@ -15,8 +15,10 @@ from ifbbench.model.config import ModelConfig, YarnRopeScaling
 from ifbbench.model.kernel_llama import KernelLlama
 from ifbbench.model.linear import FP8, Fp8Linear
 from ifbbench.model.llama import LlamaModel
+from ifbbench.model.part import ModelPart
 from ifbbench.model.weights import random_weights
 from tests.execution.driving import CPU, Driver, FakeRequest, driver_of, layout_driver, requests_of
+from tests.execution.ranks_in_threads import Ranks
 
 MICRO = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
                     intermediate_size=40, max_position_embeddings=256)
@@ -160,3 +162,19 @@ def test_eight_bits_stay_near_the_logits_in_16(device: torch.device) -> None:
         logits.append(torch.from_numpy(request.numbers.context_logits))
     for found in logits[1:]:
         assert 0 < (found - logits[0]).norm() / logits[0].norm() < 0.1
+
+
+@pytest.mark.parametrize("split", [(2, 1), (1, 2)], ids=str)
+def test_parts_of_a_model(device: torch.device, split: tuple[int, int]) -> None:
+    """Of two layers, on two ranks."""
+    config, lengths = replace(MICRO, num_layers=2), [(9, 2), (3, 2)]
+
+    def outputs(model: LlamaModel) -> list[object]:
+        with torch.inference_mode():
+            return outputs_of(driver_of(model, 2, 8, 40), requests_of(lengths, MICRO.vocab_size))
+
+    def outputs_of_part(part: ModelPart) -> list[object]:
+        return outputs(KernelLlama(part.config, random_weights(config, 3, device, torch.float32, part=part)))
+
+    expected = outputs(LlamaModel(config, random_weights(config, 3, CPU, torch.float32)))
+    assert Ranks(*split).run(config, outputs_of_part) == [expected, expected]

@@ -112,12 +112,21 @@ DRAWS: dict[str, Draw] = {
     "kv_host_cache_bytes": sometimes(0.15, 100_000, 2_000_000, 100_000_000),
     "kv_cache_dtype": sometimes(0.1, "float32", "bf16", "fp8"),
     "kv_cache_type": sometimes(0.06, "contiguous"),
+    "lora_dir": sometimes(0.0),
+    "num_loras": sometimes(0.3, 1, 2, 5),
+    "lora_rank": sometimes(0.05, 1, 4, 70),
+    "max_lora_rank": sometimes(0.2, 4, 16),
+    "lora_device_mem_fraction": sometimes(0.05, 1e-6, 0.1, 0.5),
+    "lora_num_device_mod_layers": sometimes(0.15, 1, 100, 300, 5_000),
+    "lora_host_cache_bytes": sometimes(0.1, 0, 1_000_000, 3_000_000),
     "device": lambda draw: draw.choice(DEVICES),
     "model": sometimes(0.0),
     "dtype": sometimes(0.06, "float32", "bf16", "fp8", "int4"),
     "cpu_threads": lambda draw: 1,
     "tp_size": sometimes(0.04, 2),
     "pp_size": sometimes(0.06, 2, 4),
+    "check_ranks": sometimes(0.02, 1, 7),
+    "rank_timeout": sometimes(0.02, 60.0),
     "engine_overhead": sometimes(0.1, "vllm"),
     "temperature": sometimes(0.15, 0.7, 2.0),
     "top_k": sometimes(0.1, 1, 5),
@@ -169,6 +178,8 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """One random run, checked. Returns whether it ran; settings that contradict each other raise InputError only."""
     draw = random.Random(seed)
     values = {name: value for name, rule in DRAWS.items() if (value := rule(draw)) is not None}
+    if values["device"] == "cpu":  # several processes: see test_ranks.py
+        values |= {"tp_size": 1, "pp_size": 1}
     values["output"] = str(folder / "run")
     for name in SIDE_OUTPUTS:
         if name in values:
@@ -275,6 +286,8 @@ def check_engine(loop: TokenGenerationLoop) -> None:
     assert not loop.active.by_slot
     assert loop.kv_cache.num_used == 0
     loop.kv_cache.check_consistency()
+    if loop.adapters is not None:
+        loop.adapters.check_consistency()
 
 
 def lines(directory: Path, name: str, config: RunConfig) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "contiguous": {"kv_cache_type": "contiguous", "max_tokens_in_paged_kvcache": None, "max_batch_size": 2},
     "simulated": {"device": "sim:h100-sxm", "model": "llama-3.1-8b", "enable_kv_cache_reuse": True},
     "profile": {"device": "cpu", "profile": True},
+    "LoRA": {"num_loras": 4, "lora_rank": 2},
 }
 
 

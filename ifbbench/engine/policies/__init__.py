@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.engine.config import CONTIGUOUS_POLICY
+from ifbbench.engine.lora import LoraLimits
 from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict, StaticBatch
 from ifbbench.engine.policies.max_utilization import MaxUtilization
 from ifbbench.engine.policies.policy import (
@@ -21,7 +22,6 @@ from ifbbench.engine.policies.policy import (
     CapacityPolicy,
     LeftOut,
     Limit,
-    LoraLimits,
     MaxRequests,
     Pause,
 )

@@ -5,13 +5,11 @@ STATIC_BATCH: the same while no request is in generation; then the batch runs un
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
+from ifbbench.engine.lora import NO_LORA, LoraLimits, LoraPages
 from ifbbench.engine.policies.policy import (
-    NO_LORA,
     CapacityDecision,
     LeftOut,
     Limit,
-    LoraLimits,
-    LoraPages,
     ReuseDelay,
 )
 

@@ -8,12 +8,10 @@ import numpy as np
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import BlockCount, KvCache
+from ifbbench.engine.lora import NO_LORA, LoraLimits, LoraPages
 from ifbbench.engine.policies.policy import (
-    NO_LORA,
     CapacityDecision,
     Limit,
-    LoraLimits,
-    LoraPages,
     Pause,
     ReuseDelay,
 )
@@ -41,7 +39,7 @@ class MaxUtilization:
     def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
         rows = active.generation_rows
         needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows] if active.table.any_wide_steps else 0)
-        walks_all = len(active) > self.max_num_requests or (active.num_with_lora and self.lora.pages_per_task)
+        walks_all = len(active) > self.max_num_requests or (active.num_with_lora and self.lora.may_bind)
         if walks_all:
             indices: Iterable[int] = range(len(active.generation))
         else:

@@ -1,4 +1,4 @@
-"""The interface of a capacity scheduler policy, and the rules that policies share: LoRA pages, delay for reuse.
+"""The interface of a capacity scheduler policy, and a rule that policies share: the delay for reuse.
 
 A policy decides which active requests may run in an iteration, given KV blocks, LoRA pages and the number of requests.
 Its decision holds differences only: a generation request that it does not name runs.
@@ -12,6 +12,7 @@ from typing import Protocol
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.token_keys import BlockKey
+from ifbbench.engine.lora import NO_LORA, LoraLimits, LoraPages
 from ifbbench.engine.request import Request
 
 
@@ -82,35 +83,6 @@ class CapacityPolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LoraLimits:
-    """Adapter pages on the device; with 0 pages per task, adapters take none."""
-
-    pages_per_task: int = 0
-    max_device_pages: int = 0
-
-
-NO_LORA = LoraLimits()
-
-
-class LoraPages:
-    """Adapter pages claimed in one iteration: each distinct task id counts once."""
-
-    def __init__(self, limits: LoraLimits) -> None:
-        self._limits = limits
-        self._claimed: set[int] = set()
-
-    def fits(self, request: Request) -> bool:
-        """Whether the adapter of `request` is already claimed or still fits."""
-        if request.lora_task_id is None or request.lora_task_id in self._claimed:
-            return True
-        return (len(self._claimed) + 1) * self._limits.pages_per_task <= self._limits.max_device_pages
-
-    def claim(self, request: Request) -> None:
-        if request.lora_task_id is not None:
-            self._claimed.add(request.lora_task_id)
-
-
 class ReuseDelay:
     """The delay for reuse of one iteration: a request waits if another one is about to compute its first missing block.
 
@@ -146,10 +118,13 @@ class MaxRequests:
 
     may_pause = False
 
-    def __init__(self, max_num_requests: int) -> None:
+    def __init__(self, max_num_requests: int, lora: LoraLimits = NO_LORA) -> None:
         self.max_num_requests = max_num_requests
+        self.lora = lora
 
     def schedule(self, active: ActiveRequests, kv_cache: KvCache | None = None) -> CapacityDecision:
+        if active.num_with_lora and self.lora.may_bind:
+            return self._within_pages(active)
         if len(active) <= self.max_num_requests:
             return CapacityDecision(admitted=list(active.context), generation_first=False)
         first, others = (requests := list(active))[: self.max_num_requests], requests[self.max_num_requests :]
@@ -159,3 +134,18 @@ class MaxRequests:
             left_out=LeftOut(others[0], Limit.BATCH_SIZE),
             generation_first=False,
         )
+
+    def _within_pages(self, active: ActiveRequests) -> CapacityDecision:
+        """As `schedule`, passing over requests with adapters that do not fit beside those before them."""
+        pages, decision, count = LoraPages(self.lora), CapacityDecision(generation_first=False), 0
+        for request in active:
+            if (is_full := count >= self.max_num_requests) or not pages.fits(request):
+                decision.leave_out(request, Limit.BATCH_SIZE if is_full else Limit.LORA_PAGES)
+                if not request.in_context:
+                    decision.held.append(request)
+                continue
+            pages.claim(request)
+            count += 1
+            if request.in_context:
+                decision.admitted.append(request)
+        return decision

@@ -1,0 +1,259 @@
+"""Communication between ranks by torch.distributed: tensors within the model (NCCL on GPUs, gloo on CPUs), and messages
+between the processes (gloo)."""
+
+import os
+import pickle
+import platform
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.execution.device import is_out_of_memory
+from ifbbench.execution.ranks import Place, RankFailed, place_in_environment
+from ifbbench.model.config import ModelConfig
+from ifbbench.model.part import ModelPart
+
+# For what may take long on one rank only: importing, loading a model, reading a trace.
+START_TIMEOUT_S = 1800.0
+SHORTEST_RENDEZVOUS_S = 60.0
+DEFAULT_TIMEOUT_S = 300.0
+# Bytes of the first piece of a message, its length included. A longer message has a second piece.
+FIRST_PIECE, LENGTH_BYTES = 1024, 8
+# Messages and hidden states that were sent and may not have arrived.
+MAX_PENDING = 16
+TIMED_OUT_TEXTS = ("timed out", "timeout")
+
+Group = Any  # torch.distributed's type is not public
+
+
+class RankLost(RankFailed):
+    """Another rank did not answer in time, or its process has ended."""
+
+    is_lost = True
+
+
+class Communicator:
+    """The ranks of a batch manager that runs a model on several devices. All ranks make it at the same time.
+
+    Rank r is rank r mod `tp_size` of those that share each layer of pipeline stage r // `tp_size`. The processes find
+    each other by the environment that torchrun or mpirun sets, unless torch.distributed is initialised already.
+
+    device: auto, cpu or cuda; on CUDA a rank has the GPU of its number on its machine. timeout_s: a rank that does not
+    answer for so long has failed. ranks: where each rank is, for `run.json`.
+
+    InputError if the number of processes does not match, or there are too few GPUs.
+    """
+
+    def __init__(
+        self, tp_size: int = 1, pp_size: int = 1, *, device: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self.tp_size, self.pp_size, self.timeout_s = tp_size, pp_size, timeout_s
+        place = join(timeout_s)
+        self.rank, self.world_size, self.local_size = place.rank, place.world_size, place.local_size
+        if tp_size * pp_size != self.world_size:
+            raise InputError(f"tp_size {tp_size} and pp_size {pp_size} need {tp_size * pp_size} processes, and there "
+                             f"are {self.world_size}; launch as many.")
+        self.stage, self.tp_rank = divmod(self.rank, tp_size)
+        self.device = _device(device, place)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._start = _new_group(range(self.world_size), "gloo", START_TIMEOUT_S)
+        self._messages = _new_group(range(self.world_size), "gloo", timeout_s)
+        self._stages = _new_group(range(self.world_size), backend, timeout_s)
+        # Every rank takes part in the making of every group.
+        of_stages = [_new_group(range(stage * tp_size, (stage + 1) * tp_size), backend, timeout_s)
+                     for stage in range(pp_size)]  # fmt: skip
+        self._layer = of_stages[self.stage]
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        own = {"rank": self.rank, "stage": self.stage, "tp_rank": self.tp_rank, "device": str(self.device),
+               "host": platform.node(), "pid": os.getpid()}  # fmt: skip
+        self.ranks: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(self.ranks, own, group=self._start)
+
+    def part(self, model: ModelConfig) -> ModelPart:
+        """This rank's part of `model`. InputError if the ranks cannot share it."""
+        return ModelPart(model, self, self.tp_size, self.tp_rank, self.pp_size, self.stage)
+
+    def close(self) -> None:
+        """Leave: other ranks get an error as soon as they wait for this one."""
+        for group in (self._start, self._messages, self._stages, self._layer):
+            dist.destroy_process_group(group)
+
+    # Before the run, when ranks may be minutes apart.
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """The smallest of each value over all ranks."""
+        smallest = torch.tensor(values, dtype=torch.int64)
+        with self._answered("all ranks"):
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._start)
+        return [int(value) for value in smallest]
+
+    # Tensors: `ifbbench.model.part.Links`.
+
+    def sum(self, partial: Tensor) -> Tensor:
+        if partial.numel():
+            with self._answered("the ranks of a layer"):
+                dist.all_reduce(partial, group=self._layer)
+        return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        if not part.numel():
+            return part.new_empty((len(part), part.shape[1] * self.tp_size))
+        parts = [torch.empty_like(part) for _ in range(self.tp_size)]
+        with self._answered("the ranks of a layer"):
+            dist.all_gather(parts, part.contiguous(), group=self._layer)
+        return torch.cat(parts, dim=1)
+
+    def send(self, hidden: Tensor) -> None:
+        self._send(hidden.contiguous(), self.rank + self.tp_size, self._stages)
+
+    def receive(self, hidden: Tensor) -> None:
+        source = self.rank - self.tp_size
+        with self._answered(f"rank {source}"):
+            dist.recv(hidden, source, group=self._stages)
+
+    def send_outputs(self, outputs: bytes) -> None:
+        if self.tp_rank == 0:
+            self._send_message(outputs, range(self._last_rank))
+
+    def receive_outputs(self) -> bytes:
+        return self.receive_message(self._last_rank)
+
+    # Messages.
+
+    def publish(self, message: bytes) -> None:
+        """Send `message` from rank 0 to all others, without waiting for them."""
+        self._send_message(message, range(1, self.world_size))
+
+    def answer(self, message: bytes) -> None:
+        """Send `message` to rank 0."""
+        self._send_message(message, [0])
+        self._wait_for_pending(0)
+
+    def receive_message(self, source: int) -> bytes:
+        """The next message from this rank."""
+        first = torch.empty(FIRST_PIECE, dtype=torch.uint8)
+        with self._answered(f"rank {source}"):
+            dist.recv(first, source, group=self._messages)
+            packed = first.numpy().tobytes()
+            length = int.from_bytes(packed[:LENGTH_BYTES], "little")
+            if length <= FIRST_PIECE - LENGTH_BYTES:
+                return packed[LENGTH_BYTES : LENGTH_BYTES + length]
+            rest = torch.empty(length - (FIRST_PIECE - LENGTH_BYTES), dtype=torch.uint8)
+            dist.recv(rest, source, group=self._messages)
+        return packed[LENGTH_BYTES:] + rest.numpy().tobytes()
+
+    @property
+    def _last_rank(self) -> int:
+        """The first rank of the last stage, which has the outputs."""
+        return self.world_size - self.tp_size
+
+    def _send_message(self, message: bytes, ranks: Sequence[int]) -> None:
+        packed = len(message).to_bytes(LENGTH_BYTES, "little") + message
+        pieces = [packed[:FIRST_PIECE].ljust(FIRST_PIECE, b"\0")]
+        if len(packed) > FIRST_PIECE:
+            pieces.append(packed[FIRST_PIECE:])
+        for piece in pieces:
+            tensor = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            for rank in ranks:
+                self._send(tensor, rank, self._messages)
+
+    def _send(self, tensor: Tensor, rank: int, group: Group) -> None:
+        """Send without waiting. The memory is kept until the tensor has been sent."""
+        with self._answered(f"rank {rank}"):
+            work = dist.isend(tensor, rank, group=group)
+        assert work is not None
+        self._pending.append((work, tensor))
+        self._wait_for_pending(MAX_PENDING * self.world_size)
+
+    def _wait_for_pending(self, allowed: int) -> None:
+        with self._answered("another rank"):
+            while len(self._pending) > allowed:
+                self._pending.popleft()[0].wait()
+
+    @contextmanager
+    def _answered(self, by: str) -> Iterator[None]:
+        """Convert the errors of torch.distributed. They name no rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            timed_out = any(text in str(error).lower() for text in TIMED_OUT_TEXTS)
+            what = f"no answer for {self.timeout_s:g} s (--rank_timeout)" if timed_out else "the connection is lost"
+            raise RankLost(f"rank {self.rank} waits for {by}: {what}") from error
+
+
+def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Group:
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+
+
+def _device(name: str, place: Place) -> torch.device:
+    count = torch.cuda.device_count() if name in ("auto", "cuda") else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    if place.local_rank >= count:
+        raise InputError(f"--device {name}: {place.local_size} ranks on this machine need as many GPUs, and PyTorch "
+                         f"finds {count}. Choose a smaller --tp_size or --pp_size, or --device cpu.")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+# All ranks of a launcher.
+
+
+def join(timeout_s: float) -> Place:
+    """Find the other ranks of the launcher, at the first call; returns the place of this process. InputError if there
+    is no launcher, or a rank is missing."""
+    place = place_in_environment()
+    if not dist.is_initialized():
+        if place is None:
+            raise InputError("a communicator needs several processes: start them with torchrun or mpirun, or let "
+                             "`ifbbench run` do so.")
+        if place.local_size == place.world_size and platform.system() == "Linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout_s = max(timeout_s, SHORTEST_RENDEZVOUS_S)
+        try:
+            dist.init_process_group("gloo", init_method=place.address(), rank=place.rank, world_size=place.world_size,
+                                    timeout=timedelta(seconds=timeout_s))  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"rank {place.rank} of {place.world_size}: the other ranks were not found within "
+                             f"{timeout_s:g} s at {place.address()}; check that all were started ({error}).") from error
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if place is None:  # initialised by the program
+        return Place(rank, size, rank, size)
+    return Place(rank, size, place.local_rank, place.local_size)
+
+
+@cache
+def communicator_for(tp_size: int, pp_size: int, device: str, timeout_s: float) -> Communicator:
+    """The communicator of these ranks, made at the first call."""
+    return Communicator(tp_size, pp_size, device=device, timeout_s=timeout_s)
+
+
+def communicator_of(config: RunConfig) -> Communicator:
+    """The communicator of a run with `config`."""
+    return communicator_for(config.tp_size, config.pp_size, config.device, config.rank_timeout)
+
+
+@cache
+def _world() -> Group:
+    return _new_group(range(dist.get_world_size()), "gloo", START_TIMEOUT_S)
+
+
+def share(content: Any) -> Any:
+    """The `content` of rank 0, on all ranks of the launcher. RankLost if one has ended."""
+    message = [pickle.dumps(content)]
+    try:
+        dist.broadcast_object_list(message, src=0, group=_world())
+    except RuntimeError as error:
+        raise RankLost("the connection to rank 0 is lost") from error
+    return pickle.loads(message[0])

@@ -1,0 +1,322 @@
+"""Runs in several processes, one a rank: starts them, waits for rank 0's result, and ends all when one has failed.
+
+Under torchrun or mpirun, which start the processes, each rank does the same without this parent.
+"""
+
+import atexit
+import ctypes
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.config import RunConfig
+from ifbbench.errors import IfbbenchError, InputError, RunFailed
+from ifbbench.execution.ranks import Place, cause_of, launched_place, num_ranks
+from ifbbench.model.config import check_ranks
+from ifbbench.model.named_models import load_model_config
+
+if TYPE_CHECKING:
+    from ifbbench.api.ranks import RankLoop
+    from ifbbench.execution.communicator import Communicator
+
+# After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
+REPORT_S, WRITE_S = 2.0, 20.0
+POLL_S = 0.2
+WRITING = "writing results"
+PR_SET_PDEATHSIG = 1
+START = "from ifbbench.replay.rank_processes import work; work()"
+_log = logging.getLogger("ifbbench")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What rank 0 does: `run(source, config, progress)`, with further arguments by name. run: a function of a module.
+    notes_directory: whether it takes `on_recording` and `on_recorded`."""
+
+    run: Callable[..., Any]
+    source: Any
+    config: RunConfig
+    notes_directory: bool
+
+
+# The process that starts the ranks.
+
+
+def run_in_ranks(
+    run: Callable[..., Any], source: Any, config: RunConfig, progress: Progress = NO_PROGRESS,
+    callbacks: Mapping[str, Callable[[Path], None] | None] | None = None,
+) -> Any:  # fmt: skip
+    """The result of `run(source, config, …)` in rank 0 of the processes that `config` needs. Its exception is raised
+    here; RunFailed names a rank that died, does not answer or failed otherwise. No process is left.
+
+    callbacks: on_recording and on_recorded, of functions that take them."""
+    check_ranks(load_model_config(config.model), config.tp_size, config.pp_size)
+    called: dict[str, Any] = {"stage": progress.stage, "update": progress.update, **(callbacks or {})}
+    with TemporaryDirectory(prefix="ifbbench-ranks-") as directory:
+        ranks = _Ranks(num_ranks(config), Path(directory) / "store", config, called)
+        try:
+            ranks.start(Job(run, source, config, callbacks is not None))
+            return ranks.result()
+        except KeyboardInterrupt:
+            raise ranks.interrupt() from None
+        finally:
+            ranks.kill()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A process of a rank. failure: what it reported, None if nothing. is_lost: the failure is that another rank does
+    not answer. has_ended: whether its connection is closed."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    failure: BaseException | None = None
+    is_lost: bool = False
+    has_ended: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.failure is not None or self.has_ended
+
+    def death(self) -> str:
+        """How the process ended."""
+        status = self.process.wait()
+        if status >= 0:
+            return f"ended with exit status {status}"
+        reason = ", perhaps for lack of memory" if -status == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-status).name}{reason}"
+
+
+class _Ranks:
+    """The processes. callbacks: of what rank 0 reports, by its name."""
+
+    def __init__(self, size: int, store: Path, config: RunConfig, callbacks: Mapping[str, Any]) -> None:
+        self._size, self._store, self._config, self._callbacks = size, store, config, callbacks
+        self._ranks: list[_Rank] = []
+        self._directory: Path | None = None
+        self._is_writing = False
+
+    def start(self, job: Job) -> None:
+        """Start all processes. Rank 0 does `job`."""
+        for number in range(self._size):
+            connection, theirs = Pipe()
+            # In a session of its own: Ctrl+C is for this process, which interrupts rank 0.
+            process = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())], pass_fds=[theirs.fileno()],
+                env=self._environment(number), stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            theirs.close()
+            self._ranks.append(_Rank(number, process, connection))
+            with suppress(BrokenPipeError):  # a process that has died; `result` notices it
+                connection.send(self._config if number else job)
+
+    def _environment(self, number: int) -> dict[str, str]:
+        environment = dict(os.environ) | Place(number, self._size, number, self._size).environment(self._store)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._size)))
+        return environment
+
+    def result(self) -> Any:
+        """Rank 0's result. Raises its exception, or that of another rank where that is the cause."""
+        first, clock, has_failed = self._ranks[0], WallClock(), False
+        while True:
+            for rank, what, content in self._messages(POLL_S):
+                if rank is first and what == "result":
+                    return content
+                rank.failure, rank.is_lost = content, what == "lost"
+            if not any(rank.is_done for rank in self._ranks):
+                continue
+            if not has_failed:
+                clock.restart()
+                has_failed = True
+            is_over = clock.now() >= (WRITE_S if self._is_writing and not first.is_done else REPORT_S)
+            if is_over or (first.failure and not first.is_lost) or all(rank.is_done for rank in self._ranks):
+                raise self._verdict()
+
+    def _messages(self, timeout_s: float) -> list[tuple[_Rank, str, Any]]:
+        """What ranks have sent within this time. Calls the callbacks."""
+        messages = []
+        waiting = {rank.connection: rank for rank in self._ranks if not rank.has_ended}
+        for connection in wait(list(waiting), timeout_s):
+            rank = waiting[connection]  # type: ignore[index]
+            try:
+                what, *content = rank.connection.recv()
+            except (EOFError, ConnectionError):
+                rank.has_ended = True
+                continue
+            if what == "on_recording":
+                self._directory = content[0]
+            self._is_writing |= (what, *content) == ("stage", WRITING)
+            if what not in self._callbacks:
+                messages.append((rank, what, content[0]))
+            elif (callback := self._callbacks[what]) is not None:
+                callback(*content)
+        return messages
+
+    def _verdict(self) -> BaseException:
+        """The error that explains the failures best."""
+        first = self._ranks[0].failure
+        outcome = getattr(first, "outcome", "")
+        if not outcome and self._directory is not None:
+            outcome = f"what was recorded is kept in {self._directory}"
+        # NCCL ends the processes that wait for one which hangs by SIGABRT.
+        hang = any(not rank.is_done for rank in self._ranks)
+        for rank in self._ranks:
+            if rank.has_ended and rank.failure is None and not (hang and rank.process.wait() == -signal.SIGABRT):
+                return RunFailed(f"the run ended early: rank {rank.number} {rank.death()}", outcome)
+        for rank in self._ranks:
+            if rank.failure is not None and not rank.is_lost:
+                if rank.number == 0 or isinstance(rank.failure, InputError):
+                    return rank.failure
+                return RunFailed(f"the run ended early: in rank {rank.number}, {rank.failure}", outcome)
+        for rank in self._ranks:
+            if not (rank.is_done or (rank.number == 0 and self._is_writing)):
+                limit = f"{self._config.rank_timeout:g} s, the limit of --rank_timeout"
+                return RunFailed(f"the run ended early: rank {rank.number} did not answer for {limit}", outcome)
+        return RunFailed(f"the run ended early: {first}", outcome)
+
+    def interrupt(self) -> KeyboardInterrupt:
+        """Interrupt rank 0, and wait until it has written what it has; returns its exception, with its notes."""
+        if not self._ranks:
+            return KeyboardInterrupt()
+        first, clock = self._ranks[0], WallClock()
+        first.process.send_signal(signal.SIGINT)
+        while not first.has_ended and (left_s := WRITE_S - clock.now()) > 0:
+            for rank, _, content in self._messages(left_s):
+                if rank is first and isinstance(content, KeyboardInterrupt):
+                    return content
+        return KeyboardInterrupt()
+
+    def kill(self) -> None:
+        """End all processes that have not ended."""
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+
+
+# The process of a rank.
+
+
+def work() -> None:
+    """Do the job of rank 0, or follow it as another rank. Ends when the parent does."""
+    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    if platform.system() == "Linux":  # a rank that hangs ends with its parent too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    try:
+        job = connection.recv()
+        threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+        if isinstance(job, RunConfig):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _log.setLevel(logging.CRITICAL)  # rank 0 logs the same
+            follow(job)
+        else:
+            connection.send(("result", _do(job, connection)))
+    except BaseException as error:
+        cause = cause_of(error)
+        with suppress(BrokenPipeError):
+            connection.send(("lost" if getattr(cause, "is_lost", False) else "failed", _sendable(error, cause)))
+    # Without the destructors of torch.distributed, which wait for other ranks.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _end_with_parent(connection: Connection) -> None:
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)
+
+
+def _do(job: Job, connection: Connection) -> Any:
+    def report(what: str) -> Callable[..., None]:
+        return lambda *content: connection.send((what, *content))
+
+    progress = cast(Progress, SimpleNamespace(stage=report("stage"), update=report("update")))
+    callbacks = {name: report(name) for name in ("on_recording", "on_recorded") if job.notes_directory}
+    return job.run(job.source, job.config, progress, owns_process=True, **callbacks)
+
+
+def _sendable(error: BaseException, cause: BaseException) -> BaseException:
+    """`error` as one of the classes that the parent knows: it does not import torch, which others may need."""
+    if isinstance(error, KeyboardInterrupt | RunFailed):
+        return error
+    if isinstance(error, InputError):
+        return InputError(str(error))
+    return IfbbenchError(str(cause) or repr(cause))
+
+
+# Every rank of a launcher, this module's or another.
+
+
+def starts_ranks(config: RunConfig) -> bool:
+    """Whether a run needs processes that no launcher has started. Other ranks than 0 of a launcher take part in its
+    runs, and end here (SystemExit)."""
+    place = launched_place(config)
+    if place is not None and place.rank:
+        follow(config)
+        raise SystemExit(0)
+    return place is None and num_ranks(config) > 1
+
+
+def lead(config: RunConfig, beam_width: int) -> "Communicator | None":
+    """The communicator of rank 0 for a run, for which the other ranks make their engines; None for a single process."""
+    if num_ranks(config) == 1:
+        return None
+    # Imported here because it imports torch.
+    from ifbbench.execution.communicator import communicator_of, join, share
+
+    join(config.rank_timeout)
+    if not _is_leading:
+        _is_leading.append(True)
+        atexit.register(share, None)
+    share((config, beam_width))
+    return communicator_of(config)
+
+
+_is_leading: list[bool] = []
+
+
+def loop_maker(engine: Engine) -> "Callable[..., RankLoop]":
+    """The class of the loop of an engine with a communicator."""
+    from ifbbench.api.ranks import RankLoop
+
+    assert engine.communicator is not None
+    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
+
+
+def follow(config: RunConfig) -> None:
+    """Take part in the runs of rank 0, until it ends. config: of the first."""
+    from ifbbench.execution.communicator import communicator_of, join, share
+
+    join(config.rank_timeout)
+    while (job := share(None)) is not None:
+        config, beam_width = job
+        communicator = communicator_of(config)
+        engine = build_engine(config, beam_width, owns_process=True, communicator=communicator)
+        try:
+            warm_up(engine)
+            loop_maker(engine)(engine.limits, engine.executor, engine.clock, next_change=lambda now_s: None,
+                               next_priority=lambda: None).follow()  # fmt: skip
+        finally:
+            engine.executor.close()
