@@ -9,6 +9,7 @@ import numpy as np
 from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
+from ifbbench.engine.drafts import DraftInputs, Drafts
 from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
@@ -60,6 +61,7 @@ class Batch(NamedTuple):
     padded: every prompt runs as long as the longest of the batch (static batching).
     copies: block copies to make before the batch runs, in this order.
     window_tables: block tables of the attention windows after the first, if layers differ in attention window.
+    drafts: draft tokens to verify; None if no request has any.
     """
 
     iteration: int
@@ -73,6 +75,7 @@ class Batch(NamedTuple):
     padded: bool = False
     copies: tuple[BlockCopy, ...] = ()
     window_tables: tuple[IntArray, ...] = ()
+    drafts: DraftInputs | None = None
 
     @property
     def num_context_tokens(self) -> int:
@@ -80,7 +83,8 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.num_context_tokens + len(self.slots) * self.beam_width
+        num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
+        return self.num_context_tokens + len(self.slots) * self.beam_width + num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,10 @@ class StepOutputs:
     context_logits: index of a context chunk -> [length, vocabulary], for requests that asked.
     generation_logits: index of an output -> [beams, vocabulary], the logits from which its token was chosen, for
         requests that asked. Of a last chunk: [1, vocabulary].
+    accepted: [outputs], how many of its draft tokens were accepted; None without drafts, and from executors without a
+        model. Where it is given, `tokens` and `log_probs` are [outputs, 1 + maximum of drafts], of which the first
+        1 + accepted of each row are valid, and generation logits [1 + accepted, vocabulary].
+    draft_s: seconds of the device that the draft model took.
     """
 
     tokens: IntArray | None = None
@@ -112,6 +120,8 @@ class StepOutputs:
     log_probs: FloatArray | None = None
     context_logits: dict[int, FloatArray] = field(default_factory=dict)
     generation_logits: dict[int, FloatArray] = field(default_factory=dict)
+    accepted: IntArray | None = None
+    draft_s: float = 0.0
 
 
 NO_OUTPUTS = StepOutputs()
@@ -159,11 +169,14 @@ class WarmingExecutor(Protocol):
 class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 
-    def __init__(self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache) -> None:
+    def __init__(
+        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, drafts: Drafts
+    ) -> None:
         self._separate_passes = batching_type is BatchingType.INFLIGHT
         self._padded = batching_type is BatchingType.V1
         self._active = active
         self._kv_cache = kv_cache
+        self._drafts = drafts
 
     def build(
         self, iteration: int, context: list[Request], rows: Rows, idle: Rows = NO_ROWS, now_s: float = 0.0
@@ -177,9 +190,14 @@ class BatchBuilder:
             if request.is_first_chunk:
                 reused = self._kv_cache.add_request(request, now_s)
                 request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
+                if request.num_draft_tokens:
+                    self._kv_cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
         chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in context])
         positions = self._kv_cache.registered[rows]
         self._kv_cache.add_tokens(rows)
+        drafts = None
+        if self._active.table.max_draft_tokens:
+            drafts = self._drafts.take([chunk.request for chunk in chunks if chunk.is_last], rows)
         if not chunks and not len(rows):
             return ()
         if len(idle):
@@ -189,15 +207,17 @@ class BatchBuilder:
             positions -= bubble
         copies = self._kv_cache.take_copies()
         if chunks and len(rows) and self._separate_passes:
+            num_last_chunks = sum(chunk.is_last for chunk in chunks)
+            of_context, of_generation = (None, None) if drafts is None else drafts.split(num_last_chunks)
             return (
-                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies),
-                self._pass(iteration, (), rows, positions),
+                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies, of_context),
+                self._pass(iteration, (), rows, positions, drafts=of_generation),
             )
-        return (self._pass(iteration, chunks, rows, positions, copies),)
+        return (self._pass(iteration, chunks, rows, positions, copies, drafts),)
 
     def _pass(
         self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows,
-        copies: tuple[BlockCopy, ...] = (),
+        copies: tuple[BlockCopy, ...] = (), drafts: DraftInputs | None = None,
     ) -> Batch:  # fmt: skip
         cache = self._kv_cache
         slots, positions32, tables = rows.astype(np.int32), positions.astype(np.int32), cache.block_tables
@@ -212,7 +232,7 @@ class BatchBuilder:
             )
         return Batch(
             iteration, chunks, slots, positions32, tables, width, beams, num_candidates, self._padded, copies,
-            cache.window_tables,
+            cache.window_tables, drafts,
         )  # fmt: skip
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:

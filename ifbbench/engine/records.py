@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import Int64Array
+from ifbbench.engine.active import Int64Array, IntArray
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -77,6 +77,35 @@ class CacheState(NamedTuple):
 
 
 @dataclass(slots=True)
+class DraftCounts:
+    """The draft tokens of one iteration.
+
+    drafted: tokens verified. accepted: those that became output. requests: with drafts. by_generation: accepted ones of
+    generation requests. extra: by row, each request that got several tokens and how many beyond one. draft_s: device time
+    of the draft model, in seconds.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    requests: int = 0
+    extra: list[tuple[Request, int]] = field(default_factory=list)
+    draft_s: float = 0.0
+
+    def add(self, drafted: IntArray, accepted: Int64Array, requests: list[Request], draft_s: float) -> None:
+        """Take in one pass. drafted, accepted: [requests]."""
+        self.drafted += int(drafted.sum())
+        self.accepted += int(accepted.sum())
+        self.requests += int(np.count_nonzero(drafted))
+        self.draft_s += draft_s
+        self.extra += [(requests[place], int(accepted[place])) for place in np.flatnonzero(accepted).tolist()]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a step with drafts yields on average."""
+        return (self.accepted + self.requests) / self.requests if self.requests else 0.0
+
+
+@dataclass(slots=True)
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
@@ -92,6 +121,7 @@ class IterationRecord:
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
         chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
     queued: requests that have arrived and are not active.
+    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens.
     """
 
     iteration: int
@@ -117,6 +147,7 @@ class IterationRecord:
     context_end_s: float | None = None
     end_s: float = 0.0
     finished: list[Request] = field(default_factory=list)
+    drafts: DraftCounts | None = None
 
     @property
     def budget_used(self) -> int:

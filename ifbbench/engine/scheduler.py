@@ -79,7 +79,9 @@ class Scheduler:
         self.tune_limits: Callable[[ActiveRequests], None] | None = None
         if config.has_dynamic_limits:
             self.tune_limits = DynamicLimits(config, self._micro_batch).update
-        self._may_repeat = is_steady and not (config.reuse.enabled or self.is_static or self.tune_limits)
+        self._may_repeat = is_steady and not (
+            config.reuse.enabled or self.is_static or self.tune_limits or config.drafts.max_len
+        )
         # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
 

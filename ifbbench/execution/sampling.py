@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, uniform_numbers
 from ifbbench.execution.packing import Int64Array, PackedBatch
 from ifbbench.model.tensors import to_device, to_device_together
 
@@ -129,24 +129,6 @@ def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     kept = ((before < top_p) | (top_p >= 1.0)).sum(dim=-1, keepdim=True).clamp(min=1)
     least = ordered.gather(1, torch.minimum(kept, limits) - 1)
     return logits.masked_fill(logits < least, -torch.inf)
-
-
-def uniform_numbers(seeds: NDArray[np.uint64], counters: Int64Array) -> FloatArray:
-    """One number in [0, 1) for each (seed, counter), [rows]; equal pairs give equal numbers.
-
-    Number `counter` of a SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) that starts at the mixed seed; 53
-    bits are kept.
-    """
-    gamma = np.uint64(0x9E37_79B9_7F4A_7C15)
-    state = _mix(seeds + gamma) + (counters.astype(np.uint64) + np.uint64(1)) * gamma
-    numbers: FloatArray = np.ldexp((_mix(state) >> np.uint64(11)).astype(np.float64), -53)
-    return numbers
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return values ^ (values >> np.uint64(31))
 
 
 class RepetitionPenalty:
