@@ -50,12 +50,13 @@ class DraftInputs:
     tokens: IntArray
     logits: dict[int, FloatArray] = field(default_factory=dict)
 
-    def split(self, first: int) -> tuple["DraftInputs", "DraftInputs"]:
-        """Those of the first `first` outputs, and of the others. The others are generation requests, without logits."""
+    def split(self, first: int) -> tuple["DraftInputs | None", "DraftInputs | None"]:
+        """Those of the first `first` outputs, and of the others (generation requests, without logits); None without any
+        drafts."""
         border = int(self.counts[:first].sum())
         return (
-            DraftInputs(self.counts[:first], self.tokens[:border], self.logits),
-            DraftInputs(self.counts[first:], self.tokens[border:]),
+            DraftInputs(self.counts[:first], self.tokens[:border], self.logits) if border else None,
+            DraftInputs(self.counts[first:], self.tokens[border:]) if border < len(self.tokens) else None,
         )
 
 

@@ -18,7 +18,9 @@ from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory
-from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack
+from ifbbench.execution.draft_model import DraftModel
+from ifbbench.execution.drafted_batches import AcceptDrafts, DraftedBatches, PreparedDrafts
+from ifbbench.execution.packing import ContextRows, Int64Array, ModelPass, PackedBatch, beam_inputs, pack
 from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, RepetitionPenalty, Sampler, best_candidates
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.llama import ForwardInputs, LlamaModel
@@ -37,11 +39,11 @@ class ModelExecutor:
 
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
-        *, kv_cache_dtype: torch.dtype | None = None,
+        *, kv_cache_dtype: torch.dtype | None = None, draft_model: LlamaModel | None = None,
     ) -> None:
         """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
-        None. kv_cache_dtype: of keys and values; the model's data type if None. ValueError if `layout` does not fit
-        the model."""
+        None. kv_cache_dtype: of keys and values; the model's data type if None. draft_model: proposes draft tokens.
+        ValueError if `layout` does not fit the model."""
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
@@ -58,6 +60,11 @@ class ModelExecutor:
         else:
             self._sampler = Sampler(num_slots)
             self._optional = OptionalOutputs(num_slots)
+        proposer = None
+        if draft_model is not None:
+            with torch.inference_mode():
+                proposer = DraftModel(draft_model, layout, num_slots, self._sampler, kv_cache_dtype)
+        self._drafted = DraftedBatches(self._sampler, self._optional, self._choose, self._newest, proposer)
         # One call for each batch in flight, which waits for its outputs and returns them.
         self._in_flight: deque[Callable[[], StepOutputs]] = deque()
 
@@ -111,7 +118,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Free the KV cache. The executor cannot be used afterwards."""
         self._in_flight.clear()
-        del self._cache, self._penalty, self._graphs
+        del self._cache, self._penalty, self._graphs, self._drafted
 
     def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
         # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
@@ -127,6 +134,7 @@ class ModelExecutor:
     # Preparation: reads requests and block tables, and depends on no earlier batch.
 
     def _prepare(self, batch: Batch) -> "PreparedBatch":
+        batch = self._drafted.with_drafts(batch)
         packed = pack(batch, self._cache.max_beams(batch))
         context_rows = ContextRows.of(batch, packed)
         return PreparedBatch(
@@ -140,6 +148,7 @@ class ModelExecutor:
             context_rows=context_rows,
             moves=self._cache.plan_moves(batch, packed),
             forward=self._pass(batch, packed, context_rows),
+            drafts=None if batch.drafts is None else self._drafted.prepare(batch, packed),
         )
 
     def _pass(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> ModelPass:
@@ -165,6 +174,8 @@ class ModelExecutor:
             self._penalty.assign(owner.slot, owner.sampling.repetition_penalty, owner.prompt)
             self._optional.assign(owner.slot, owner.options)
         self._cache.move_before(batch.moves)
+        if batch.drafts is not None:
+            return OutputsInFlight(self._model.device, **self._drafted.run(batch.drafts, batch)).wait
         logits = batch.forward(self._generation_tokens(batch))
         copy_rows(batch.moves.after)
         return self._outputs(batch, logits).wait
@@ -184,16 +195,20 @@ class ModelExecutor:
             scores = to_device(batch.beams.scores.copy(), device)
             candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
             return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates)
-        tokens = self._choose(logits, packed)
+        tokens = self._choose(logits, packed.output_slots, packed.output_positions)
+        self._newest.index_copy_(0, self._on_device(packed.output_slots), tokens)
         log_probs = self._optional.log_probs(logits, tokens, packed)
         return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs)
 
-    def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
-        """The new tokens, int64 [outputs], which become the newest of their slots."""
-        slots = packed.output_slots
-        tokens = self._sampler.choose(self._penalty.apply(logits, slots), slots, packed.output_positions)
+    def _choose(
+        self, logits: Tensor, slots: Int64Array, positions: Int64Array, accept: AcceptDrafts | None = None
+    ) -> Tensor:
+        """The next tokens of the requests in `slots`, int64 [rows]. accept: may put accepted drafts in their places."""
+        logits = self._penalty.apply(logits, slots)
+        tokens = self._sampler.choose(logits, slots, positions)
+        if accept is not None:
+            accept(logits, tokens)
         self._penalty.note(tokens, slots)
-        self._newest.index_copy_(0, self._on_device(slots), tokens)
         return tokens
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
@@ -227,7 +242,8 @@ class PreparedBatch:
     """A batch with its tensors on the device and copies of all that it reads of requests and block tables.
 
     owners: of the slots of its chunks. slots: int64 [generation requests]. beams: None if the beam width is 1.
-    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits.
+    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits. drafts: None
+    if there are none to verify.
     """
 
     iteration: int
@@ -240,6 +256,7 @@ class PreparedBatch:
     context_rows: ContextRows | None
     moves: CacheMoves
     forward: ModelPass
+    drafts: PreparedDrafts | None = None
 
 
 class OutputsInFlight:
@@ -251,9 +268,10 @@ class OutputsInFlight:
     def __init__(
         self, device: torch.device, context_logits: dict[int, Tensor], generation_logits: dict[int, Tensor],
         tokens: Tensor | None = None, log_probs: Tensor | None = None,
-        candidates: tuple[Tensor, Tensor, Tensor] | None = None,
+        candidates: tuple[Tensor, Tensor, Tensor] | None = None, accepted: IntArray | None = None, draft_s: float = 0.0,
     ) -> None:
         """The fields of `StepOutputs` as tensors on `device`. candidates: tokens, beams and scores."""
+        self._accepted, self._draft_s = accepted, draft_s
         self._context_logits = {index: _to_host(part, torch.float32) for index, part in context_logits.items()}
         self._generation_logits = {index: _to_host(part, torch.float32) for index, part in generation_logits.items()}
         self._tokens = None if tokens is None else _to_host(tokens, torch.int32)
@@ -278,6 +296,8 @@ class OutputsInFlight:
             log_probs=None if self._log_probs is None else self._log_probs.numpy(),
             context_logits={index: part.numpy().copy() for index, part in self._context_logits.items()},
             generation_logits={index: part.numpy().copy() for index, part in self._generation_logits.items()},
+            accepted=self._accepted,
+            draft_s=self._draft_s,
         )
 
 

@@ -64,6 +64,21 @@ class Sampler:
         return greedy
 
     def _sample(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
+        # Cumulated in the order of token ids: in the order of probability, rounding may swap neighbours.
+        cumulative = self.probabilities(logits, slots).cumsum(dim=-1)
+        targets = to_device(self.uniforms(slots, positions), logits.device).unsqueeze(1) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+    def is_sampled(self, slots: Int64Array) -> NDArray[np.bool_]:
+        """Which of the requests in `slots` take tokens at random."""
+        is_sampled: NDArray[np.bool_] = self._temperatures[slots] > 0
+        return is_sampled
+
+    def probabilities(self, logits: Tensor, slots: Int64Array) -> Tensor:
+        """The distribution, float64 [rows, vocabulary], from which requests that sample take their tokens.
+
+        logits: [rows, vocabulary]. slots: [rows], the slot of each row."""
+
         def column(values: FloatArray | Int64Array) -> Tensor:
             return to_device(values, logits.device).unsqueeze(1)
 
@@ -74,13 +89,11 @@ class Sampler:
         top_k, top_p = self._top_k[slots], self._top_p[slots]
         if top_k.any() or (top_p < 1.0).any():
             logits = keep_most_likely(logits, column(top_k), column(top_p))
-        # Cumulated in the order of token ids: in the order of probability, rounding may swap neighbours.
-        cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        targets = column(self._uniforms(slots, positions)) * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+        return logits.softmax(dim=-1, dtype=torch.float64)
 
-    def _uniforms(self, slots: Int64Array, positions: Int64Array) -> FloatArray:
-        return uniform_numbers(self._seeds[slots], positions - self._prompt_lengths[slots])
+    def uniforms(self, slots: Int64Array, positions: Int64Array, stream: int = 0) -> FloatArray:
+        """One number in [0, 1) for each row. Those of another `stream` are independent."""
+        return uniform_numbers(self._seeds[slots] ^ np.uint64(stream), positions - self._prompt_lengths[slots])
 
 
 class KernelSampler(Sampler):
@@ -100,7 +113,7 @@ class KernelSampler(Sampler):
         temperatures = np.where(temperatures > 0, np.maximum(temperatures, TINY_TEMPERATURE), 0.0)
         narrow = temperatures.astype(np.float32), self._top_p[slots].astype(np.float32)
         # Sent as int32: one element for a number of four bytes, two for eight.
-        columns = [values.view(np.int32) for values in (self._uniforms(slots, positions), *narrow)]
+        columns = [values.view(np.int32) for values in (self.uniforms(slots, positions), *narrow)]
         uniform, temperature, top_p, top_k = to_device_together([*columns, self._top_k[slots]], logits.device)
         return self._choose_tokens(logits, temperature.view(torch.float32), top_k, top_p.view(torch.float32),
                                    uniform.view(torch.float64))  # fmt: skip
