@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.api.draft_settings import load_draft_config
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
@@ -95,8 +96,11 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
         threads = resolved.cpu_threads
         threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
-    build.check_weights_fit(resolved, Shard.of_config(model, resolved).parameter_bytes, device)
+    draft = load_draft_config(resolved, model)
+    weight_bytes = sum(Shard.of_config(one, resolved).parameter_bytes for one in (model, draft) if one is not None)
+    build.check_weights_fit(resolved, weight_bytes, device)
     loaded = build.load_model(resolved)
+    draft_model = None if draft is None else build.load_model(resolved.with_values(model=resolved.draft_model))
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device))
@@ -106,7 +110,8 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
         steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
     executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
-                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps)  # fmt: skip
+                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps,
+                                   draft_model=draft_model)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
     return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
@@ -131,8 +136,11 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
-        cost_model = CostModel(shard, hardware)
-        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
+        draft = load_draft_config(resolved, model)
+        # Whole on each pipeline stage's devices, because it is small.
+        draft_shard = draft and Shard.of_config(draft, resolved.with_values(pp_size=1))
+        executor = SimulatedExecutor(CostModel(shard, hardware), clock, windows_of_layers(layout, model),
+                                     draft_shard and CostModel(draft_shard, hardware))  # fmt: skip
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 

@@ -80,9 +80,8 @@ class CacheState(NamedTuple):
 class DraftCounts:
     """The draft tokens of one iteration.
 
-    drafted: tokens verified. accepted: those that became output. requests: with drafts. by_generation: accepted ones of
-    generation requests. extra: by row, each request that got several tokens and how many beyond one. draft_s: device time
-    of the draft model, in seconds.
+    drafted: tokens verified. accepted: those that became output. requests: with drafts. extra: each request that got
+    several tokens, and how many beyond one. draft_s: device time of the draft model, in seconds.
     """
 
     drafted: int = 0
@@ -97,7 +96,15 @@ class DraftCounts:
         self.accepted += int(accepted.sum())
         self.requests += int(np.count_nonzero(drafted))
         self.draft_s += draft_s
-        self.extra += [(requests[place], int(accepted[place])) for place in np.flatnonzero(accepted).tolist()]
+        for request, count, taken in zip(requests, drafted.tolist(), accepted.tolist(), strict=True):
+            request.num_drafted += count
+            request.accepted_drafts += taken
+            if taken:
+                self.extra.append((request, taken))
+
+    def extra_of(self, request: Request) -> int:
+        """How many tokens beyond one `request` got."""
+        return next((more for one, more in self.extra if one is request), 0)
 
     @property
     def acceptance_length(self) -> float:

@@ -62,7 +62,7 @@ class Request:
     """
 
     __slots__ = (
-        "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens", "num_draft_tokens",
+        "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens", "num_draft_tokens", "num_drafted",
         "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
         "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "retention",
         "reuse", "reused_tokens", "sampling", "search", "slot", "state", "stop", "table",
@@ -97,6 +97,8 @@ class Request:
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
         self.pauses = self.recomputed_tokens = self.cached_before_pause = self.reused_tokens = 0
+        # Draft tokens verified so far, and those that became output.
+        self.num_drafted = self.accepted_drafts = 0
         self.order: tuple[float, int] = (-priority, 0)
         self.slot = -1
         self.table: RequestTable | None = None

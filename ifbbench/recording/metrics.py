@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,43 @@ def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats)
     counts, times = np.bincount(numbers, minlength=len(limits)), np.bincount(numbers, seconds, minlength=len(limits))
     shares = {"bound_by": counts / (counts.sum() or 1), "bound_by_time": times / (times.sum() or 1.0)}
     return {title: dict(zip(limits, of_each.tolist(), strict=True)) for title, of_each in shares.items()}
+
+
+class HeadOfLine:
+    """Which limit held the head of the line, the first request that was left out, over time.
+
+    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
+    to hold the head, and the seconds that it had held it before.
+    """
+
+    def __init__(self) -> None:
+        self.limit: str | None = None
+        self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
+
+    def change(self, limit: str, start_s: float) -> None:
+        """`limit`, another one than so far, holds the head from `start_s` on."""
+        if self.limit is not None:
+            self._held[self.limit][1][-1] = start_s
+        begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
+        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
+        begins.append(start_s)
+        ends.append(float("inf"))
+        self.limit = limit
+
+    def split(self, begin_s: float, end_s: float) -> dict[str, float]:
+        """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
+        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
+            return {self.limit: end_s - begin_s}
+        parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
+        largest = max(parts, key=parts.__getitem__)
+        parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
+        return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
+
+    def _seconds(self, limit: str, until_s: float) -> float:
+        """How long `limit` held the head before `until_s`."""
+        begins, ends, before = self._held[limit]
+        index = bisect_right(begins, until_s) - 1
+        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
 
 
 def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:

@@ -1,8 +1,7 @@
 """Request timelines: the spans of waiting and running of each active request, made from iterations: only the requests
 that change what they do cost time in one."""
 
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +12,9 @@ from msgspec import UNSET
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
+from ifbbench.recording.drafted_spans import steps_of, stretches_of
 from ifbbench.recording.lines import SpanLine, encode
+from ifbbench.recording.metrics import HeadOfLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
@@ -40,7 +41,8 @@ class Span:
     """Consecutive iterations, from `first` on, in which one request does one thing.
 
     cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
-    phases, 1 once they have yielded an output token that was not there before.
+    phases, 1 (with draft tokens, or more) once they have yielded output tokens that were not there before. extra: of
+    generation with draft tokens: iterations that yielded several tokens, and how many beyond one.
     """
 
     phase: Phase
@@ -49,6 +51,13 @@ class Span:
     first_output: int = 0
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
+    extra: list[tuple[int, int]] | None = None
+
+
+def tokens_of(span: Span, last: int) -> int:
+    """Output tokens of a generation span up to iteration `last`."""
+    tokens = last - span.first + 1
+    return tokens if span.extra is None else tokens + sum(more for _, more in span.extra)
 
 
 @cache
@@ -61,43 +70,6 @@ def limit_waited_for(part: str) -> str | None:
         if part.startswith(prefix):
             return part.removeprefix(prefix)
     return None
-
-
-class HeadOfLine:
-    """Which limit held the head of the line, the first request that was left out, over time.
-
-    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
-    to hold the head, and the seconds that it had held it before.
-    """
-
-    def __init__(self) -> None:
-        self.limit: str | None = None
-        self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
-
-    def change(self, limit: str, start_s: float) -> None:
-        """`limit`, another one than so far, holds the head from `start_s` on."""
-        if self.limit is not None:
-            self._held[self.limit][1][-1] = start_s
-        begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
-        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
-        begins.append(start_s)
-        ends.append(float("inf"))
-        self.limit = limit
-
-    def split(self, begin_s: float, end_s: float) -> dict[str, float]:
-        """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
-        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
-            return {self.limit: end_s - begin_s}
-        parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
-        largest = max(parts, key=parts.__getitem__)
-        parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
-        return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
-
-    def _seconds(self, limit: str, until_s: float) -> float:
-        """How long `limit` held the head before `until_s`."""
-        begins, ends, before = self._held[limit]
-        index = bisect_right(begins, until_s) - 1
-        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
 
 
 class RequestTimeline:
@@ -136,7 +108,10 @@ class RequestTimeline:
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
         if span.phase is Phase.GENERATION and produced:
-            self.token_iterations.append((last - produced + 1, last))
+            if span.extra is None:
+                self.token_iterations.append((last - produced + 1, last))
+            else:
+                self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
             self.produced += produced
         name = f"{WAITING_FOR}{span.cause}" if span.phase is Phase.WAITING else span.phase.value
         self.closed.append((name, span.first))
@@ -151,12 +126,19 @@ class RequestTimeline:
         return (self._line(span, last, self._produced_in(span, last)),)
 
     def prompt_complete(self, iteration: int) -> None:
-        """The last context chunk yielded a token in `iteration`."""
+        """The last context chunk yielded a token in `iteration`, or with draft tokens several."""
         assert self.open is not None
-        if self.request.num_outputs > self.produced:
-            self.open.produced = 1
-            self.token_iterations.append((iteration, iteration))
-            self.produced += 1
+        new = self.request.num_outputs - self.produced
+        if new > 0:
+            self.open.produced = new
+            self.token_iterations += [(iteration, iteration)] * new
+            self.produced += new
+
+    def add_extra(self, iteration: int, count: int) -> None:
+        """Generation yielded `count` tokens beyond one in `iteration`: draft tokens that were accepted."""
+        if self.open is not None and self.open.phase is Phase.GENERATION:
+            self.open.extra = self.open.extra or []
+            self.open.extra.append((iteration, count))
 
     def attribution(self, starts: Sequence[float], end_s: float, head: HeadOfLine) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
@@ -185,14 +167,16 @@ class RequestTimeline:
         if span.phase is not Phase.GENERATION:
             return span.produced
         again = max(0, self.produced - span.first_output)
-        return max(0, last - span.first + 1 - again)
+        return max(0, tokens_of(span, last) - again)
 
     def _line(self, span: Span, last: int, produced: int) -> bytes:
         line = SpanLine(
             self.request.request_id, span.phase.value, span.first, last, 0, span.cause, UNSET, UNSET, UNSET
         )
         if span.phase is Phase.GENERATION:
-            line.tokens, line.first_output, line.produced = last - span.first + 1, span.first_output, produced
+            line.tokens, line.first_output, line.produced = tokens_of(span, last), span.first_output, produced
+            if span.extra is not None:
+                line.chunks = steps_of(span.first, last, span.extra)
         elif span.chunks:
             line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
         return encode(line)
@@ -231,6 +215,9 @@ class SpanTracker:
             self._pause(record)
         if record.held or self._held:
             self._hold(record)
+        if record.drafts is not None:
+            for request, extra in record.drafts.extra:
+                self._timelines[request.request_id].add_extra(record.iteration, extra)
         if record.context or self._partial:
             self._run_context(record)
         if record.blocked or self._blocked:
@@ -293,7 +280,8 @@ class SpanTracker:
         for request_id, timeline in self._held.items():
             if request_id not in held:
                 # The span's first step is part of this iteration, so that its token is counted already.
-                first_output = timeline.request.num_outputs - 1
+                extra = 0 if record.drafts is None else record.drafts.extra_of(timeline.request)
+                first_output = timeline.request.num_outputs - 1 - extra
                 self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
         for request_id, timeline in held.items():
             if request_id not in self._held:

@@ -14,7 +14,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
-from ifbbench.simulation.step_work import StepWork, StepWorks
+from ifbbench.simulation.step_work import StepWork, StepWorks, draft_passes
 
 NANOSECONDS = 1e9
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
@@ -273,15 +273,18 @@ class SimulatedExecutor:
     """
 
     def __init__(
-        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),)
-    ) -> None:
-        """windows: see `StepWork.of_windows`."""
+        self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
+        draft_model: CostModel | None = None,
+    ) -> None:  # fmt: skip
+        """windows: see `StepWork.of_windows`. draft_model: proposes the draft tokens before each batch."""
         self.cost_model = cost_model
         self._stages = cost_model.shard.pp_size
         self.windows = tuple(windows)
         self._clock = clock
         self._device_free_ns = 0
-        self._finish_ns: deque[int] = deque()
+        self._draft_model = draft_model
+        # Of each batch in flight, its end and the time of the draft model in it.
+        self._in_flight: deque[tuple[int, int]] = deque()
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
@@ -291,8 +294,11 @@ class SimulatedExecutor:
         if self._stages > 1:
             work = work.part(min(self._stages, requests))
         start_ns = max(self._clock.now_ns, self._device_free_ns)
-        self._device_free_ns = start_ns + self.cost_model.device_ns(work)
-        self._finish_ns.append(self._device_free_ns)
+        draft_ns = 0
+        if self._draft_model is not None:
+            draft_ns = sum(map(self._draft_model.device_ns, draft_passes(batch)))
+        self._device_free_ns = start_ns + draft_ns + self.cost_model.device_ns(work)
+        self._in_flight.append((self._device_free_ns, draft_ns))
 
     def generation_times(self, positions: Int64Array, steps: int) -> tuple[int, Int64Array]:
         """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
@@ -310,8 +316,9 @@ class SimulatedExecutor:
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
-        self._clock.wait_until_ns(self._finish_ns.popleft())
-        return NO_OUTPUTS
+        end_ns, draft_ns = self._in_flight.popleft()
+        self._clock.wait_until_ns(end_ns)
+        return StepOutputs(draft_s=draft_ns / NANOSECONDS) if draft_ns else NO_OUTPUTS
 
     def close(self) -> None:
         """There is nothing to release."""
