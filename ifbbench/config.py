@@ -346,6 +346,11 @@ class RunConfig:
         return self.device.removeprefix(SIMULATED) if self.device.startswith(SIMULATED) else None
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether any setting asks for draft tokens."""
+        return any((self.draft_model, self.draft_ngram, self.draft_len, self.acceptance_rate))
+
+    @property
     def keeps_arrivals(self) -> bool:
         """Whether requests arrive at times of their own, with --concurrency too, and not when a response makes room."""
         rates = (self.request_rate, self.rate_schedule, self.arrival)

@@ -4,7 +4,7 @@ import logging
 
 from ifbbench.config import RunConfig
 from ifbbench.engine.config import BatchingType
-from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
+from ifbbench.engine.drafts import DraftSettings
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
@@ -60,27 +60,23 @@ def parse_acceptance(text: str) -> tuple[float, ...]:
 
 def draft_settings(config: RunConfig, layout: CacheLayout) -> DraftSettings:
     """The engine's settings of a resolved `config`. InputError if draft tokens cannot be removed from the cache."""
-    if config.draft_len is None:
-        return NO_DRAFTS
     if any(window.attention_window.wraps for window in layout.windows):
         raise InputError("--draft_len: draft tokens that are rejected cannot be removed from an attention window whose "
                          "blocks are overwritten; add --window_mode linear, or raise --max_attention_window.")
     rates = (0.0,) if config.acceptance_rate is None else parse_acceptance(config.acceptance_rate)
     # Without token ids there is nothing to look up.
     max_ngram = 0 if config.makes_no_tokens else config.draft_ngram or 0
-    return DraftSettings(config.draft_len, max_ngram, rates, config.seed)
+    return DraftSettings(config.draft_len or 0, max_ngram, rates, config.seed)
 
 
-def load_draft_config(config: RunConfig, model: ModelConfig) -> ModelConfig | None:
-    """The shape of `--draft_model`, None without one. InputError unless it can propose tokens for `model`.
+def load_draft_config(config: RunConfig, model: ModelConfig) -> ModelConfig:
+    """The shape of `--draft_model`. InputError unless it can propose tokens for `model`.
 
     config: with resolved limits."""
-    if config.draft_model is None:
-        return None
     if "," in (config.max_attention_window or ""):
         raise InputError("--draft_model: works with one attention window for all layers; leave it out, or give one "
                          "number to --max_attention_window.")
-    draft = load_model_config(config.draft_model)
+    draft = load_model_config(config.draft_model or "")
     if draft.vocab_size != model.vocab_size:
         raise InputError(f"--draft_model: {config.draft_model} has a vocabulary of {draft.vocab_size} tokens and "
                          f"{config.model} one of {model.vocab_size}; choose a model of the same family.")

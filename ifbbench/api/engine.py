@@ -96,7 +96,7 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
         threads = resolved.cpu_threads
         threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
-    draft = load_draft_config(resolved, model)
+    draft = None if resolved.draft_model is None else load_draft_config(resolved, model)
     weight_bytes = sum(Shard.of_config(one, resolved).parameter_bytes for one in (model, draft) if one is not None)
     build.check_weights_fit(resolved, weight_bytes, device)
     loaded = build.load_model(resolved)
@@ -136,11 +136,13 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
-        draft = load_draft_config(resolved, model)
-        # Whole on each pipeline stage's devices, because it is small.
-        draft_shard = draft and Shard.of_config(draft, resolved.with_values(pp_size=1))
-        executor = SimulatedExecutor(CostModel(shard, hardware), clock, windows_of_layers(layout, model),
-                                     draft_shard and CostModel(draft_shard, hardware))  # fmt: skip
+        draft_cost = None
+        if resolved.draft_model is not None:  # whole on the devices of each pipeline stage, because it is small
+            draft = load_draft_config(resolved, model)
+            draft_cost = CostModel(Shard.of_config(draft, resolved.with_values(pp_size=1)), hardware)
+        executor = SimulatedExecutor(
+            CostModel(shard, hardware), clock, windows_of_layers(layout, model), draft_cost
+        )
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 

@@ -6,6 +6,7 @@ import re
 from ifbbench.api.draft_settings import as_drafts_need, draft_settings, load_draft_config
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.config import V1_POLICY, BatchingConfig, BatchingType
+from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
@@ -26,7 +27,9 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    config = as_drafts_need(_as_batching_type_needs(config))
+    config = _as_batching_type_needs(config)
+    if config.has_drafts:
+        config = as_drafts_need(config)
     find_policy(config.policy)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(
@@ -176,7 +179,7 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         tunes_batch_size=config.enable_batch_size_tuning,
         tunes_num_tokens=config.enable_max_num_tokens_tuning,
         tuning_window=config.dynamic_batch_moving_average_window,
-        drafts=draft_settings(config, layout),
+        drafts=draft_settings(config, layout) if config.draft_len else NO_DRAFTS,
     )
 
 
@@ -200,9 +203,8 @@ def cache_layout(config: RunConfig, model: ModelConfig, memory_bytes: int | None
     size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache
     per_layer = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
     bytes_per_token = {window: float(len(members) * per_layer) for window, members in layers.items()}
-    if (draft := load_draft_config(config, model)) is not None:
-        # Each block has room for the keys and values of both models.
-        more = draft.kv_bytes_per_token(kv_value_bytes(config))
+    if config.draft_model is not None:  # each block has room for the keys and values of both models
+        more = load_draft_config(config, model).kv_bytes_per_token(kv_value_bytes(config))
         bytes_per_token = {window: value + more for window, value in bytes_per_token.items()}
     host = blocks_of_memory(0, bytes_per_token, size, host_bytes=config.kv_host_cache_bytes)
     available = None if memory_bytes is None else blocks_of_memory(memory_bytes, bytes_per_token, size)

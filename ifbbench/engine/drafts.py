@@ -60,27 +60,25 @@ class DraftInputs:
         )
 
 
+@dataclass(slots=True)
 class Drafts:
     """Proposes draft tokens, takes their places in the KV cache, and returns those of rejected ones."""
 
-    def __init__(self, settings: DraftSettings, active: ActiveRequests, kv_cache: KvCache) -> None:
-        self._settings = settings
-        self._active = active
-        self._kv_cache = kv_cache
-        self._acceptance = np.array([settings.acceptance[min(place, len(settings.acceptance) - 1)]
-                                     for place in range(settings.max_len)])  # fmt: skip
-        # Proposed ids of generation requests, by row.
-        self._tokens: dict[int, IntArray] = {}
+    settings: DraftSettings
+    active: ActiveRequests
+    kv_cache: KvCache
+    # Ids proposed by look-up, by row.
+    _tokens: dict[int, IntArray] = field(default_factory=dict)
 
     def propose(self) -> None:
         """Set the draft tokens of the next step of each generation request: at most as many as it can still use beside
         the model's own token. To be called before each iteration is scheduled."""
-        rows, table = self._active.generation_rows, self._active.table
-        counts = np.clip(table.reserved[rows] - table.generated[rows] - 1, 0, self._settings.max_len)
-        if self._settings.max_ngram:
+        rows, table = self.active.generation_rows, self.active.table
+        counts = np.clip(table.reserved[rows] - table.generated[rows] - 1, 0, self.settings.max_len)
+        if self.settings.max_ngram:
             self._tokens.clear()
             for place, row in enumerate(rows.tolist()):
-                self._tokens[row] = tokens = self._look_up(self._active.by_slot[row], int(counts[place]))
+                self._tokens[row] = tokens = self._look_up(self.active.by_slot[row], int(counts[place]))
                 counts[place] = len(tokens)
         table.set_draft_tokens(rows, counts)
 
@@ -88,14 +86,14 @@ class Drafts:
         if not count:
             return np.zeros(0, np.int32)
         sequence = request.tokens_between(0, request.original_prompt_len + request.num_outputs)
-        return continuation(sequence, self._settings.max_ngram, count)
+        return continuation(sequence, self.settings.max_ngram, count)
 
     def take(self, completing: Sequence[Request], rows: Rows) -> DraftInputs | None:
         """The drafts of an iteration, once the blocks of its prompts and of each one's next token were taken; those of
         generation take places here, and those of prompts did with the first chunk. None if there are none.
 
         completing: requests on their last chunk. rows: of the generation requests."""
-        cache, table = self._kv_cache, self._active.table
+        cache, table = self.kv_cache, self.active.table
         for request in completing:  # the scheduler may have cut the drafts since their places were taken
             needed = request.prompt_len + request.num_draft_tokens + cache.attention_window.bubble
             if cache.registered[request.slot] > needed:
@@ -117,7 +115,7 @@ class Drafts:
                 tokens[firsts[index] : firsts[index] + count] = options.draft_input_ids[:count]
                 if options.draft_logits is not None:
                     logits[index] = options.draft_logits[:count]
-        if self._settings.max_ngram:
+        if self.settings.max_ngram:
             for index, row in enumerate(rows.tolist(), start=len(completing)):
                 tokens[firsts[index] : firsts[index] + counts[index]] = self._tokens[row][: counts[index]]
         return DraftInputs(counts, tokens, logits)
@@ -125,13 +123,13 @@ class Drafts:
     def accepted(self, rows: Rows, counts: IntArray) -> IntArray:
         """How many drafts of each of `rows` are accepted, where the executor does not know: drawn from the seed, the
         request and the position of each draft in its output, so that neither a pause nor the batch changes them."""
-        table, width = self._active.table, int(counts.max(initial=0))
-        ids = np.array([self._active.by_slot[row].request_id for row in rows.tolist()], np.uint64)
+        table, width = self.active.table, int(counts.max(initial=0))
+        ids = np.array([self.active.by_slot[row].request_id for row in rows.tolist()], np.uint64)
         places = np.arange(width)
-        seeds = uniform_seeds(ids, self._settings.seed)
+        seeds = uniform_seeds(ids, self.settings.seed)
         positions = (table.joined[rows] + table.confirmed[rows])[:, None] + places
-        acceptance = np.zeros(width)
-        acceptance[: len(self._acceptance)] = self._acceptance[:width]
+        rates = self.settings.acceptance
+        acceptance = np.array([rates[min(place, len(rates) - 1)] for place in range(width)])
         is_accepted = uniform_numbers(seeds[:, None], positions) < acceptance
         is_accepted &= places < counts[:, None]
         found: IntArray = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1).astype(np.int32)
@@ -139,11 +137,11 @@ class Drafts:
 
     def settle(self, rows: Rows) -> None:
         """Remove the rejected drafts of `rows` from the KV cache, once the step's tokens are confirmed."""
-        table = self._active.table
+        table = self.active.table
         cached = table.original_prompt_len[rows] + table.joined[rows] + table.confirmed[rows] - 1
-        self._kv_cache.rewind(rows, cached + self._kv_cache.attention_window.bubble)
+        self.kv_cache.rewind(rows, cached + self.kv_cache.attention_window.bubble)
         for row in rows.tolist():
-            request = self._active.by_slot[row]
+            request = self.active.by_slot[row]
             if request.num_draft_tokens:
                 request.set_draft_tokens(0)
 

@@ -20,6 +20,7 @@ from ifbbench.recording.iteration_lines import (
     IterationDetails,
     LeftOutRequest,
     PausedRequest,
+    SpecDecodingStats,
     StaticLine,
     executor_line,
 )
@@ -40,8 +41,8 @@ class SpanLine(Struct):
     """A line of `spans.jsonl`: consecutive iterations in which one request does one thing.
 
     cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
-    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
-    output tokens that were not there before.
+    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration; of generation,
+    where draft tokens make it more than one in some. produced: output tokens that were not there before.
     """
 
     request_id: int
@@ -60,7 +61,8 @@ class RequestLine(Struct):
 
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
     class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
-    met every objective of each request, where there are any.
+    met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and those
+    that became output, of requests with any.
     """
 
     request_id: int
@@ -85,6 +87,8 @@ class RequestLine(Struct):
     request_class: str | UnsetType = field(default=UNSET, name="class")
     priority: float | UnsetType = UNSET
     slo_met: bool | UnsetType = UNSET
+    draft_tokens: int | UnsetType = UNSET
+    accepted_draft_tokens: int | UnsetType = UNSET
 
 
 class JsonLinesWriter:
@@ -212,6 +216,11 @@ class IterationEncoder:
             record.recomputed, record.budget_used, record.padding or UNSET,
             record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
         )  # fmt: skip
+        if (drafts := record.drafts) is not None:
+            details.spec_decoding = SpecDecodingStats(
+                drafts.drafted, drafts.accepted, drafts.requests, number(drafts.acceptance_length),
+                number(drafts.draft_s * 1000), number(drafts.draft_s / (end_s - start_s) if end_s > start_s else 0.0),
+            )  # fmt: skip
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
             details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.recording.drafted_spans import steps_of, stretches_of
+from ifbbench.recording.drafts import steps_of, stretches_of
 from ifbbench.recording.lines import SpanLine, encode
 from ifbbench.recording.metrics import HeadOfLine
 
@@ -77,13 +77,14 @@ class RequestTimeline:
 
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
-    produced: the number of these tokens.
+    produced: the number of these tokens. head: of the line, for the attribution.
     """
 
-    __slots__ = ("arrival_s", "closed", "last_iteration", "open", "produced", "request", "token_iterations")
+    __slots__ = ("arrival_s", "closed", "head", "last_iteration", "open", "produced", "request", "token_iterations")
 
-    def __init__(self, request: Request, arrival_s: float) -> None:
+    def __init__(self, request: Request, arrival_s: float, head: HeadOfLine) -> None:
         self.request = request
+        self.head = head
         self.arrival_s = arrival_s
         self.open: Span | None = None
         self.closed: list[tuple[str, int]] = []
@@ -140,7 +141,7 @@ class RequestTimeline:
             self.open.extra = self.open.extra or []
             self.open.extra.append((iteration, count))
 
-    def attribution(self, starts: Sequence[float], end_s: float, head: HeadOfLine) -> dict[str, float]:
+    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
         A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
@@ -154,7 +155,7 @@ class RequestTimeline:
             if name not in _IN_LINE:
                 seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
             elif until_s > begin_s:
-                for limit, part_s in head.split(begin_s, until_s).items():
+                for limit, part_s in self.head.split(begin_s, until_s).items():
                     part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE else f"{WAITING_BEHIND}{limit}"
                     seconds[part] = seconds.get(part, 0.0) + part_s
             name, begin_s = next_name, until_s
@@ -253,7 +254,7 @@ class SpanTracker:
         return self._timelines.pop(request.request_id)
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
-        timeline = self._timelines[request.request_id] = RequestTimeline(request, self._arrival_s(request))
+        timeline = self._timelines[request.request_id] = RequestTimeline(request, self._arrival_s(request), self.head)
         held_from = bisect_left(starts, timeline.arrival_s)
         queued_from = bisect_left(starts, self._held_until_s(request))
         if held_from < queued_from:

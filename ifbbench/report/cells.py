@@ -65,7 +65,8 @@ def fits_cells(run: RunData) -> bool:
 def timeline_cells(run: RunData) -> pd.DataFrame:
     """One row a request and iteration: `request_id`, `iteration`, `label`, `phase`, `cause`, as drawn.
 
-    Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step; `P` paused;
+    Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step (`G2-4` one that
+    yields three tokens, with draft tokens); `P` paused;
     empty while waiting or skipped. Requests are in the order of their rows.
     """
     spans = run.spans
@@ -84,7 +85,11 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
                 )
             labels += [f"{CHUNK_LETTERS[phase]}{chunk}" for chunk in chunks]
         elif phase == "generation":
-            labels += [f"G{int(first_output) + step}" for step in range(length)]
+            steps = chunks if isinstance(chunks, list) else [1] * length
+            first = int(first_output)
+            for tokens in steps:  # several with draft tokens
+                labels.append(f"G{first}" if tokens == 1 else f"G{first}-{first + tokens - 1}")
+                first += tokens
         else:
             labels += ["P" if phase == "paused" else ""] * length
     cells = spans.loc[spans.index.repeat(lengths), ["request_id", "phase", "cause", "first_iteration"]]

@@ -95,9 +95,19 @@ def _clipped(spans: pd.DataFrame, first: int, last: int) -> pd.DataFrame:
         part[before : len(part) - behind] if isinstance(part, list) else part
         for part, before, behind in zip(spans["chunks"], cut_before, cut_behind, strict=True)
     ]
+    tokens_before, tokens_behind, tokens = cut_before, cut_behind, lengths.to_numpy(dtype=int)
+    is_drafted = (spans["phase"] == "generation") & spans["chunks"].notna()
+    if is_drafted.any():  # iterations of several tokens
+        tokens_before, tokens_behind, tokens = tokens_before.copy(), tokens_behind.copy(), tokens.copy()
+        for place in np.flatnonzero(is_drafted).tolist():
+            steps, kept = spans["chunks"].iloc[place], chunks[place]
+            assert isinstance(kept, list)
+            tokens[place] = sum(kept)
+            tokens_before[place] = sum(steps[: cut_before[place]])
+            tokens_behind[place] = sum(steps) - tokens[place] - tokens_before[place]
     return spans.assign(
         chunks=pd.Series(chunks, dtype=object),
-        first_output=spans["first_output"] + cut_before,
+        first_output=spans["first_output"] + tokens_before,
         # Output tokens come in the last iterations of a span.
-        produced=np.minimum((spans["produced"].fillna(0) - cut_behind).clip(lower=0), lengths),
+        produced=np.minimum((spans["produced"].fillna(0) - tokens_behind).clip(lower=0), tokens),
     )
