@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.api.draft_settings import read_draft_logits
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
@@ -53,6 +54,8 @@ class InferenceRequest:
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
     retention: priorities and durations of its blocks in the reuse cache.
+    draft_input_ids: [draft tokens], a guess of its first output tokens, verified with the prompt's last chunk.
+    draft_logits: [draft tokens, vocabulary], from which the guess was drawn, for requests that sample.
     """
 
     request_id: int
@@ -74,12 +77,15 @@ class InferenceRequest:
     cache_salt: Hashable = None
     token_extra_ids: Sequence[int] | None = None
     retention: Retention = NO_RETENTION
+    draft_input_ids: Sequence[int] | IntArray | None = None
+    draft_logits: NDArray[np.float32] | None = None
 
 
 def engine_request(request: InferenceRequest) -> Request:
     """The engine's request. InputError if a field has a type that the engine cannot read; the engine itself refuses
     values that it does not allow."""
     tokens = _token_ids("input_ids", request.input_ids)
+    drafts, logits = request.draft_input_ids, request.draft_logits
     end_id = NO_TOKEN if request.end_id is None else _token_id("end_id", request.end_id)
     stop_ids = _token_ids("stop_ids", request.stop_ids).tolist()
     end_tokens = tuple(token for token in (end_id, *stop_ids) if token >= 0)
@@ -96,6 +102,8 @@ def engine_request(request: InferenceRequest) -> Request:
         options=OutputOptions(
             request.streaming, request.return_log_probs, request.return_context_logits,
             request.return_generation_logits, request.exclude_input_from_output, pad_id,
+            draft_input_ids=None if drafts is None else _token_ids("draft_input_ids", drafts),
+            draft_logits=None if logits is None else read_draft_logits(logits),
         ),
         stop=StopConditions(end_tokens, _stop_sequences(request.stop_sequences)),
         reuse=_reuse_identity(request, len(tokens)),

@@ -1,8 +1,12 @@
 """The settings of draft tokens (speculative decoding): what they need, and what refuses them."""
 
 import logging
+from typing import Any
+
+import numpy as np
 
 from ifbbench.config import RunConfig
+from ifbbench.engine.active import FloatArray
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftSettings
 from ifbbench.engine.kv_cache.sizing import CacheLayout
@@ -84,3 +88,12 @@ def load_draft_config(config: RunConfig, model: ModelConfig) -> ModelConfig:
         raise InputError(f"--draft_model: {config.draft_model} has {draft.max_position_embeddings} positions, fewer "
                          f"than --max_seq_len {config.max_seq_len}; lower that.")
     return draft
+
+
+def read_draft_logits(values: Any) -> FloatArray:
+    """[draft tokens, vocabulary]."""
+    try:
+        array = np.asarray(values, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"draft_logits: expected numbers of shape [draft tokens, vocabulary] ({error}).") from error
+    return array[0] if array.ndim == 3 and len(array) == 1 else array

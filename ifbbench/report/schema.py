@@ -138,6 +138,17 @@ class ExpectedError(Struct):
     output_throughput_tokens_per_s: list[float] | UnsetType
 
 
+class SpeculativeDecoding(Struct):
+    """Draft tokens that were verified, and those that became output. acceptance_length: tokens of a step with drafts.
+    draft_s: device time of the draft model."""
+
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float
+    acceptance_length: float
+    draft_s: float
+
+
 class Summary(RequestFigures):
     """Every figure of a run."""
 
@@ -167,6 +178,7 @@ class Summary(RequestFigures):
     slow_ttft_s: float | UnsetType
     steady_state: Window | UnsetType
     expected_error: ExpectedError | UnsetType
+    speculative_decoding: SpeculativeDecoding | UnsetType
 
 
 class TraceIdentity(Struct):
