@@ -155,7 +155,7 @@ def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float,
         paused_for = span.cause if span.phase == "paused" else None
         return [
             Stretch(span.phase, start_s, end_s, span.first, span.last, paused_for=paused_for,
-                    chunks=tuple(span.chunks) if span.phase != "generation" else (), tokens=span.tokens)
+                    chunks=tuple(span.chunks), tokens=span.tokens)
         ]  # fmt: skip
     held = list(heads.holding(span))
     bounds = [start_s, *(max(run.iterations.start_of(part.first), start_s) for part in held[1:]), end_s]

@@ -83,6 +83,7 @@ class Span(Struct, gc=False):
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
     first_output: int = 0
+    steps: list[int] = field(default_factory=list)
 
     @property
     def waits_for(self) -> str | None:
@@ -95,9 +96,9 @@ def single_steps(span: Span) -> list[Span]:
     unless draft tokens make several in an iteration."""
     if span.phase != "generation":
         return [span] if span.produced == 1 else [replace(span, produced=1)] * span.produced
-    if not span.chunks:
+    if not span.steps:
         return [span]
-    parts = stretches_of(span.first, span.chunks, span.produced)
+    parts = stretches_of(span.first, span.steps, span.produced)
     return [replace(span, first=first, last=last, produced=last - first + 1) for first, last in parts]
 
 

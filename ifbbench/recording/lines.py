@@ -41,8 +41,9 @@ class SpanLine(Struct):
     """A line of `spans.jsonl`: consecutive iterations in which one request does one thing.
 
     cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
-    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration; of generation,
-    where draft tokens make it more than one in some. produced: output tokens that were not there before.
+    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
+    output tokens that were not there before. steps: of generation, tokens of each iteration, where draft tokens make it
+    more than one in some.
     """
 
     request_id: int
@@ -54,6 +55,7 @@ class SpanLine(Struct):
     first_output: int | UnsetType
     chunks: list[int] | UnsetType
     produced: int | UnsetType
+    steps: list[int] | UnsetType = UNSET
 
 
 class RequestLine(Struct):

@@ -177,7 +177,7 @@ class RequestTimeline:
         if span.phase is Phase.GENERATION:
             line.tokens, line.first_output, line.produced = tokens_of(span, last), span.first_output, produced
             if span.extra is not None:
-                line.chunks = steps_of(span.first, last, span.extra)
+                line.steps = steps_of(span.first, last, span.extra)
         elif span.chunks:
             line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
         return encode(line)

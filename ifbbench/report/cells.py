@@ -73,9 +73,9 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
     if not len(spans):
         return pd.DataFrame(columns=CELL_COLUMNS)
     lengths = (spans["last_iteration"] - spans["first_iteration"] + 1).to_numpy(dtype=int)
-    fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks"))
+    fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks", "steps"))
     labels: list[str] = []
-    for request, phase, first_output, chunks, length in zip(*fields, lengths.tolist(), strict=True):
+    for request, phase, first_output, chunks, steps, length in zip(*fields, lengths.tolist(), strict=True):
         if phase in CHUNK_LETTERS:
             known = len(chunks) if isinstance(chunks, list) else 0
             if known != length:
@@ -85,9 +85,8 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
                 )
             labels += [f"{CHUNK_LETTERS[phase]}{chunk}" for chunk in chunks]
         elif phase == "generation":
-            steps = chunks if isinstance(chunks, list) else [1] * length
             first = int(first_output)
-            for tokens in steps:  # several with draft tokens
+            for tokens in steps if isinstance(steps, list) else [1] * length:  # several with draft tokens
                 labels.append(f"G{first}" if tokens == 1 else f"G{first}-{first + tokens - 1}")
                 first += tokens
         else:

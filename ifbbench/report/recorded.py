@@ -174,16 +174,16 @@ def producing_spans(run: RunData) -> pd.DataFrame:
     Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds."""
     spans = run.spans[run.spans["produced"].fillna(0) > 0]
     is_step = (spans["phase"] == "generation").to_numpy()
-    has_several = np.where(is_step, spans["chunks"].notna(), spans["produced"] > 1)
+    has_several = np.where(is_step, spans["steps"].notna(), spans["produced"] > 1)
     if not has_several.any():
         return spans
-    columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "chunks", "produced"))
+    columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "steps", "produced"))
     parts = [
         [(first, last, produced)] if not several
         else [(one, other, other - one + 1) for one, other in (
-            stretches_of(first, chunks, int(produced)) if steps else [(last, last)] * int(produced)
+            stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
         )]
-        for first, last, chunks, produced, several, steps in zip(*columns, has_several, is_step, strict=True)
+        for first, last, steps, produced, several, generates in zip(*columns, has_several, is_step, strict=True)
     ]  # fmt: skip
     cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
     numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)

@@ -91,22 +91,23 @@ def _clipped(spans: pd.DataFrame, first: int, last: int) -> pd.DataFrame:
         first_iteration=spans["first_iteration"] + cut_before, last_iteration=spans["last_iteration"] - cut_behind
     )
     lengths = spans["last_iteration"] - spans["first_iteration"] + 1
-    chunks: Sequence[object] = [
-        part[before : len(part) - behind] if isinstance(part, list) else part
-        for part, before, behind in zip(spans["chunks"], cut_before, cut_behind, strict=True)
-    ]
+    chunks, kept_steps = (
+        [part[before : len(part) - behind] if isinstance(part, list) else part
+         for part, before, behind in zip(spans[name], cut_before, cut_behind, strict=True)]
+        for name in ("chunks", "steps")
+    )  # fmt: skip
     tokens_before, tokens_behind, tokens = cut_before, cut_behind, lengths.to_numpy(dtype=int)
-    is_drafted = (spans["phase"] == "generation") & spans["chunks"].notna()
+    is_drafted = spans["steps"].notna()
     if is_drafted.any():  # iterations of several tokens
         tokens_before, tokens_behind, tokens = tokens_before.copy(), tokens_behind.copy(), tokens.copy()
         for place in np.flatnonzero(is_drafted).tolist():
-            steps, kept = spans["chunks"].iloc[place], chunks[place]
-            assert isinstance(kept, list)
-            tokens[place] = sum(kept)
+            steps = spans["steps"].iloc[place]
+            tokens[place] = sum(kept_steps[place])
             tokens_before[place] = sum(steps[: cut_before[place]])
             tokens_behind[place] = sum(steps) - tokens[place] - tokens_before[place]
     return spans.assign(
         chunks=pd.Series(chunks, dtype=object),
+        steps=pd.Series(kept_steps, dtype=object),
         first_output=spans["first_output"] + tokens_before,
         # Output tokens come in the last iterations of a span.
         produced=np.minimum((spans["produced"].fillna(0) - tokens_behind).clip(lower=0), tokens),
