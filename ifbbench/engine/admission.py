@@ -44,7 +44,8 @@ class AdmissionLimits:
             return error
         request.clamp_new_tokens(self._config.max_seq_len - request.prompt_len)
         if request.num_draft_tokens:  # as many as the request can use, and an iteration can run
-            room = min(request.max_new_tokens - 1, self._config.max_num_tokens - min(request.prompt_len, self._config.chunk_unit or request.prompt_len))
+            last_chunk = min(request.prompt_len, self._config.chunk_unit or request.prompt_len)
+            room = min(request.max_new_tokens - 1, self._config.max_num_tokens - last_chunk)
             request.set_draft_tokens(max(0, min(request.num_draft_tokens, room)))
         return None
 
@@ -99,10 +100,9 @@ class AdmissionLimits:
             if low < 0 or high >= vocab_size:
                 found = low if low < 0 else high
                 return f"token id {found} is not in the vocabulary; expected 0 to {vocab_size - 1}"
-        options = request.options
-        if options.draft_input_ids is not None or options.draft_logits is not None:
-            if (problem := draft_problem(request, vocab_size, self._config.refuses_drafts)) is not None:
-                return problem
+        if request.options.draft_input_ids is not None or request.options.draft_logits is not None:
+            problem = draft_problem(request, vocab_size, self._config.refuses_drafts)
+            return problem or request.sampling.problem(request.beam_width)
         return request.sampling.problem(request.beam_width)
 
 

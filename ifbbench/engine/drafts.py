@@ -1,7 +1,7 @@
-"""Draft tokens (speculative decoding): guesses of a request's next tokens, which one step of the model verifies at once.
+"""Draft tokens (speculative decoding): guesses of a request's next tokens, which one step of the model verifies.
 
-A step with D draft tokens runs D + 1 tokens of a request and yields 1 to D + 1: the accepted drafts, up to the first that
-the model rejects, and one token of the model's own. The keys and values of rejected drafts are removed again.
+A step with D draft tokens runs D + 1 tokens of a request and yields 1 to D + 1: the accepted drafts, up to the first
+that the model rejects, and one token of the model's own. Keys and values of rejected drafts are removed again.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from ifbbench.engine.sampling_params import uniform_numbers
 
 # In the place of a draft token that the executor's draft model proposes, or that stays symbolic.
 UNKNOWN_TOKEN = -1
-_NO_LOGITS: dict[int, FloatArray] = {}
+# An odd number, so that no two requests have the same random numbers.
+SEED_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class DraftInputs:
     """The draft tokens of a batch.
 
     counts: [outputs], of each last chunk in batch order, then of each generation request. They follow the chunk, or the
-    request's newest token. tokens: [their sum], UNKNOWN_TOKEN where a draft model is to propose them. logits: index of an
-    output -> [its drafts, vocabulary], from which its client drew them, where known.
+    request's newest token. tokens: [their sum], UNKNOWN_TOKEN where a draft model is to propose them. logits: index of
+    an output -> [its drafts, vocabulary], from which its client drew them, where known.
     """
 
     counts: IntArray
@@ -126,7 +127,7 @@ class Drafts:
         table, width = self.active.table, int(counts.max(initial=0))
         ids = np.array([self.active.by_slot[row].request_id for row in rows.tolist()], np.uint64)
         places = np.arange(width)
-        seeds = uniform_seeds(ids, self.settings.seed)
+        seeds = ids * SEED_STEP + np.uint64(self.settings.seed & 0xFFFF_FFFF_FFFF_FFFF)
         positions = (table.joined[rows] + table.confirmed[rows])[:, None] + places
         rates = self.settings.acceptance
         acceptance = np.array([rates[min(place, len(rates) - 1)] for place in range(width)])
@@ -144,11 +145,6 @@ class Drafts:
             request = self.active.by_slot[row]
             if request.num_draft_tokens:
                 request.set_draft_tokens(0)
-
-
-def uniform_seeds(request_ids: np.ndarray[tuple[int], np.dtype[np.uint64]], seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """A seed for each request."""
-    return request_ids * np.uint64(0x9E37_79B9_7F4A_7C15) + np.uint64(seed & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def continuation(sequence: IntArray, max_ngram: int, count: int) -> IntArray:
@@ -171,7 +167,7 @@ def draft_problem(request: Request, vocab_size: int | None, refused_because: str
     """Why the drafts that the client brings are invalid, or None. refused_because: why the engine takes none."""
     tokens, logits = request.options.draft_input_ids, request.options.draft_logits
     if tokens is None:
-        return None if logits is None else "draft_logits without draft_input_ids: expected both, or draft_input_ids alone"
+        return None if logits is None else "draft_logits: expected beside draft_input_ids, which are missing"
     if refused_because is None and request.beam_width > 1:
         refused_because = f"a beam width of {request.beam_width}"
     if refused_because is not None:

@@ -114,7 +114,7 @@ def _confirm_drafted(
         rows, asked = rows[kept], batch.drafts.counts[kept]
         accepted = drafts.accepted(rows, asked) if of_pass.accepted is None else of_pass.accepted[kept]
         _confirm_context(iteration, of_pass)
-        yielded, done = _confirm_tokens(rows, kept, accepted + 1, of_pass, active)
+        yielded, done = _confirm_tokens(rows, kept, accepted.astype(np.int64) + 1, of_pass, active)
         drafts.settle(rows)
         requests = [active.by_slot[row] for row in rows.tolist()]
         counts.add(asked, yielded - 1, requests, of_pass.draft_s)

@@ -1,9 +1,9 @@
 """The draft model: a small model that proposes draft tokens for a large one (`--draft_model`).
 
-It runs the same batches before the large model does, over a KV cache of its own with the block tables of the large one:
-the engine manages one set of blocks, each with room in both. So prompts, chunks, pauses, reuse and copies of blocks need
-nothing else. Of the newest token before a pause or an end, keys and values may be missing where a block is found again,
-which costs no more than a rejected draft.
+It runs the same batches before the large model does, over a KV cache of its own with the block tables of the large
+one: the engine manages one set of blocks, each with room in both. So prompts, chunks, pauses, reuse and copies of
+blocks need nothing else. Of the newest token before a pause or an end, keys and values may be missing where a block is
+found again, which costs no more than a rejected draft.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ class DraftModel:
     def _choose(
         self, logits: Tensor, slots: Int64Array, positions: Int64Array, drafts: Int64Array, proposals: Proposals
     ) -> Tensor:
-        """One draft of each row, int64 [rows]: the most likely token, or for a request that samples one drawn at random.
+        """One draft of each row, int64 [rows]: the most likely token, or one drawn at random for requests that sample.
 
         drafts: [rows], index of each in `proposals`, which keeps the token and the distribution."""
         tokens = most_likely(logits)

@@ -39,8 +39,8 @@ class ChooseTokens(Protocol):
 class PreparedDrafts:
     """What a batch with drafts needs beside other batches.
 
-    inputs: of the engine. num_last_chunks: how many of the outputs are of prompts. prompt_ends: int64 [last chunks], the
-    last token of each prompt. propose: of the draft model; None without one.
+    inputs: of the engine. num_last_chunks: how many of the outputs are of prompts. prompt_ends: int64 [last chunks],
+    the last token of each prompt. propose: of the draft model; None without one.
     """
 
     inputs: DraftInputs
@@ -158,7 +158,5 @@ class DraftedBatches:
             log_probs = wide
         firsts = yielded.cumsum() - yielded
         asked = self._optional.generation_logits(flat, each, 1)
-        return log_probs, {
-            output: flat[first : first + count]
-            for output, (first, count) in enumerate(zip(firsts.tolist(), yielded.tolist(), strict=True)) if first in asked
-        }  # fmt: skip
+        ranges = enumerate(zip(firsts.tolist(), (firsts + yielded).tolist(), strict=True))
+        return log_probs, {output: flat[first:stop] for output, (first, stop) in ranges if first in asked}

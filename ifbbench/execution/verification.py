@@ -1,13 +1,13 @@
 """Verification of draft tokens: which of them the model accepts, and the token that follows the last accepted one.
 
-A step's tokens are chosen one after the other as without drafts, from the logits behind the newest token and behind each
-draft, until one differs from its draft. So all that acts on logits (penalties and other processors) sees the tokens that
-are really before it, and greedy tokens are those of a run without drafts.
+A step's tokens are chosen one after the other as without drafts, from the logits behind the newest token and behind
+each draft, until one differs from its draft. So all that acts on logits (penalties and other processors) sees the
+tokens that are really before it, and greedy tokens are those of a run without drafts.
 
 A sampled request takes a token at random and accepts a draft that equals it. That keeps the distribution, and where the
 draft is a fixed guess (prompt look-up) no rule accepts more. A draft that was itself drawn from a known distribution q
-is accepted with probability min(1, p / q), and a rejected one replaced by a token drawn from max(0, p - q) (Leviathan et
-al., Fast Inference from Transformers via Speculative Decoding, ICML 2023).
+is accepted with probability min(1, p / q), and a rejected one replaced by a token drawn from max(0, p - q) (Leviathan
+et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023).
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from ifbbench.engine.drafts import DraftInputs
 from ifbbench.execution.packing import Int64Array
 from ifbbench.model.tensors import to_device
 
-# From the logits [rows, vocabulary] of some outputs, their indices, the number of tokens that were chosen for each of them
-# before, and the index of the draft that each token is compared with (-1 for none), to the tokens, int64 [rows].
+# From the logits [rows, vocabulary] of some outputs, their indices, the number of tokens that were chosen for each of
+# them before, and the index of the draft that each token is compared with (-1 for none), to the tokens, int64 [rows].
 Choose = Callable[[Tensor, Int64Array, int, Int64Array], Tensor]
 
 
 class Proposals:
     """The draft tokens of a batch as they are verified.
 
-    counts: [outputs]. tokens: int64 [their sum]. firsts: [outputs], index of the first draft of each. client_logits: as in
-    DraftInputs. probabilities: index of a draft -> the distribution that it was drawn from, [vocabulary]; fixed guesses
-    have none.
+    counts: [outputs]. tokens: int64 [their sum]. firsts: [outputs], index of the first draft of each. client_logits: as
+    in DraftInputs. probabilities: index of a draft -> the distribution that it was drawn from, [vocabulary]; fixed
+    guesses have none.
     """
 
     def __init__(self, drafts: DraftInputs, num_last_chunks: int) -> None:
@@ -85,7 +85,7 @@ class Verified:
 def verify(logits: Tensor, proposals: Proposals, choose: Choose) -> Verified:
     """Choose tokens until each output has one that differs from its draft, or one behind its last draft.
 
-    logits: [outputs + drafts, vocabulary], those of each output together. On a GPU the host waits once for each step."""
+    logits: [outputs + drafts, vocabulary], those of each output together. On a GPU the host waits for each step."""
     counts, num_outputs = proposals.counts, len(proposals.counts)
     firsts = (counts + 1).cumsum() - (counts + 1)
     tokens = np.zeros((num_outputs, int(counts.max(initial=0)) + 1), np.int64)

@@ -15,8 +15,8 @@ def steps_of(first: int, last: int, extra: Sequence[tuple[int, int]]) -> list[in
 
 
 def stretches_of(first: int, steps: Sequence[int], produced: int) -> list[tuple[int, int]]:
-    """The last `produced` tokens of `steps`, iterations from `first` on, as [first, last] stretches of iterations with a
-    token in each. Tokens that come together make several stretches, so that the gaps between them are 0."""
+    """The last `produced` tokens of `steps`, iterations from `first` on, as [first, last] stretches of iterations with
+    a token in each. Tokens that come together make several stretches, so that the gaps between them are 0."""
     again, stretches = sum(steps) - produced, list[tuple[int, int]]()
     for iteration, count in enumerate(steps, start=first):
         skipped = min(again, count)
@@ -48,8 +48,8 @@ class DraftTotals:
     def figures(self) -> dict[str, Any]:
         """The entry of `summary.json`.
 
-        acceptance_rate: share of the draft tokens that became output. acceptance_length: tokens that a step of a request
-        with drafts yielded. draft_s: device time of the draft model, in seconds."""
+        acceptance_rate: share of the draft tokens that became output. acceptance_length: tokens that a step of a
+        request with drafts yielded. draft_s: device time of the draft model, in seconds."""
         return {
             "draft_tokens": self._drafted,
             "accepted_tokens": self._accepted,

@@ -63,8 +63,8 @@ class RequestLine(Struct):
 
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
     class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
-    met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and those
-    that became output, of requests with any.
+    met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and
+    those that became output, of requests with any.
     """
 
     request_id: int

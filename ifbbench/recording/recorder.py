@@ -21,8 +21,8 @@ from ifbbench.engine.records import (
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
-from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
 from ifbbench.recording.drafts import DraftTotals
+from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
 from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import OPEN_SPANS, replace_file, write_json
 from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker, limit_waited_for

@@ -1,7 +1,6 @@
 """A part of a run for charts: a window of iterations or of seconds, and some of the requests."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd

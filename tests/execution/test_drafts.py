@@ -12,6 +12,7 @@ from ifbbench.api.engine import build_engine
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
+from ifbbench.engine.in_flight import Response
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Observer
 from ifbbench.engine.request import Request
@@ -49,7 +50,7 @@ def requests(count: int = 64, **options: object) -> list[Request]:
 
 def run(
     config: RunConfig, made: list[Request], drafts: DraftSettings | None = None
-) -> tuple[dict[int, list[int]], Counts, dict[int, object]]:
+) -> tuple[dict[int, list[int]], Counts, dict[int, Response]]:
     """The output of each request. drafts: instead of those of `config`."""
     engine, counts, responses, waiting = build_engine(config), Counts(), {}, list(made)
     limits = engine.limits if drafts is None else dataclasses.replace(engine.limits, drafts=drafts)
@@ -59,8 +60,10 @@ def run(
         del waiting[:count]
         return taken
 
-    loop = TokenGenerationLoop(limits, engine.executor, WallClock(), get_requests,
-                               lambda response: responses.__setitem__(response.request.request_id, response), counts)  # fmt: skip
+    def send_response(response: Response) -> None:
+        responses[response.request.request_id] = response
+
+    loop = TokenGenerationLoop(limits, engine.executor, WallClock(), get_requests, send_response, counts)
     while loop.step():
         loop.kv_cache.check_consistency()
     engine.executor.close()
@@ -110,30 +113,25 @@ def test_a_wrong_draft_model_changes_no_token(plain, monkeypatch):
 
 def test_right_guesses_of_clients_are_accepted(plain):
     """A third wrong from the second token on. Log-probabilities and logits are those without drafts, too."""
-    made, expected = requests(), {}
-    for request in made:
-        guess = plain[request.request_id][:5]
-        if request.request_id % 3 == 0:
-            guess = [*guess[:1], (guess[0] + 1) % VOCABULARY]
-        request.options = OutputOptions(
-            return_log_probs=True, return_generation_logits=request.request_id % 5 == 0,
-            draft_input_ids=np.array(guess, np.int32),
-        )
-        request.num_draft_tokens = len(guess)
-        expected[request.request_id] = guess
-    made = [
-        Request(one.request_id, one.prompt_len, one.max_new_tokens, prompt_tokens=one.prompt_tokens, options=one.options)
-        for one in made
-    ]
-    outputs, counts, responses = run(BASE, made)
+
+    def made(has_drafts: bool) -> list[Request]:
+        found = []
+        for one in requests():
+            guess = plain[one.request_id][:5]
+            if one.request_id % 3 == 0:
+                guess = [*guess[:1], (guess[0] + 1) % VOCABULARY]
+            options = OutputOptions(
+                return_log_probs=True, return_generation_logits=one.request_id % 5 == 0,
+                draft_input_ids=np.array(guess, np.int32) if has_drafts else None,
+            )  # fmt: skip
+            found.append(Request(one.request_id, one.prompt_len, one.max_new_tokens, prompt_tokens=one.prompt_tokens,
+                                 options=options))  # fmt: skip
+        return found
+
+    outputs, counts, responses = run(BASE, made(has_drafts=True))
     assert outputs == plain
     assert counts.accepted > 64
-    without = [
-        Request(one.request_id, one.prompt_len, one.max_new_tokens, prompt_tokens=one.prompt_tokens,
-                options=OutputOptions(return_log_probs=True, return_generation_logits=one.request_id % 5 == 0))
-        for one in requests()
-    ]  # fmt: skip
-    _, _, references = run(BASE, without)
+    _, _, references = run(BASE, made(has_drafts=False))
     for index, response in responses.items():
         np.testing.assert_allclose(response.log_probs[0], references[index].log_probs[0], atol=1e-4)
         if index % 5 == 0:
@@ -165,7 +163,8 @@ def test_rejection_sampling_keeps_the_distribution():
     tokens = accept_or_replace(target.expand(number, -1), proposed.expand(number, -1), drafts, uniform[1], uniform[2])
     counts = np.bincount(tokens.numpy(), minlength=5)
     # 0.999 quantile of 3 degrees of freedom.
-    assert counts[2] == 0 and chi_square(counts, number * target.numpy().astype(float)) < 16.3
+    assert counts[2] == 0
+    assert chi_square(counts, number * target.numpy().astype(float)) < 16.3
     rate = float(torch.minimum(target, proposed).sum())
     assert float((tokens == drafts).double().mean()) == pytest.approx(rate, abs=0.01)
 
