@@ -33,8 +33,8 @@ def as_drafts_need(config: RunConfig) -> RunConfig:
                              "simulated device --acceptance_rate.")
         return config
     elif config.makes_no_tokens:
-        raise InputError(f"--{sources[0]}: device {config.device} computes no tokens, so draft tokens are accepted at a "
-                         "given rate; add --acceptance_rate.")
+        raise InputError(f"--{sources[0]}: device {config.device} computes no tokens, so draft tokens are accepted "
+                         "at a given rate; add --acceptance_rate.")
     if len(sources) > 1:
         raise InputError("--draft_ngram: --draft_model proposes draft tokens too; leave out one of them.")
     asked = f"--{sources[0] if sources else 'acceptance_rate'}"

@@ -63,7 +63,8 @@ class Request:
 
     __slots__ = (
         "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens",
-        "num_draft_tokens", "num_drafted", "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
+        "num_draft_tokens", "num_drafted",
+        "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
         "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "retention",
         "reuse", "reused_tokens", "sampling", "search", "slot", "state", "stop", "table",
     )  # fmt: skip
