@@ -54,8 +54,7 @@ class InferenceRequest:
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
     retention: priorities and durations of its blocks in the reuse cache.
-    draft_input_ids: [draft tokens], a guess of its first output tokens, verified with the prompt's last chunk.
-    draft_logits: [draft tokens, vocabulary], from which the guess was drawn, for requests that sample.
+    draft_input_ids: a guess of its first output tokens; draft_logits: [its length, vocabulary], what it was drawn from.
     """
 
     request_id: int
