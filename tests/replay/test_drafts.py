@@ -18,6 +18,7 @@ from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.report.figures import TokenGaps, benchmark_figures
 from ifbbench.report.load import load_run
 from ifbbench.report.trtllm_bench import report, write_iterations
+from ifbbench.report.trtllm_text import report_text
 from tests.engine.engine import Loop
 from tests.engine.executors import SpyExecutor
 
@@ -98,6 +99,9 @@ def test_a_run_records_what_drafts_did(trace, tmp_path):
     decoding = report(run)["decoding_stats"]
     assert decoding["num_draft_tokens_percentiles"]["average"] == pytest.approx(speculative["draft_tokens"] / 16)
     assert decoding["acceptance_length_percentiles"]["minimum"] > 1
+    text = report_text(report(run))
+    assert "= DECODING STATISTICS (DraftTarget)" in text
+    assert "[AL] AVERAGE" in text
     write_iterations(run, tmp_path / "iterations.log")
     lines = [json.loads(line) for line in (tmp_path / "iterations.log").read_text().splitlines()]
     assert any(line["specDecodingStats"]["numAcceptedTokens"] for line in lines if "specDecodingStats" in line)
