@@ -75,6 +75,13 @@ def _objectives(value: Any) -> Any:
     return value
 
 
+def _acceptance(value: Any) -> Any:
+    """Acceptance rates as text, where they are given as a number or a list."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 _replay, _scheduling, _cache, _lora, _execution, _recording = (
     partial(declare, group) for group in ("replay", "scheduling", "kv cache", "lora", "execution", "recording")
 )
@@ -302,6 +309,21 @@ class RunConfig:
     engine_overhead: str | None = _execution(
         None, "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
         "Default: the batch manager alone, without a server. Simulated devices only.", elsewhere="engine")
+    draft_model: str | None = _execution(
+        None, "Speculative decoding: this small model of the same vocabulary proposes draft tokens, which --model "
+        "verifies. As --model.", elsewhere="speculative_model draft_model_dir draft_engine_dir assistant_model")
+    draft_ngram: int | None = _execution(
+        None, "Speculative decoding by prompt look-up: draft what followed the latest tokens where they occurred "
+        "before, at most so many of them.", minimum=1, unit="tokens", aliases=("max_matching_ngram_size",),
+        elsewhere="prompt_lookup_max ngram_prompt_lookup_max")
+    draft_len: int | None = _execution(
+        None, "Draft tokens of a step at most. Default: 4, with a source of draft tokens.", minimum=1, unit="tokens",
+        aliases=("max_draft_len",), elsewhere="num_speculative_tokens prompt_lookup_num_tokens num_draft_tokens "
+        "speculative_num_draft_tokens num_assistant_tokens")
+    acceptance_rate: str | None = _execution(
+        None, "On devices that compute no tokens: the probability that a draft token is accepted if all before it "
+        "were; R1,R2,… by its position in the step, of which the last holds for the rest.", convert=_acceptance,
+        elsewhere="draft_acceptance_rate")
     temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0)
     top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0)
     top_p: float = _execution(
@@ -373,6 +395,11 @@ class RunConfig:
     def hardware(self) -> str | None:
         """The hardware profile of a simulated device, None for others."""
         return self.device.removeprefix(SIMULATED) if self.device.startswith(SIMULATED) else None
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any setting asks for draft tokens."""
+        return any((self.draft_model, self.draft_ngram, self.draft_len, self.acceptance_rate))
 
     @property
     def keeps_arrivals(self) -> bool:

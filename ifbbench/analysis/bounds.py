@@ -103,6 +103,8 @@ class Bounds:
         self._run = run
         if run.config.get("device") == "null":
             raise InputError("device null computes nothing, so that no time is the least")
+        if run.config.get("draft_len"):
+            raise InputError("draft tokens make a step yield several tokens, so the least number of steps is unknown")
         if not run.spans:
             raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)

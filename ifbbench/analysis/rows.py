@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from msgspec import DecodeError as NotJson
 from msgspec import Struct, ValidationError, field
 from msgspec.json import Decoder
+from msgspec.structs import replace
 
 from ifbbench.compressed import DamagedFile, read_pieces
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
+from ifbbench.recording.drafts import stretches_of
 
 Id = int | str
 PIECE_BYTES = 1 << 22
@@ -83,11 +85,23 @@ class Span(Struct, gc=False):
     produced: int = 0
     first_output: int = 0
     every: int = 1
+    steps: list[int] = field(default_factory=list)
 
     @property
     def waits_for(self) -> str | None:
         """What the request waits for in this span; None if it does not wait."""
         return str(self.cause) if self.phase == "waiting" else None
+
+
+def single_steps(span: Span) -> list[Span]:
+    """A span that produced output tokens, cut into parts that produce one in each of their last iterations: itself,
+    unless draft tokens make several in an iteration."""
+    if span.phase != "generation":
+        return [span] if span.produced == 1 else [replace(span, produced=1)] * span.produced
+    if not span.steps:
+        return [span]
+    parts = stretches_of(span.first, span.steps, span.produced)
+    return [replace(span, first=first, last=last, produced=last - first + 1) for first, last in parts]
 
 
 class TraceRow(Struct, gc=False):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ifbbench.api.adapters import lora_config
+from ifbbench.api.draft_settings import load_draft_config
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
@@ -110,9 +111,12 @@ def build_engine(
         threads = resolved.cpu_threads
         threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
         resolved = resolved.with_values(cpu_threads=threads)
+    draft = None if resolved.draft_model is None else load_draft_config(resolved, model)
+    weight_bytes = sum(Shard.of_config(one, resolved).parameter_bytes for one in (model, draft) if one is not None)
     on_device = num_sharing if device.type == "cpu" else 1
-    build.check_weights_fit(resolved, on_device * Shard.of_config(model, resolved).parameter_bytes, device)
+    build.check_weights_fit(resolved, on_device * weight_bytes, device)
     loaded = build.load_model(resolved, communicator)
+    draft_model = None if draft is None else build.load_model(resolved.with_values(model=resolved.draft_model))
     if communicator is not None:
         communicator.smallest([])  # all have loaded: from here on they answer quickly
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
@@ -136,6 +140,7 @@ def build_engine(
         steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
     executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
                                    kv_cache_dtype=resolved.kv_cache_dtype, profile=steps, lora=lora,
+                                   draft_model=draft_model,
                                    normalize_log_probs=resolved.normalize_log_probs)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
@@ -181,9 +186,11 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
-        cost_model = CostModel(shard, hardware)
+        cost_model, draft_cost = CostModel(shard, hardware), None
+        if resolved.draft_model is not None:
+            draft_cost = CostModel(Shard.of_config(load_draft_config(resolved, model), resolved), hardware)
         executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model),
-                                     LoraCost(cost_model, lora) if lora else None)  # fmt: skip
+                                     LoraCost(cost_model, lora) if lora else None, draft_cost)  # fmt: skip
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 

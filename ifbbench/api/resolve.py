@@ -5,8 +5,10 @@ import re
 from typing import TYPE_CHECKING
 
 from ifbbench.api.adapters import resolve_lora
+from ifbbench.api.draft_settings import as_drafts_need, draft_settings, load_draft_config
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.engine.config import UNLIMITED, V1_POLICY, BatchingConfig, BatchingType, Overlap
+from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of_memory
@@ -34,6 +36,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     config = _as_batching_type_needs(config)
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
+    if config.has_drafts:
+        config = as_drafts_need(config)
     if config.uses_lora or config.lora_rank is not None:
         config = resolve_lora(config)
     find_policy(config.policy)
@@ -147,9 +151,14 @@ def _check_beams(config: RunConfig) -> None:
     if config.max_num_tokens is not None and config.max_num_tokens < max_beam_width:
         raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than the {max_beam_width} beams of one "
                          "request, each of which runs a token in an iteration; raise it.")
-    if max_beam_width > 1 and config.enable_trt_overlap:
-        raise InputError(f"--enable_trt_overlap: refused with beam width above 1 (here {max_beam_width}), because the "
-                         "next tokens depend on all beams; leave one of them out.")
+    reasons = {
+        "enable_trt_overlap": config.enable_trt_overlap and "the next tokens depend on all beams",
+        "draft_len": config.draft_len and "draft tokens continue one sequence",
+    }
+    for name, reason in reasons.items():
+        if max_beam_width > 1 and reason:
+            raise InputError(f"--{name}: refused with beam width above 1 (here {max_beam_width}), because {reason}; "
+                             "leave one of them out.")
 
 
 def batching_config(
@@ -191,6 +200,7 @@ def batching_config(
         tunes_num_tokens=config.enable_max_num_tokens_tuning,
         tuning_window=config.dynamic_batch_moving_average_window,
         lora=lora,
+        drafts=draft_settings(config, layout) if config.draft_len else NO_DRAFTS,
     )
 
 
@@ -220,6 +230,9 @@ def cache_layout(
     bytes_per_token = {
         window: float(sum(layer in stored for layer in members) * per_layer) for window, members in layers.items()
     }
+    if config.draft_model is not None:  # each block has room for the keys and values of both models
+        more = load_draft_config(config, model).kv_bytes_per_token(kv_value_bytes(config))
+        bytes_per_token = {window: value + more for window, value in bytes_per_token.items()}
     host = blocks_of_memory(0, bytes_per_token, size, host_bytes=config.kv_host_cache_bytes)
     available = None if memory_bytes is None else blocks_of_memory(memory_bytes, bytes_per_token, size)
     full_batch = (config.max_batch_size or 1) * (config.max_beam_width or 1)

@@ -19,7 +19,8 @@ LOG_LEVELS = {
     "warning": logging.WARNING, "error": logging.ERROR, "internal_error": logging.CRITICAL,
 }  # fmt: skip
 KERNELS = "the kernels are those of ifbbench."
-SPECULATIVE = "speculative decoding is not available, and figures without it would be those of another configuration."
+SPECULATIVE = ("draft tokens come from --draft_model or --draft_ngram only, and figures without this decoding would be "
+               "those of another configuration.")
 ENCODER = "encoder-decoder models are not available."
 _log = logging.getLogger("ifbbench")
 

@@ -40,6 +40,7 @@ class RequestTable:
     draft_tokens: draft tokens of the next generation step.
     step_tokens: tokens that a generation step adds to the batch: beam width + draft tokens.
     any_wide_steps: whether `step_tokens` was ever not 1.
+    max_draft_tokens: maximum of `draft_tokens` so far; 0 if no request ever had any.
     original_prompt_len: tokens of the prompt as it arrived.
     joined: output tokens that pauses have joined to the prompt.
     cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
@@ -60,6 +61,7 @@ class RequestTable:
         self.draft_tokens = np.zeros(rows, np.int64)
         self.step_tokens = np.ones(rows, np.int64)
         self.any_wide_steps = False
+        self.max_draft_tokens = 0
         self.original_prompt_len = np.zeros(rows, np.int64)
         self.joined = np.zeros(rows, np.int64)
         self.cached_before_pause = np.zeros(rows, np.int64)
@@ -113,6 +115,13 @@ class RequestTable:
     def outputs(self, row: int, start: int, stop: int) -> IntArray:
         """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
         return self._outputs[row, start:stop].copy()
+
+    def set_draft_tokens(self, rows: Rows, counts: Int64Array) -> None:
+        """Set the draft tokens of the next step of `rows`, requests with one beam."""
+        self.draft_tokens[rows] = counts
+        self.step_tokens[rows] = counts + 1
+        if len(counts) and (largest := int(counts.max())) > 0:
+            self.any_wide_steps, self.max_draft_tokens = True, max(self.max_draft_tokens, largest)
 
     def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
         if not (end_tokens or self.any_end_tokens):

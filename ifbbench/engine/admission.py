@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
+from ifbbench.engine.drafts import draft_problem
 from ifbbench.engine.lora import AdapterCache
 from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
@@ -52,6 +53,10 @@ class AdmissionLimits:
         if request.lora_task_id is not None and (error := self._adapter_refusal(request)):
             return error
         request.clamp_new_tokens(self._config.max_seq_len - request.prompt_len)
+        if request.num_draft_tokens:  # as many as the request can use, and an iteration can run
+            last_chunk = min(request.prompt_len, self._config.chunk_unit or request.prompt_len)
+            room = min(request.max_new_tokens - 1, self._config.token_budget - last_chunk)
+            request.set_draft_tokens(max(0, min(request.num_draft_tokens, room)))
         return None
 
     def refusal_by_size(
@@ -113,7 +118,10 @@ class AdmissionLimits:
                 return f"token id {found} is not in the vocabulary" + (
                     more if num_ids > vocab_size else f"; expected 0 to {vocab_size - 1}"
                 )
-        return request.sampling.problem(vocab_size) or options.problem(vocab_size, self._config.hidden_size)
+        problem = request.sampling.problem(vocab_size) or options.problem(vocab_size, self._config.hidden_size)
+        if problem is None and (options.draft_input_ids is not None or options.draft_logits is not None):
+            problem = draft_problem(request, vocab_size, self._config.refuses_drafts)
+        return problem
 
 
 class Admission:

@@ -9,6 +9,7 @@ import numpy as np
 from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
+from ifbbench.engine.drafts import DraftInputs, Drafts
 from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
@@ -63,6 +64,7 @@ class Batch(NamedTuple):
     window_tables: block tables of the attention windows after the first, if layers differ in attention window.
     micro_batch: the number of the micro batch, with overlap or pipeline stages; else 0.
     adapters: LoRA adapters, None if no active request has one.
+    drafts: draft tokens to verify; None if no request has any.
     """
 
     iteration: int
@@ -78,6 +80,7 @@ class Batch(NamedTuple):
     window_tables: tuple[IntArray, ...] = ()
     micro_batch: int = 0
     adapters: AdapterUse | None = None
+    drafts: DraftInputs | None = None
 
     @property
     def num_context_tokens(self) -> int:
@@ -85,7 +88,8 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.num_context_tokens + len(self.slots) * self.beam_width
+        num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
+        return self.num_context_tokens + len(self.slots) * self.beam_width + num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,10 @@ class StepOutputs:
     context_logits: index of a context chunk -> [length, vocabulary], for requests that asked.
     generation_logits: index of an output -> [beams, vocabulary], the logits from which its token was chosen, for
         requests that asked. Of a last chunk: [1, vocabulary].
+    accepted: [outputs], how many of its draft tokens were accepted; None without drafts, and from executors without a
+        model. Where it is given, `tokens` and `log_probs` are [outputs, 1 + maximum of drafts], of which the first
+        1 + accepted of each row are valid, and generation logits [1 + accepted, vocabulary].
+    draft_s: seconds of the device that the draft model took.
     """
 
     tokens: IntArray | None = None
@@ -117,6 +125,8 @@ class StepOutputs:
     log_probs: FloatArray | None = None
     context_logits: dict[int, FloatArray] = field(default_factory=dict)
     generation_logits: dict[int, FloatArray] = field(default_factory=dict)
+    accepted: IntArray | None = None
+    draft_s: float = 0.0
 
 
 NO_OUTPUTS = StepOutputs()
@@ -168,15 +178,16 @@ class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 
     def __init__(
-        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, max_in_flight: int = 1,
-        adapters: AdapterCache | None = None,
-    ) -> None:
+        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, drafts: Drafts,
+        max_in_flight: int = 1, adapters: AdapterCache | None = None,
+    ) -> None:  # fmt: skip
         self._max_in_flight = max_in_flight
         self._adapters = adapters
         self._separate_passes = batching_type is BatchingType.INFLIGHT
         self._padded = batching_type is BatchingType.V1
         self._active = active
         self._kv_cache = kv_cache
+        self._drafts = drafts
 
     def build(
         self, iteration: int, context: list[Request], rows: Rows, idle: Rows = NO_ROWS, now_s: float = 0.0
@@ -190,9 +201,14 @@ class BatchBuilder:
             if request.is_first_chunk:
                 reused = self._kv_cache.add_request(request, now_s)
                 request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
+                if request.num_draft_tokens:
+                    self._kv_cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
         chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in context])
         positions = self._kv_cache.registered[rows]
         self._kv_cache.add_tokens(rows)
+        drafts = None
+        if self._active.table.max_draft_tokens:
+            drafts = self._drafts.take([chunk.request for chunk in chunks if chunk.is_last], rows)
         if not chunks and not len(rows):
             return ()
         if len(idle):
@@ -204,12 +220,15 @@ class BatchBuilder:
         if self._adapters is not None and self._active.num_with_lora:
             adapters = self._use_adapters(self._adapters, chunks, rows)
         if chunks and len(rows) and self._separate_passes:
+            num_last_chunks = sum(chunk.is_last for chunk in chunks)
+            drafts_of_context, drafts_of_generation = (None, None) if drafts is None else drafts.split(num_last_chunks)
             of_context = adapters and adapters._replace(tasks=NO_ROWS)
+            of_generation = adapters and adapters._replace(loads=())
             return (
-                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies, of_context),
-                self._pass(iteration, (), rows, positions, adapters=adapters and adapters._replace(loads=())),
+                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies, of_context, drafts_of_context),
+                self._pass(iteration, (), rows, positions, (), of_generation, drafts_of_generation),
             )
-        return (self._pass(iteration, chunks, rows, positions, copies, adapters),)
+        return (self._pass(iteration, chunks, rows, positions, copies, adapters, drafts),)
 
     def _use_adapters(self, cache: AdapterCache, chunks: tuple[ContextChunk, ...], rows: Rows) -> AdapterUse:
         """The adapters of these chunks and of the generation requests in `rows`, which are now on the device."""
@@ -219,7 +238,7 @@ class BatchBuilder:
 
     def _pass(
         self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows,
-        copies: tuple[BlockCopy, ...] = (), adapters: AdapterUse | None = None,
+        copies: tuple[BlockCopy, ...] = (), adapters: AdapterUse | None = None, drafts: DraftInputs | None = None,
     ) -> Batch:  # fmt: skip
         cache = self._kv_cache
         slots, positions32, tables = rows.astype(np.int32), positions.astype(np.int32), cache.block_tables
@@ -234,7 +253,7 @@ class BatchBuilder:
             )
         return Batch(
             iteration, chunks, slots, positions32, tables, width, beams, num_candidates, self._padded, copies,
-            cache.window_tables, iteration % self._max_in_flight, adapters,
+            cache.window_tables, iteration % self._max_in_flight, adapters, drafts,
         )  # fmt: skip
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:

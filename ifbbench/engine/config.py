@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
 from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache
@@ -81,6 +82,7 @@ class BatchingConfig:
     tunes_num_tokens: bool = False
     tuning_window: int = 128
     lora: LoraConfig | None = None
+    drafts: DraftSettings = NO_DRAFTS
 
     def __post_init__(self) -> None:
         if self.overlap is not None and self.max_beam_width > 1:
@@ -89,6 +91,8 @@ class BatchingConfig:
             raise ValueError("blocks are reused in a paged cache with one attention window only")
         if self.overlap is not None and self.batching_type is BatchingType.V1:
             raise ValueError("static batches (V1) do not overlap")
+        if self.drafts.max_len and (self.refuses_drafts or self.max_beam_width > 1):
+            raise ValueError(f"draft tokens do not work with {self.refuses_drafts or 'beam widths above 1'}")
 
     @property
     def effective_policy(self) -> str:
@@ -96,6 +100,17 @@ class BatchingConfig:
         if self.is_contiguous:
             return CONTIGUOUS_POLICY
         return V1_POLICY if self.batching_type is BatchingType.V1 else self.policy
+
+    @property
+    def refuses_drafts(self) -> str | None:
+        """What keeps requests from having draft tokens, or None."""
+        if self.batching_type is BatchingType.V1:
+            return "static batches (V1)"
+        if self.overlap is not None:
+            return "overlap"
+        if any(window.wraps for window, _ in self.pools):
+            return "an attention window whose blocks are overwritten"
+        return None
 
     @property
     def has_dynamic_limits(self) -> bool:

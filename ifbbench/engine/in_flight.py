@@ -9,8 +9,9 @@ import numpy as np
 from ifbbench.engine.active import ActiveRequests, BoolArray, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.drafts import Drafts
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.records import DraftCounts, IterationRecord
 from ifbbench.engine.request import Request
 
 
@@ -55,9 +56,13 @@ class InFlightIteration:
 # Confirmation: store the tokens, and find the requests that end with them.
 
 
-def confirm(iteration: InFlightIteration, outputs: list[StepOutputs], active: ActiveRequests) -> list[Request]:
+def confirm(
+    iteration: InFlightIteration, outputs: list[StepOutputs], active: ActiveRequests, drafts: Drafts
+) -> list[Request]:
     """Store the outputs of each pass of `iteration`; returns the requests that are complete, in batch order."""
     rows = iteration.output_rows
+    if active.table.max_draft_tokens and any(batch.drafts is not None for batch in iteration.batches):
+        return _confirm_drafted(iteration, outputs, active, drafts)
     if len(outputs) < 2:
         return _confirm_pass(iteration, rows, outputs[0] if outputs else NO_OUTPUTS, active)
     num_context = sum(chunk.is_last for chunk in iteration.batches[0].context)
@@ -81,12 +86,79 @@ def _confirm_pass(
         if table.any_end_tokens:
             done |= (tokens[:, None] == table.end_tokens[rows]).any(axis=1)
     if table.num_special:
-        for index, logits in outputs.context_logits.items():
-            chunk = iteration.record.context[index]
-            if chunk.request.numbers is not None and chunk.request.slot not in iteration.dropped:
-                chunk.request.numbers.add_context(chunk.start, logits)
+        _confirm_context(iteration, outputs)
         _confirm_special(rows, np.arange(len(rows)) if indices is None else indices, done, outputs, active)
     return [active.by_slot[row] for row in rows[done].tolist()]
+
+
+def _confirm_context(iteration: InFlightIteration, outputs: StepOutputs) -> None:
+    for index, logits in outputs.context_logits.items():
+        chunk = iteration.record.context[index]
+        if chunk.request.numbers is not None and chunk.request.slot not in iteration.dropped:
+            chunk.request.numbers.add_context(chunk.start, logits)
+
+
+def _confirm_drafted(
+    iteration: InFlightIteration, outputs: list[StepOutputs], active: ActiveRequests, drafts: Drafts
+) -> list[Request]:
+    """`confirm` of an iteration with draft tokens: each output is one token or several."""
+    found, counts = list[Request](), DraftCounts()
+    iteration.record.drafts, first = counts, 0
+    for batch, of_pass in zip(iteration.batches, outputs, strict=True):
+        num_outputs = sum(chunk.is_last for chunk in batch.context) + len(batch.slots)
+        rows, first = iteration.output_rows[first : first + num_outputs], first + num_outputs
+        if batch.drafts is None:
+            found += _confirm_pass(iteration, rows, of_pass, active)
+            continue
+        kept = np.flatnonzero(~np.isin(rows, list(iteration.dropped)))
+        rows, asked = rows[kept], batch.drafts.counts[kept]
+        accepted = drafts.accepted(rows, asked) if of_pass.accepted is None else of_pass.accepted[kept]
+        _confirm_context(iteration, of_pass)
+        yielded, done = _confirm_tokens(rows, kept, accepted.astype(np.int64) + 1, of_pass, active)
+        drafts.settle(rows)
+        requests = [active.by_slot[row] for row in rows.tolist()]
+        counts.add(asked, yielded - 1, requests, of_pass.draft_s)
+        found += [request for request, is_done in zip(requests, done.tolist(), strict=True) if is_done]
+    return found
+
+
+def _confirm_tokens(
+    rows: Rows, indices: Int64Array, yielded: Int64Array, outputs: StepOutputs, active: ActiveRequests
+) -> tuple[Int64Array, BoolArray]:
+    """Store the first `yielded` tokens of each of `rows`, at most up to the one that ends its request. Returns how many
+    were stored, and which requests end. indices: [rows], index of each row's output in `outputs`."""
+    table = active.table
+    before = table.confirmed[rows]
+    yielded = np.minimum(yielded, table.stop_after[rows] - before)
+    done = before + yielded == table.stop_after[rows]
+    if outputs.tokens is not None:
+        tokens = outputs.tokens[indices]
+        places = np.arange(tokens.shape[1])
+        if table.any_end_tokens:
+            ends = (tokens[:, :, None] == table.end_tokens[rows][:, None, :]).any(axis=2) & (places < yielded[:, None])
+            is_ended = ends.any(axis=1)
+            yielded = np.where(is_ended, ends.argmax(axis=1) + 1, yielded)
+            done |= is_ended
+        is_valid = places < yielded[:, None]
+        columns = (table.joined[rows] + before)[:, None] + places
+        table.write_outputs(np.repeat(rows, yielded), columns[is_valid], tokens[is_valid])
+    table.confirmed[rows] = before + yielded
+    for place in np.flatnonzero(table.is_special[rows]).tolist():
+        request, index, row = active.by_slot[int(rows[place])], int(indices[place]), int(rows[place])
+        for step in range(int(yielded[place])):
+            table.confirmed[row] = before[place] + step + 1
+            position = request.num_outputs - 1
+            if request.numbers is not None:
+                if outputs.log_probs is not None:
+                    request.numbers.add_log_prob(position, float(outputs.log_probs[index, step]))
+                if (logits := outputs.generation_logits.get(index)) is not None:
+                    request.numbers.add_generation(position, logits[step : step + 1])
+            if request.stop.stop_sequences and outputs.tokens is not None and _ends_with_stop_sequence(request):
+                yielded[place], done[place] = step + 1, True
+                break
+    # Nothing of these requests is in flight any more.
+    table.generated[rows] = table.confirmed[rows]
+    return yielded, done
 
 
 def _confirm_special(
@@ -203,7 +275,8 @@ def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows, steps
     `generated` already."""
     table = active.table
     computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - steps - 1
-    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block == 0)
+    # With drafts a step may have filled a block and begun the next one; storing a block again changes nothing.
+    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block <= table.max_draft_tokens)
     for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
         request = active.by_slot[row]
         if request.beam_width == 1:

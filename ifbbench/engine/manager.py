@@ -8,6 +8,7 @@ from ifbbench.engine.active import NO_MICRO_BATCH, ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
 from ifbbench.engine.batch import Batch, BatchBuilder, Executor, PredictableExecutor
 from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.drafts import Drafts
 from ifbbench.engine.fast_forward import FastForward
 from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
@@ -65,13 +66,14 @@ class TokenGenerationLoop:
             next_change, next_priority, config.max_queue_size,
         )  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
+        self._drafts = Drafts(config.drafts, self.active, self.kv_cache)
         self._builder = BatchBuilder(
-            config.batching_type, self.active, self.kv_cache, config.max_in_flight, self.adapters
-        )  # fmt: skip
+            config.batching_type, self.active, self.kv_cache, self._drafts, config.max_in_flight, self.adapters
+        )
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
         is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.has_dynamic_limits)
-        is_steady = is_steady and config.max_in_flight == 1
+        is_steady = is_steady and config.max_in_flight == 1 and not config.drafts.max_len
         if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
             self._fast_forward = FastForward(
                 config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
@@ -108,6 +110,8 @@ class TokenGenerationLoop:
             self._scheduler.tune_limits(self.active)
         if self._num_micro_batches > 1:
             self.table.begin_turn(self.iteration % self._num_micro_batches)
+        if self.config.drafts.max_len:
+            self._drafts.propose()
         plan = self._scheduler.plan()
         while plan.paused and self._awaits_tokens(plan):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
@@ -243,8 +247,9 @@ class TokenGenerationLoop:
             longest = max(chunk.length for chunk in context)
             padding = sum(longest - chunk.length for chunk in context)
         tokens = num_generation = len(plan.rows)
-        if self.config.max_beam_width > 1:
+        if self.table.any_wide_steps:
             tokens = int(self.table.step_tokens[plan.rows].sum())
+            tokens += sum(chunk.request.num_draft_tokens for chunk in context if chunk.is_last)
         waiting = self._admission.waiting
         return IterationRecord(
             self.iteration, micro_batch=self.iteration % self._max_in_flight, start_s=start_s,
@@ -272,7 +277,7 @@ class TokenGenerationLoop:
             request.start_generation()
             self.active.move_to_generation(request)
             if reuses_blocks:
-                self.kv_cache.store_context(request.slot)
+                self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
             store_generated(self.active, self.kv_cache, rows)
         if self.config.is_async:
@@ -292,7 +297,7 @@ class TokenGenerationLoop:
             return
         if outputs:
             self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
-        done = confirm(iteration, outputs, self.active)
+        done = confirm(iteration, outputs, self.active, self._drafts)
         record.finished = self._scheduler.end_together(done) if self._is_static else done
         self._observer.iteration(record)
         if self.table.num_special and not self._is_static:

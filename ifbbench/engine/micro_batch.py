@@ -121,7 +121,7 @@ class MicroBatch:
         if request.in_context and self.scheduler.chunking_policy:
             self._select_for_chunks([request])
             return None
-        cost = request.num_draft_tokens + (request.prompt_len if request.in_context else request.beam_width)
+        cost = request.prompt_len + request.num_draft_tokens if request.in_context else request.step_tokens
         budget = self.scheduler.max_num_tokens
         if budget is not None and self.tokens + cost > budget:
             return Limit.NUM_TOKENS

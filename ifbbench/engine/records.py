@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import Int64Array
+from ifbbench.engine.active import Int64Array, IntArray
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -79,6 +79,42 @@ class CacheState(NamedTuple):
 
 
 @dataclass(slots=True)
+class DraftCounts:
+    """The draft tokens of one iteration.
+
+    drafted: tokens verified. accepted: those that became output. requests: with drafts. extra: each request that got
+    several tokens, and how many beyond one. draft_s: device time of the draft model, in seconds.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    requests: int = 0
+    extra: list[tuple[Request, int]] = field(default_factory=list)
+    draft_s: float = 0.0
+
+    def add(self, drafted: IntArray, accepted: Int64Array, requests: list[Request], draft_s: float) -> None:
+        """Take in one pass. drafted, accepted: [requests]."""
+        self.drafted += int(drafted.sum())
+        self.accepted += int(accepted.sum())
+        self.requests += int(np.count_nonzero(drafted))
+        self.draft_s += draft_s
+        for request, count, taken in zip(requests, drafted.tolist(), accepted.tolist(), strict=True):
+            request.num_drafted += count
+            request.accepted_drafts += taken
+            if taken:
+                self.extra.append((request, taken))
+
+    def extra_of(self, request: Request) -> int:
+        """How many tokens beyond one `request` got."""
+        return next((more for one, more in self.extra if one is request), 0)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a step with drafts yields on average."""
+        return (self.accepted + self.requests) / self.requests if self.requests else 0.0
+
+
+@dataclass(slots=True)
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
@@ -99,6 +135,7 @@ class IterationRecord:
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
         later, and `in_flight` requests are in the others.
     loads: LoRA adapters that it copied to the device.
+    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens.
     """
 
     iteration: int
@@ -128,6 +165,7 @@ class IterationRecord:
     in_flight: int = 0
     steps: tuple[int, int] | None = None
     loads: tuple[AdapterLoad, ...] = ()
+    drafts: DraftCounts | None = None
 
     @property
     def budget_used(self) -> int:

@@ -57,11 +57,13 @@ class Request:
 
     `prompt_len` (L in the spec) is the current prompt: when a paused request is resumed, its generated tokens have
     joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
-    size of the next context chunk. Only the stop check uses `output_len`.
+    size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
+    brings, until they are verified with the prompt's last chunk; those of generation steps are in the table.
     """
 
     __slots__ = (
-        "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens", "num_draft_tokens",
+        "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens",
+        "num_draft_tokens", "num_drafted",
         "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
         "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "retention",
         "reuse", "reused_tokens", "sampling", "search", "slot", "state", "stop", "table",
@@ -84,7 +86,7 @@ class Request:
         self.priority = priority
         self.beam_width = beam_width
         self.lora_task_id = lora_task_id
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens = num_draft_tokens if options.draft_input_ids is None else len(options.draft_input_ids)
         self.sampling = sampling
         self.options = options
         self.stop = stop
@@ -96,6 +98,8 @@ class Request:
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
         self.pauses = self.recomputed_tokens = self.cached_before_pause = self.reused_tokens = 0
+        # Draft tokens verified so far, and those that became output.
+        self.num_drafted = self.accepted_drafts = 0
         self.order: tuple[float, int] = (-priority, 0)
         self.slot = -1
         self.table: RequestTable | None = None
@@ -134,6 +138,11 @@ class Request:
     @property
     def is_last_chunk(self) -> bool:
         return self.position + self.chunk == self.prompt_len
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the next generation step: one for each beam, and the draft tokens."""
+        return self.beam_width + self.num_draft_tokens if self.table is None else int(self.table.step_tokens[self.slot])
 
     @property
     def num_generated(self) -> int:
@@ -264,6 +273,8 @@ class Request:
         table.draft_tokens[row] = self.num_draft_tokens
         table.step_tokens[row] = step_tokens
         table.any_wide_steps |= step_tokens != 1
+        if self.num_draft_tokens > table.max_draft_tokens:
+            table.max_draft_tokens = self.num_draft_tokens
         table.original_prompt_len[row] = self.original_prompt_len
         table.joined[row] = joined
         table.cached_before_pause[row] = self.cached_before_pause

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ifbbench.engine.active import FloatArray, IntArray
+from ifbbench.engine.active import FloatArray, Int64Array, IntArray
 
 
 class EarlyStopping(StrEnum):
@@ -197,3 +198,21 @@ class OutputNumbers:
         beams = np.zeros(len(steps), np.int32) if path is None else path
         chosen = [logits[beam] for logits, beam in zip(steps, beams, strict=True)]
         return np.array(chosen, np.float32).reshape(len(chosen), self._generation[0].shape[1])
+
+
+def uniform_numbers(seeds: NDArray[np.uint64], counters: Int64Array) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, counter), [rows]; equal pairs give equal numbers.
+
+    Number `counter` of a SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) that starts at the mixed seed; 53
+    bits are kept.
+    """
+    gamma = np.uint64(0x9E37_79B9_7F4A_7C15)
+    state = _mix(seeds + gamma) + (counters.astype(np.uint64) + np.uint64(1)) * gamma
+    numbers: NDArray[np.float64] = np.ldexp((_mix(state) >> np.uint64(11)).astype(np.float64), -53)
+    return numbers
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return values ^ (values >> np.uint64(31))

@@ -83,7 +83,7 @@ class Scheduler:
         self.tune_limits: Callable[[ActiveRequests], None] | None = None
         if config.has_dynamic_limits:
             self.tune_limits = DynamicLimits(config, self._micro_batch).update
-        is_steady = is_steady and config.num_micro_batches == 1
+        is_steady = is_steady and config.num_micro_batches == 1 and not config.drafts.max_len
         self._may_repeat = is_steady and not (config.reuse.enabled or self.is_static or self.tune_limits)
         self._is_logged = _log.isEnabledFor(logging.DEBUG)
         # The latest plan, and `num_changes` of the active requests when it was made.

@@ -174,12 +174,14 @@ def executor_class(model: LlamaModel) -> type[ModelExecutor]:
 
 def make_executor(
     model: LlamaModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
-    profile: StepProfile | None = None, lora: LoraConfig | None = None, normalize_log_probs: bool = False,
+    profile: StepProfile | None = None, lora: LoraConfig | None = None, draft_model: LlamaModel | None = None,
+    normalize_log_probs: bool = False,
 ) -> ModelExecutor:
     """An executor with the KV cache `layout`, of the whole model, for up to `num_slots` sequences at a time.
 
     kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. lora: adapters that
-    requests may have. normalize_log_probs: see `OptionalOutputs`. OutOfMemory if the cache does not fit.
+    requests may have. draft_model: see ModelExecutor. normalize_log_probs: see `OptionalOutputs`. OutOfMemory if the
+    cache does not fit.
     """
     make = executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
     if model.part is not None:
@@ -190,5 +192,5 @@ def make_executor(
         size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
     with needing_memory(f"allocating the KV cache of {size}", advice, model.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, lora=lora,
+        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, lora=lora, draft_model=draft_model,
                     normalize_log_probs=normalize_log_probs)  # fmt: skip

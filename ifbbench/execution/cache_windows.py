@@ -137,7 +137,9 @@ class CacheWindows:
             tables = table_rows(window.tables_of(batch))
             rows = cache_rows(packed, tables, window)
             if self._shapes is not None:
-                paged = self._plan_paged_batch(packed.spans, len(batch.context), tables, rows, window.attention,
+                # The kernel of generation takes one token a sequence; spans with drafts are chunks for it.
+                chunks = len(batch.context) if batch.drafts is None else len(packed.spans.lengths)
+                paged = self._plan_paged_batch(packed.spans, chunks, tables, rows, window.attention,
                                                self._shapes, self._device)  # fmt: skip
                 layer = LayerInputs(window.cache, paged.cache_rows, paged)
             else:

@@ -88,8 +88,9 @@ class GenerationGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def takes(self, batch: Batch) -> bool:
-        """Whether `batch` can run as a graph: generation only, without beams, and not too large."""
-        return not batch.context and batch.beam_width == 1 and 0 < len(batch.slots) <= self._sizes[-1]
+        """Whether `batch` can run as a graph: generation only, without beams and drafts, and not too large."""
+        is_plain = not batch.context and batch.beam_width == 1 and batch.drafts is None
+        return is_plain and 0 < len(batch.slots) <= self._sizes[-1]
 
     def prepare(self, batch: Batch, packed: PackedBatch) -> ModelPass:
         """The pass of a batch that `takes` accepts. Its logits are valid until the next pass.

@@ -20,8 +20,18 @@ from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.adapters import AdapterPool
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory
+from ifbbench.execution.draft_model import DraftModel
+from ifbbench.execution.drafted_batches import AcceptDrafts, DraftedBatches, PreparedDrafts
 from ifbbench.execution.logits_processors import LogitsProcessors
-from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack, take_virtual_tokens
+from ifbbench.execution.packing import (
+    ContextRows,
+    Int64Array,
+    ModelPass,
+    PackedBatch,
+    beam_inputs,
+    pack,
+    take_virtual_tokens,
+)
 from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, Sampler, best_candidates, log_probs_of
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.llama import ForwardInputs, LlamaModel
@@ -42,11 +52,13 @@ class ModelExecutor:
 
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
-        *, kv_cache_dtype: torch.dtype | None = None, lora: LoraConfig | None = None, normalize_log_probs: bool = False,
+        *, kv_cache_dtype: torch.dtype | None = None, lora: LoraConfig | None = None,
+        draft_model: LlamaModel | None = None, normalize_log_probs: bool = False,
     ) -> None:
         """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
         None. kv_cache_dtype: of keys and values; the model's data type if None. lora: adapters, if requests may
-        have them. normalize_log_probs: see `OptionalOutputs`. ValueError if `layout` does not fit the model."""
+        have them. draft_model: proposes draft tokens. normalize_log_probs: see `OptionalOutputs`. ValueError if
+        `layout` does not fit the model."""
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
@@ -62,6 +74,11 @@ class ModelExecutor:
 
             self._sampler, log_probs = KernelSampler(num_slots), token_choice.log_probs_of
         self._optional = OptionalOutputs(num_slots, log_probs, self._sampler if normalize_log_probs else None)
+        proposer = None
+        if draft_model is not None:
+            with torch.inference_mode():
+                proposer = DraftModel(draft_model, layout, num_slots, self._sampler, kv_cache_dtype)
+        self._drafted = DraftedBatches(self._sampler, self._optional, self._choose, self._newest, proposer)
         # One call for each batch in flight, which waits for its outputs and returns them.
         self._in_flight: deque[Callable[[], StepOutputs]] = deque()
 
@@ -115,7 +132,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Free the KV cache. The executor cannot be used afterwards."""
         self._in_flight.clear()
-        del self._cache, self._processors, self._graphs, self._adapters
+        del self._cache, self._processors, self._graphs, self._adapters, self._drafted
 
     def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
         # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
@@ -131,6 +148,7 @@ class ModelExecutor:
     # Preparation: reads requests and block tables, and depends on no earlier batch.
 
     def _prepare(self, batch: Batch) -> "PreparedBatch":
+        batch = self._drafted.with_drafts(batch)
         packed = pack(batch, self._cache.max_beams(batch))
         context_rows = ContextRows.of(batch, packed)
         return PreparedBatch(
@@ -144,6 +162,7 @@ class ModelExecutor:
             context_rows=context_rows,
             moves=self._cache.plan_moves(batch, packed),
             forward=self._pass(batch, packed, context_rows),
+            drafts=None if batch.drafts is None else self._drafted.prepare(batch, packed),
         )
 
     def _pass(self, batch: Batch, packed: PackedBatch, context_rows: ContextRows | None) -> ModelPass:
@@ -176,6 +195,8 @@ class ModelExecutor:
             )
             self._optional.assign(owner.slot, owner.options)
         self._cache.move_before(batch.moves)
+        if batch.drafts is not None:
+            return OutputsInFlight(self._model.device, **self._drafted.run(batch.drafts, batch)).wait
         logits = batch.forward(self._generation_tokens(batch))
         copy_rows(batch.moves.after)
         return self._outputs(batch, logits)
@@ -195,18 +216,22 @@ class ModelExecutor:
         if batch.beams is not None:
             candidates = self._candidates(logits, packed, batch.beams, batch.num_candidates)
             return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates).wait
-        processed = self._processors.apply(logits, packed.output_slots, packed.output_positions)
-        tokens = self._choose(processed, packed)
+        tokens, processed = self._choose(logits, packed.output_slots, packed.output_positions)
+        self._newest.index_copy_(0, self._on_device(packed.output_slots), tokens)
         log_probs = self._optional.log_probs(logits, processed, tokens, packed)
         return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs).wait
 
-    def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
-        """The new tokens, int64 [outputs], which become the newest of their slots."""
-        slots = packed.output_slots
-        tokens = self._sampler.choose(logits, slots, packed.output_positions)
+    def _choose(
+        self, logits: Tensor, slots: Int64Array, positions: Int64Array, accept: AcceptDrafts | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens of the requests in `slots`, int64 [rows], and the processed logits that they were chosen
+        from. accept: may put accepted drafts in their places."""
+        processed = self._processors.apply(logits, slots, positions)
+        tokens = self._sampler.choose(processed, slots, positions)
+        if accept is not None:
+            accept(processed, tokens)
         self._processors.note(tokens, slots)
-        self._newest.index_copy_(0, self._on_device(slots), tokens)
-        return tokens
+        return tokens, processed
 
     def _candidates(
         self, logits: Tensor, packed: PackedBatch, beams: BeamInputs, num_candidates: int
@@ -257,7 +282,8 @@ class PreparedBatch:
     """A batch with its tensors on the device and copies of all that it reads of requests and block tables.
 
     owners: of the slots of its chunks. slots: int64 [generation requests]. beams: None if the beam width is 1.
-    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits.
+    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits. drafts: None
+    if there are none to verify.
     """
 
     iteration: int
@@ -270,6 +296,7 @@ class PreparedBatch:
     context_rows: ContextRows | None
     moves: CacheMoves
     forward: ModelPass
+    drafts: PreparedDrafts | None = None
 
 
 class OutputsInFlight:
@@ -281,9 +308,10 @@ class OutputsInFlight:
     def __init__(
         self, device: torch.device, context_logits: dict[int, Tensor], generation_logits: dict[int, Tensor],
         tokens: Tensor | None = None, log_probs: Tensor | None = None,
-        candidates: tuple[Tensor, Tensor, Tensor] | None = None,
+        candidates: tuple[Tensor, Tensor, Tensor] | None = None, accepted: IntArray | None = None, draft_s: float = 0.0,
     ) -> None:
         """The fields of `StepOutputs` as tensors on `device`. candidates: tokens, beams and scores."""
+        self._accepted, self._draft_s = accepted, draft_s
         self._context_logits = {index: _to_host(part, torch.float32) for index, part in context_logits.items()}
         self._generation_logits = {index: _to_host(part, torch.float32) for index, part in generation_logits.items()}
         self._tokens = None if tokens is None else _to_host(tokens, torch.int32)
@@ -308,6 +336,8 @@ class OutputsInFlight:
             log_probs=None if self._log_probs is None else self._log_probs.numpy(),
             context_logits={index: part.numpy().copy() for index, part in self._context_logits.items()},
             generation_logits={index: part.numpy().copy() for index, part in self._generation_logits.items()},
+            accepted=self._accepted,
+            draft_s=self._draft_s,
         )
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk
+from ifbbench.engine.batch import Batch, BeamInputs
 from ifbbench.model.attention_plan import QuerySpans
 from ifbbench.model.llama import VirtualTokens
 from ifbbench.model.tensors import to_device
@@ -23,12 +23,12 @@ ModelPass = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """The tokens of a batch in one row, context chunks first. A row is a token; output rows are those that yield one:
-    the last row of each last chunk, then that of each generation request and beam.
+    the last row of each last chunk, then that of each generation request and beam; with draft tokens also their rows.
 
     context_tokens: [context rows], ids (those of generation requests are on the device).
     positions: [rows], in the sequence. owners: [rows], index of the span that each belongs to.
     output_rows: [output rows]. output_slots: [outputs], the slot of each output; last chunks come first.
-    output_positions: [outputs], position of each new token in its sequence.
+    output_positions: [outputs], position of each (first) new token in its sequence.
     ends: [spans], tokens of each sequence after the batch; a padded span is longer.
     """
 
@@ -68,13 +68,20 @@ def pack(batch: Batch, max_beams: int) -> PackedBatch:
         has_output = yields.copy()
         has_output[len(is_last) :] = np.arange(len(yields) - len(is_last)) % batch.beam_width == 0
     ends = spans.starts + real_lengths
+    output_rows = (spans.first_rows + real_lengths - 1)[yields]
+    output_positions = ends[has_output]
+    if batch.drafts is not None:
+        counts = batch.drafts.counts.astype(np.int64)
+        output_positions = output_positions - counts
+        output_rows = np.repeat(output_rows - counts - (counts + 1).cumsum() + counts + 1, counts + 1)
+        output_rows += np.arange(len(output_rows))
     return PackedBatch(
-        context_tokens=_context_tokens(batch.context, spans),
+        context_tokens=_context_tokens(batch, spans),
         positions=positions,
         owners=owners,
-        output_rows=(spans.first_rows + real_lengths - 1)[yields],
+        output_rows=output_rows,
         output_slots=spans.table_rows[has_output] // max_beams,
-        output_positions=ends[has_output],
+        output_positions=output_positions,
         num_last_chunks=int(is_last.sum()),
         spans=spans,
         ends=ends,
@@ -89,6 +96,9 @@ def _spans(batch: Batch, max_beams: int) -> tuple[QuerySpans, Int64Array]:
     chunk_lengths, starts, slots = context.reshape(-1, 3).T
     ones = np.ones(len(batch.slots) * batch.beam_width, dtype=np.int64)
     real_lengths = lengths = np.concatenate([chunk_lengths, ones])
+    if batch.drafts is not None:
+        is_last = [chunk.is_last for chunk in batch.context]
+        lengths[np.flatnonzero(np.concatenate([is_last, ones]))] += batch.drafts.counts
     if batch.padded and len(chunk_lengths):
         if starts.any():
             raise ValueError("a chunk of a padded batch starts at a position above 0; only whole prompts are padded")
@@ -103,11 +113,16 @@ def _spans(batch: Batch, max_beams: int) -> tuple[QuerySpans, Int64Array]:
     return spans, real_lengths
 
 
-def _context_tokens(context: tuple[ContextChunk, ...], spans: QuerySpans) -> Int64Array:
-    """Ids of all chunks, with zeros where a span is longer than its chunk."""
-    tokens = np.zeros(int(spans.lengths[: len(context)].sum()), dtype=np.int64)
-    for chunk, first in zip(context, spans.first_rows.tolist(), strict=False):
+def _context_tokens(batch: Batch, spans: QuerySpans) -> Int64Array:
+    """Ids of all chunks, each followed by its drafts, with zeros where a span is longer."""
+    tokens = np.zeros(int(spans.lengths[: len(batch.context)].sum()), dtype=np.int64)
+    num_last = num_drafts = 0
+    for chunk, first in zip(batch.context, spans.first_rows.tolist(), strict=False):
         tokens[first : first + chunk.length] = chunk.tokens()
+        if batch.drafts is not None and chunk.is_last:
+            first, count = first + chunk.length, int(batch.drafts.counts[num_last])
+            tokens[first : first + count] = batch.drafts.tokens[num_drafts : num_drafts + count]
+            num_last, num_drafts = num_last + 1, num_drafts + count
     return tokens
 
 

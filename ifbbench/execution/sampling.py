@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, uniform_numbers
 from ifbbench.execution.packing import Int64Array, PackedBatch
 from ifbbench.model.tensors import to_device, to_device_together
 
@@ -63,11 +63,21 @@ class Sampler:
         return greedy
 
     def _sample(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
-        logits = self.kept(logits, slots)
         # Cumulated in the order of token ids: in the order of probability, rounding may swap neighbours.
-        cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        targets = _column(self._uniforms(slots, positions), logits) * cumulative[:, -1:]
+        cumulative = self.probabilities(logits, slots).cumsum(dim=-1)
+        targets = _column(self.uniforms(slots, positions), logits) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+    def is_sampled(self, slots: Int64Array) -> NDArray[np.bool_]:
+        """Which of the requests in `slots` take tokens at random."""
+        is_sampled: NDArray[np.bool_] = self._temperatures[slots] > 0
+        return is_sampled
+
+    def probabilities(self, logits: Tensor, slots: Int64Array) -> Tensor:
+        """The distribution, float64 [rows, vocabulary], from which requests that sample take their tokens.
+
+        logits: [rows, vocabulary]. slots: [rows], the slot of each row."""
+        return self.kept(logits, slots).softmax(dim=-1, dtype=torch.float64)
 
     def kept(self, logits: Tensor, slots: Int64Array) -> Tensor:
         """Logits, float32 [rows, vocabulary], of the distributions that tokens are chosen from: divided by the
@@ -89,8 +99,9 @@ class Sampler:
             logits = (logits - logits.amax(dim=-1, keepdim=True)) / _column(divisors, logits).float()
         return logits.log_softmax(dim=-1)
 
-    def _uniforms(self, slots: Int64Array, positions: Int64Array) -> FloatArray:
-        return uniform_numbers(self._seeds[slots], positions - self._prompt_lengths[slots])
+    def uniforms(self, slots: Int64Array, positions: Int64Array, stream: int = 0) -> FloatArray:
+        """One number in [0, 1) for each row. Those of another `stream` are independent."""
+        return uniform_numbers(self._seeds[slots] ^ np.uint64(stream), positions - self._prompt_lengths[slots])
 
 
 class KernelSampler(Sampler):
@@ -110,7 +121,7 @@ class KernelSampler(Sampler):
         temperatures = np.where(temperatures > 0, np.maximum(temperatures, TINY_TEMPERATURE), 0.0)
         narrow = temperatures.astype(np.float32), self._top_p[slots].astype(np.float32)
         # Sent as int32: one element for a number of four bytes, two for eight.
-        columns = [values.view(np.int32) for values in (self._uniforms(slots, positions), *narrow)]
+        columns = [values.view(np.int32) for values in (self.uniforms(slots, positions), *narrow)]
         uniform, temperature, top_p, top_k = to_device_together([*columns, self._top_k[slots]], logits.device)
         return self._choose_tokens(logits, temperature.view(torch.float32), top_k, top_p.view(torch.float32),
                                    uniform.view(torch.float64))  # fmt: skip
@@ -146,22 +157,6 @@ def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def uniform_numbers(seeds: NDArray[np.uint64], counters: Int64Array) -> FloatArray:
-    """One number in [0, 1) for each (seed, counter), [rows]; equal pairs give equal numbers.
-
-    Number `counter` of a SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) that starts at the mixed seed; 53
-    bits are kept.
-    """
-    gamma = np.uint64(0x9E37_79B9_7F4A_7C15)
-    state = _mix(seeds + gamma) + (counters.astype(np.uint64) + np.uint64(1)) * gamma
-    numbers: FloatArray = np.ldexp((_mix(state) >> np.uint64(11)).astype(np.float64), -53)
-    return numbers
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def best_candidates(

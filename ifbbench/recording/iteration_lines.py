@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
 
 from ifbbench.engine.records import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS
@@ -34,6 +34,21 @@ class PausedRequest(Struct, gc=False):
     beneficiary: int = field(name="for")
 
 
+class SpecDecodingStats(Struct, rename="camel"):
+    """The draft tokens of an iteration, under the names of TensorRT-LLM's executor.
+
+    numAcceptedTokens: drafts that became output. acceptanceLength: tokens that a request with drafts got on average.
+    iterLatencyMS: of the draft model. draftOverhead: its share of the iteration.
+    """
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_requests_with_draft_tokens: int
+    acceptance_length: float
+    iter_latency: float = field(name="iterLatencyMS")
+    draft_overhead: float
+
+
 class IterationDetails(Struct):
     """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
 
@@ -41,8 +56,8 @@ class IterationDetails(Struct):
     iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
     and are not active. waiting: all that have arrived and are not scheduled. missed_blocks: blocks of prompts that were
     looked up and not found, since the start. first_step, last_step: of a whole static batch, its first and last line of
-    `steps.jsonl`.
-    looked up and not found, since the start. lora_loads: LoRA tasks with adapters that were copied to the device.
+    `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
+    with draft tokens.
     """
 
     start_s: float
@@ -71,6 +86,7 @@ class IterationDetails(Struct):
     first_step: int | UnsetType = UNSET
     last_step: int | UnsetType = UNSET
     lora_loads: list[int] | UnsetType = UNSET
+    spec_decoding: SpecDecodingStats | UnsetType = UNSET
 
 
 class IterationLine(Struct, rename={snake_case(name): name for name in COMMON_FIELDS}):
@@ -165,6 +181,7 @@ class ExecutorLine(Struct, rename={
     "iteration_counter": "iter", "latency_ms": "iterLatencyMS", "active_request_count": "numActiveRequests",
     "queued": "numQueuedRequests", "completed": "numCompletedRequests", "max_request_count": "maxNumActiveRequests",
     "kv_cache": "kvCacheStats", "static": "staticBatchingStats", "inflight": "inflightBatchingStats",
+    "spec_decoding": "specDecodingStats",
 }):  # fmt: skip
     """The statistics of an iteration under the names of TensorRT-LLM's executor.
 
@@ -182,6 +199,7 @@ class ExecutorLine(Struct, rename={
     kv_cache: KvCacheStats | None
     static: StaticBatchingStats | None
     inflight: InflightBatchingStats | None
+    spec_decoding: SpecDecodingStats | UnsetType
     ifbbench: IterationDetails | UnsetType
 
 
@@ -190,7 +208,7 @@ def executor_line(line: InflightLine | StaticLine, completed: int) -> ExecutorLi
     details = line.ifbbench
     known = asdict(line) | {
         "latency_ms": details.latency_ms, "queued": details.queued, "missed_blocks": details.missed_blocks,
-        "completed": completed,
+        "completed": completed, "spec_decoding": details.spec_decoding,
     }  # fmt: skip
     return executor_statistics(known, details)
 
@@ -199,10 +217,12 @@ def executor_statistics(known: Mapping[str, Any], details: IterationDetails | Un
     """An iteration's line in the executor's form. known: fields of InflightLine or StaticLine and of IterationDetails,
     and `completed`; those that are missing, in runs of other versions, are None."""
     reused, missed = known.get("reused_kv_cache_blocks"), known.get("missed_blocks")
+    drafts = known.get("spec_decoding", UNSET)
+    if isinstance(drafts, dict):  # of a line that was read
+        drafts = convert(drafts, SpecDecodingStats)
     derived = {
         "cache_hit_rate": reused / (reused + missed) if reused and missed is not None else 0.0,
-        # Every step of a request is one token: there is no speculative decoding.
-        "decoded_tokens": 1.0 if known.get("generation_requests") else 0.0,
+        "decoded_tokens": _decoded_tokens(known, drafts), "spec_decoding": drafts,
         "static": None, "inflight": None, "kv_cache": None, "ifbbench": details,
     }  # fmt: skip
     fields = {**known, **derived}
@@ -213,6 +233,13 @@ def executor_statistics(known: Mapping[str, Any], details: IterationDetails | Un
     if known.get("max_kv_cache_blocks") is not None:
         fields["kv_cache"] = _filled(KvCacheStats, fields)
     return _filled(ExecutorLine, fields)
+
+
+def _decoded_tokens(known: Mapping[str, Any], drafts: SpecDecodingStats | UnsetType) -> float:
+    """Tokens that a generation request got on average: one without draft tokens."""
+    requests = known.get("generation_requests") or 0
+    accepted = 0 if drafts is UNSET else drafts.num_accepted_tokens
+    return 1.0 + accepted / requests if requests else 0.0
 
 
 def _filled(struct: type[Filled], fields: Mapping[str, Any]) -> Filled:

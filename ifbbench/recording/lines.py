@@ -20,6 +20,7 @@ from ifbbench.recording.iteration_lines import (
     IterationDetails,
     LeftOutRequest,
     PausedRequest,
+    SpecDecodingStats,
     StaticLine,
     executor_line,
 )
@@ -42,7 +43,8 @@ class SpanLine(Struct):
     cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
     the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
     output tokens that were not there before. every: with several micro batches, of a span in which the request runs,
-    their number: it runs in each so many iterations, from the first to the last.
+    their number: it runs in each so many iterations, from the first to the last. steps: of generation, tokens of each
+    iteration, where draft tokens make it more than one in some.
     """
 
     request_id: int
@@ -55,6 +57,7 @@ class SpanLine(Struct):
     chunks: list[int] | UnsetType
     produced: int | UnsetType
     every: int | UnsetType = UNSET
+    steps: list[int] | UnsetType = UNSET
 
 
 class RequestLine(Struct):
@@ -62,7 +65,8 @@ class RequestLine(Struct):
 
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
     class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
-    met every objective of each request, where there are any.
+    met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and
+    those that became output, of requests with any.
     """
 
     request_id: int
@@ -87,6 +91,8 @@ class RequestLine(Struct):
     request_class: str | UnsetType = field(default=UNSET, name="class")
     priority: float | UnsetType = UNSET
     slo_met: bool | UnsetType = UNSET
+    draft_tokens: int | UnsetType = UNSET
+    accepted_draft_tokens: int | UnsetType = UNSET
 
 
 class JsonLinesWriter:
@@ -226,6 +232,11 @@ class IterationEncoder:
             return details
         if record.loads:
             details.lora_loads = [load.task_id for load in record.loads]
+        if (drafts := record.drafts) is not None:
+            details.spec_decoding = SpecDecodingStats(
+                drafts.drafted, drafts.accepted, drafts.requests, number(drafts.acceptance_length),
+                number(drafts.draft_s * 1000), number(drafts.draft_s / (end_s - start_s) if end_s > start_s else 0.0),
+            )  # fmt: skip
         if record.context_end_s is not None:
             details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
             details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)

@@ -22,8 +22,9 @@ from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
+from ifbbench.recording.drafts import DraftTotals
 from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
-from ifbbench.recording.metrics import BOUND_BY, HeadOfLine, Population, bound_by, by_group, slow_ttft_s
+from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, slow_ttft_s
 from ifbbench.recording.run_directory import OPEN_SPANS, STEPS, replace_file, write_json
 from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
@@ -63,6 +64,7 @@ class RunMetrics:
         self._limits.default_factory = self._limits.__len__
         self._limit_of = array("i")
         self._waited_s = dict.fromkeys(BOUND_BY, 0.0)
+        self._drafts: DraftTotals | None = None  # of a run with draft tokens
 
     def add_iteration(self, record: IterationRecord, limit: str) -> None:
         """Take in one iteration. limit: what bound it."""
@@ -81,6 +83,9 @@ class RunMetrics:
         self.slots += computed + padded
         self._add_cache(record.cache)
         self._limit_of.append(self._limits[limit])
+        if record.drafts is not None:
+            self._drafts = self._drafts or DraftTotals()
+            self._drafts.add(record.drafts)
 
     def add_stretch(self, stretch: Stretch, limit: str) -> None:
         """Take in all iterations of a stretch."""
@@ -106,9 +111,7 @@ class RunMetrics:
         if cache.filled_tokens > self.peak_filled_tokens:
             self.peak_filled_tokens = cache.filled_tokens
 
-    def add_request(
-        self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float], head: HeadOfLine
-    ) -> bytes:
+    def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> bytes:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
         every = timeline.every
@@ -129,7 +132,7 @@ class RunMetrics:
         population.reused_tokens += request.reused_tokens
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         self.last_end_s = max(self.last_end_s, end_s)
-        attribution_s = timeline.attribution(starts, end_s, head)
+        attribution_s = timeline.attribution(starts, end_s)
         for part, seconds in attribution_s.items():
             if seconds and (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
@@ -143,6 +146,8 @@ class RunMetrics:
         if self._has_goodput:
             latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
             line.slo_met = meets_all(self._objectives, latencies)
+        if request.num_drafted:
+            line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
         return self._with_group(line, name, request.priority)
 
     def add_failure(self, request: Request, arrival_s: float, error: str | None) -> bytes:
@@ -195,6 +200,8 @@ class RunMetrics:
             arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
             found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
         found |= by_group(self._populations, span, ends, self._objectives)
+        if self._drafts is not None:
+            found["speculative_decoding"] = self._drafts.figures()
         return found | {"schedule_digest": digest, "partial": partial}
 
 
@@ -264,7 +271,7 @@ class SummaryRecorder:
         """These requests are complete with `iteration`."""
         for request in finished:
             timeline = self._tracker.end(request, iteration)
-            self._write_request(self.metrics.add_request(timeline, self._starts, self._ends, self._tracker.head))
+            self._write_request(self.metrics.add_request(timeline, self._starts, self._ends))
 
     # What a recorder of files does with lines.
 

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
+from ifbbench.recording.drafts import steps_of, stretches_of
 from ifbbench.recording.lines import SpanLine, encode
 from ifbbench.recording.metrics import HeadOfLine
 
@@ -44,7 +45,8 @@ class Span:
     """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing.
 
     cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
-    phases, 1 once they have yielded an output token that was not there before.
+    phases, 1 (with draft tokens, or more) once they have yielded output tokens that were not there before. extra: of
+    generation with draft tokens: iterations that yielded several tokens, and how many beyond one.
     """
 
     phase: Phase
@@ -53,6 +55,13 @@ class Span:
     first_output: int = 0
     chunks: list[int] = field(default_factory=list)
     produced: int = 0
+    extra: list[tuple[int, int]] | None = None
+
+
+def tokens_of(span: Span, last: int, every: int) -> int:
+    """Output tokens of a generation span up to iteration `last`, with a step in each so many iterations."""
+    tokens = (last - span.first) // every + 1
+    return tokens if span.extra is None else tokens + sum(more for _, more in span.extra)
 
 
 @cache
@@ -73,14 +82,17 @@ class RequestTimeline:
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
     produced: the number of these tokens. every: the number of micro batches. While the request runs, it runs in each so
-        many iterations.
+        many iterations. head: of the line, for the attribution.
     """
 
-    __slots__ = ("arrival_s", "closed", "every", "last_iteration", "open", "produced", "request", "token_iterations")
+    __slots__ = (
+        "arrival_s", "closed", "every", "head", "last_iteration", "open", "produced", "request", "token_iterations",
+    )  # fmt: skip
 
-    def __init__(self, request: Request, arrival_s: float, every: int = 1) -> None:
+    def __init__(self, request: Request, arrival_s: float, head: HeadOfLine, every: int = 1) -> None:
         self.every = every
         self.request = request
+        self.head = head
         self.arrival_s = arrival_s
         self.open: Span | None = None
         self.closed: list[tuple[str, int]] = []
@@ -106,7 +118,10 @@ class RequestTimeline:
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
         if span.phase is Phase.GENERATION and produced:
-            self.token_iterations.append((last - (produced - 1) * self.every, last))
+            if span.extra is None:
+                self.token_iterations.append((last - (produced - 1) * self.every, last))
+            else:
+                self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
             self.produced += produced
         name = f"{WAITING_FOR}{span.cause}" if span.phase is Phase.WAITING else span.phase.value
         self.closed.append((name, span.first))
@@ -122,14 +137,21 @@ class RequestTimeline:
         return (self._line(span, last, self._produced_in(span, last)),)
 
     def prompt_complete(self, iteration: int) -> None:
-        """The last context chunk yielded a token in `iteration`."""
+        """The last context chunk yielded a token in `iteration`, or with draft tokens several."""
         assert self.open is not None
-        if self.request.num_outputs > self.produced:
-            self.open.produced = 1
-            self.token_iterations.append((iteration, iteration))
-            self.produced += 1
+        new = self.request.num_outputs - self.produced
+        if new > 0:
+            self.open.produced = new
+            self.token_iterations += [(iteration, iteration)] * new
+            self.produced += new
 
-    def attribution(self, starts: Sequence[float], end_s: float, head: HeadOfLine) -> dict[str, float]:
+    def add_extra(self, iteration: int, count: int) -> None:
+        """Generation yielded `count` tokens beyond one in `iteration`: draft tokens that were accepted."""
+        if self.open is not None and self.open.phase is Phase.GENERATION:
+            self.open.extra = self.open.extra or []
+            self.open.extra.append((iteration, count))
+
+    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
         A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
@@ -143,7 +165,7 @@ class RequestTimeline:
             if name not in _IN_LINE:
                 seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
             elif until_s > begin_s:
-                for limit, part_s in head.split(begin_s, until_s).items():
+                for limit, part_s in self.head.split(begin_s, until_s).items():
                     part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE else f"{WAITING_BEHIND}{limit}"
                     seconds[part] = seconds.get(part, 0.0) + part_s
             name, begin_s = next_name, until_s
@@ -162,7 +184,7 @@ class RequestTimeline:
         if span.phase is not Phase.GENERATION:
             return span.produced
         again = max(0, self.produced - span.first_output)
-        return max(0, (last - span.first) // self.every + 1 - again)
+        return max(0, tokens_of(span, last, self.every) - again)
 
     def _line(self, span: Span, last: int, produced: int) -> bytes:
         line = SpanLine(
@@ -171,8 +193,10 @@ class RequestTimeline:
         if self.every > 1 and span.phase in RUNNING:
             line.every = self.every
         if span.phase is Phase.GENERATION:
-            line.tokens = (last - span.first) // self.every + 1
-            line.first_output, line.produced = span.first_output, produced
+            line.tokens, line.produced = tokens_of(span, last, self.every), produced
+            line.first_output = span.first_output
+            if span.extra is not None:
+                line.steps = steps_of(span.first, last, span.extra)
         elif span.chunks:
             line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
         return encode(line)
@@ -213,6 +237,9 @@ class SpanTracker:
             self._pause(record)
         if record.held or self._held:
             self._hold(record)
+        if record.drafts is not None:
+            for request, extra in record.drafts.extra:
+                self._timelines[request.request_id].add_extra(record.iteration, extra)
         if record.context or self._partial:
             self._run_context(record)
         if record.blocked or self._blocked:
@@ -249,7 +276,7 @@ class SpanTracker:
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
         timeline = self._timelines[request.request_id] = RequestTimeline(
-            request, self._arrival_s(request), self._num_micro_batches
+            request, self._arrival_s(request), self.head, self._num_micro_batches
         )
         held_from = bisect_left(starts, timeline.arrival_s)
         queued_from = bisect_left(starts, self._held_until_s(request))
@@ -277,7 +304,8 @@ class SpanTracker:
         for request_id, timeline in self._held.items():
             if request_id not in held:
                 # The span's first step is part of this iteration, so that its token is counted already.
-                first_output = timeline.request.num_outputs - 1
+                extra = 0 if record.drafts is None else record.drafts.extra_of(timeline.request)
+                first_output = timeline.request.num_outputs - 1 - extra
                 self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
         for request_id, timeline in held.items():
             if request_id not in self._held:

@@ -61,7 +61,8 @@ def fits_cells(run: RunData) -> bool:
 def timeline_cells(run: RunData) -> pd.DataFrame:
     """One row a request and iteration of its micro batch: `request_id`, `iteration`, `label`, `phase`, `cause`.
 
-    Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step; `P` paused;
+    Labels: `C5` context, a chunk of 5 tokens; `R5` recompute, likewise; `G2` second generation step (`G2-4` one that
+    yields three tokens, with draft tokens); `P` paused;
     empty while waiting or skipped. Requests are in the order of their rows.
     """
     spans = run.spans
@@ -69,9 +70,9 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
         return pd.DataFrame(columns=CELL_COLUMNS)
     every = np.where(spans["phase"].isin([*CHUNK_LETTERS, "generation"]), run.num_micro_batches, 1)
     lengths = (spans["last_iteration"] - spans["first_iteration"]).to_numpy(dtype=int) // every + 1
-    fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks"))
+    fields = (spans[name].tolist() for name in ("request_id", "phase", "first_output", "chunks", "steps"))
     labels: list[str] = []
-    for request, phase, first_output, chunks, length in zip(*fields, lengths.tolist(), strict=True):
+    for request, phase, first_output, chunks, steps, length in zip(*fields, lengths.tolist(), strict=True):
         if phase in CHUNK_LETTERS:
             known = len(chunks) if isinstance(chunks, list) else 0
             if known != length:
@@ -81,7 +82,10 @@ def timeline_cells(run: RunData) -> pd.DataFrame:
                 )
             labels += [f"{CHUNK_LETTERS[phase]}{chunk}" for chunk in chunks]
         elif phase == "generation":
-            labels += [f"G{int(first_output) + step}" for step in range(length)]
+            first = int(first_output)
+            for tokens in steps if isinstance(steps, list) else [1] * length:  # several with draft tokens
+                labels.append(f"G{first}" if tokens == 1 else f"G{first}-{first + tokens - 1}")
+                first += tokens
         else:
             labels += ["P" if phase == "paused" else ""] * length
     cells = spans.loc[spans.index.repeat(lengths), ["request_id", "phase", "cause", "first_iteration"]]

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.report.load import Floats, RunData, covering
-from ifbbench.report.recorded import recorded_figures
+from ifbbench.report.recorded import producing_spans, recorded_figures
 
 Integers = NDArray[np.int64]
 
@@ -63,7 +63,7 @@ def token_iterations(run: RunData) -> dict[str, Integers]:
 
     A span's tokens come in its last iterations: one in each of generation, one at the end of context or recompute.
     """
-    spans = _producing(run)
+    spans = producing_spans(run)
     every, stretches = run.num_micro_batches, dict[str, list[Integers]]()
     columns = (spans[name].tolist() for name in ("request_id", "last_iteration", "produced"))
     for request, last, produced in zip(*columns, strict=True):
@@ -85,7 +85,7 @@ class TokenGaps:
     @classmethod
     def of(cls, run: RunData) -> "TokenGaps":
         """The gaps of `run`."""
-        spans, clock = _producing(run), IterationClock.of(run)
+        spans, clock = producing_spans(run), IterationClock.of(run)
         counts = spans["produced"].to_numpy(dtype=np.int64)
         last = spans["last_iteration"].to_numpy(dtype=np.int64)
         ends = np.cumsum(counts)
@@ -108,17 +108,12 @@ def inter_token_gaps(run: RunData) -> Floats:
 def output_tokens(run: RunData) -> Floats:
     """Output tokens produced in each row of `run.iterations`, those of requests that were still running included."""
     numbers = run.iterations["iteration_counter"].to_numpy(dtype=np.int64)
-    spans = _producing(run)
+    spans = producing_spans(run)
     last = spans["last_iteration"]
     end = int(max(numbers.max(initial=0), last.max() if len(last) else 0))
     every = run.num_micro_batches
     of_all: Floats = covering(last - (spans["produced"] - 1) * every, last, end, every)
     return np.asarray(of_all[numbers])
-
-
-def _producing(run: RunData) -> pd.DataFrame:
-    """The spans that produced output tokens, by request and in order of time."""
-    return run.spans[run.spans["produced"].fillna(0) > 0]
 
 
 def benchmark_figures(run: RunData) -> dict[str, float]:
@@ -130,6 +125,9 @@ def benchmark_figures(run: RunData) -> dict[str, float]:
     done = run.completed
     total_s = float(done["end_s"].max() - run.requests["arrival_s"].min()) if len(done) else math.nan
     output_tokens = int(done["output_len"].sum())
+    # Without draft tokens each decoding step of a request yields exactly one token.
+    accepted = done["accepted_draft_tokens"].sum() if "accepted_draft_tokens" in done else 0
+    decoding_steps = output_tokens - int(accepted)
     overall = {
         "num_samples": len(done),
         "num_error_samples": len(run.requests) - len(done),
@@ -137,8 +135,7 @@ def benchmark_figures(run: RunData) -> dict[str, float]:
         "seq_throughput(seq/sec)": len(done) / total_s,
         "token_throughput(token/sec)": output_tokens / total_s,
         **_spread("sequence_latency(ms)", done["e2e_s"] * 1000),
-        # Without speculative decoding each decoding step of a request yields exactly one token.
-        "avg_acceptance_rate(tokens/decoding steps)": 1.0 if output_tokens else 0.0,
+        "avg_acceptance_rate(tokens/decoding steps)": output_tokens / decoding_steps if output_tokens else 0.0,
     }
     if not run.config.get("streaming"):
         return overall

@@ -42,7 +42,7 @@ REQUEST_COLUMNS = tuple(
 )  # fmt: skip
 NOT_NUMBERS = frozenset({
     "timestamp", "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason",
-    "paused", "phase", "cause", "chunks",
+    "paused", "phase", "cause", "chunks", "steps",
 })  # fmt: skip
 # Columns of `iterations` that are unknown of the iterations that thinned statistics leave out.
 UNKNOWN_WHERE_THINNED = (
@@ -220,7 +220,9 @@ def _object(text: bytes) -> dict[str, Any]:
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
     details = row.pop("ifbbench")
     left_out = details.pop("first_left_out", None) or {}
+    drafts = details.pop("spec_decoding", None) or {}
     flat: dict[str, Any] = documented_fields(row) | details
+    flat |= {f"spec_decoding.{name}": value for name, value in drafts.items()}
     flat["first_left_out_request"] = left_out.get("request_id")
     flat["first_left_out_reason"] = left_out.get("reason")
     flat["pauses"] = len(details.get("paused") or ())

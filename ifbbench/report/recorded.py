@@ -7,6 +7,7 @@ import pandas as pd
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.objectives import parse_objectives
+from ifbbench.recording.drafts import stretches_of
 from ifbbench.recording.metrics import BOUND_BY, Population, by_group, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import write_json
 from ifbbench.recording.spans import limit_waited_for
@@ -119,7 +120,7 @@ def _populations(
             population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, int(prompt), int(output), place)
             population.reused_tokens += int(reused)
             of_request[request] = population
-    spans = run.spans[run.spans["produced"].fillna(0) > 0]
+    spans = producing_spans(run)
     # A killed run may lack the last iterations of a span.
     spans = spans[spans["last_iteration"] < num_iterations]
     firsts = spans["last_iteration"] - (spans["produced"].astype(int) - 1) * run.num_micro_batches
@@ -172,3 +173,25 @@ def _of_cache(iterations: pd.DataFrame) -> dict[str, Any]:
 def _total(table: pd.DataFrame, column: str) -> int:
     """The sum of a column, 0 if there is no such column."""
     return int(table[column].fillna(0).sum()) if column in table else 0
+
+
+def producing_spans(run: RunData) -> pd.DataFrame:
+    """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
+
+    Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds."""
+    spans = run.spans[run.spans["produced"].fillna(0) > 0]
+    is_step = (spans["phase"] == "generation").to_numpy()
+    has_several = np.where(is_step, spans["steps"].notna(), spans["produced"] > 1)
+    if not has_several.any():
+        return spans
+    columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "steps", "produced"))
+    parts = [
+        [(first, last, produced)] if not several
+        else [(one, other, other - one + 1) for one, other in (
+            stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
+        )]
+        for first, last, steps, produced, several, generates in zip(*columns, has_several, is_step, strict=True)
+    ]  # fmt: skip
+    cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
+    numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)
+    return cut.assign(first_iteration=numbers[:, 0], last_iteration=numbers[:, 1], produced=numbers[:, 2])

@@ -156,6 +156,17 @@ class Lora(Struct):
     peak_device_pages: int
 
 
+class SpeculativeDecoding(Struct):
+    """Draft tokens that were verified, and those that became output. acceptance_length: tokens of a step with drafts.
+    draft_s: device time of the draft model."""
+
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float
+    acceptance_length: float
+    draft_s: float
+
+
 class Summary(RequestFigures):
     """Every figure of a run."""
 
@@ -186,6 +197,7 @@ class Summary(RequestFigures):
     steady_state: Window | UnsetType
     expected_error: ExpectedError | UnsetType
     lora: Lora | UnsetType
+    speculative_decoding: SpeculativeDecoding | UnsetType
 
 
 class TraceIdentity(Struct):

@@ -1,7 +1,6 @@
 """A part of a run for charts: a window of iterations or of seconds, and some of the requests."""
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -95,15 +94,26 @@ def _clipped(spans: pd.DataFrame, first: int, last: int, num_micro_batches: int)
         last_iteration=spans["last_iteration"] - cut_behind * every,
     )
     lengths = (spans["last_iteration"] - spans["first_iteration"]) // every + 1
-    chunks: Sequence[object] = [
-        part[before : max(len(part) - behind, 0)] if isinstance(part, list) else part
-        for part, before, behind in zip(spans["chunks"], cut_before, cut_behind, strict=True)
-    ]
+    chunks, kept_steps = (
+        [part[before : max(len(part) - behind, 0)] if isinstance(part, list) else part
+         for part, before, behind in zip(spans[name], cut_before, cut_behind, strict=True)]
+        for name in ("chunks", "steps")
+    )  # fmt: skip
+    tokens_before, tokens_behind, tokens = cut_before, cut_behind, np.asarray(lengths, dtype=int)
+    is_drafted = spans["steps"].notna()
+    if is_drafted.any():  # iterations of several tokens
+        tokens_before, tokens_behind, tokens = tokens_before.copy(), tokens_behind.copy(), tokens.copy()
+        for place in np.flatnonzero(is_drafted).tolist():
+            steps = spans["steps"].iloc[place]
+            tokens[place] = sum(kept_steps[place])
+            tokens_before[place] = sum(steps[: cut_before[place]])
+            tokens_behind[place] = sum(steps) - tokens[place] - tokens_before[place]
     spans = spans.assign(
         chunks=pd.Series(chunks, dtype=object),
-        first_output=spans["first_output"] + cut_before,
+        steps=pd.Series(kept_steps, dtype=object),
+        first_output=spans["first_output"] + tokens_before,
         # Output tokens come in the last iterations of a span.
-        produced=np.minimum((spans["produced"].fillna(0) - cut_behind).clip(lower=0), lengths),
+        produced=np.minimum((spans["produced"].fillna(0) - tokens_behind).clip(lower=0), tokens),
     )
     # The window may lie between two steps.
     with_steps: pd.DataFrame = spans[spans["first_iteration"] <= spans["last_iteration"]]

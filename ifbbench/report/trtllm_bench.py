@@ -67,7 +67,23 @@ def report(run: RunData) -> dict[str, Any]:
     }
     if config.get("streaming"):
         content["streaming_metrics"] = _streaming(done)
+    if config.get("draft_len"):
+        content["decoding_stats"] = _decoding(run, done)
     return content | {"dataset": _dataset(run)}
+
+
+def _decoding(run: RunData, done: pd.DataFrame) -> dict[str, Any]:
+    """Figures of draft tokens, by request. The acceptance length is that of all its decoding steps."""
+    drafted, accepted = (done[name].fillna(0) if name in done else done["output_len"] * 0
+                         for name in ("draft_tokens", "accepted_draft_tokens"))  # fmt: skip
+    rates = (accepted / drafted)[drafted > 0]
+    return {
+        "mode": "NGram" if run.config.get("draft_ngram") else "DraftTarget",
+        "num_draft_tokens_percentiles": percentiles(drafted),
+        "num_accepted_draft_tokens_percentiles": percentiles(accepted),
+        "draft_acceptance_rate_percentiles": percentiles(rates),
+        "acceptance_length_percentiles": percentiles(done["output_len"] / (done["output_len"] - accepted)),
+    }
 
 
 def _streaming(done: pd.DataFrame) -> dict[str, Any]:
@@ -159,7 +175,8 @@ def _request(row: dict[Any, Any]) -> dict[str, Any]:
     """One request. Times are in ns, rates in tokens/ns. `output`, its text, is empty: token ids are not decoded."""
     names = ("arrival_s", "first_token_s", "end_s")
     start, first, end = (round(row[name] * NANOSECONDS) for name in names)
-    tokens = int(row["output_len"])
+    tokens, accepted = int(row["output_len"]), row.get("accepted_draft_tokens", 0)
+    steps = tokens - (0 if pd.isna(accepted) else int(accepted))
     request_id = str(row["request_id"])
     return {
         "id": int(request_id) if request_id.isdecimal() else request_id,
@@ -168,7 +185,7 @@ def _request(row: dict[Any, Any]) -> dict[str, Any]:
         "start_timestamp": start,
         "first_token_timestamp": first,
         "end_timestamp": end,
-        "decode_iteration": tokens - 1,
+        "decode_iteration": steps - 1,
         "num_total_output_tokens": tokens,
         "num_generated_tokens": tokens - 1,
         "generation_time": end - first,

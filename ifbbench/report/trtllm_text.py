@@ -18,8 +18,10 @@ def report_text(report: Mapping[str, Any]) -> str:
         "WORLD + RUNTIME INFORMATION": _world(report["world_info"]),
         "REQUEST DETAILS": _requests(report["request_info"]),
         "PERFORMANCE OVERVIEW": _performance(report["performance"], report.get("streaming_metrics")),
-        "DATASET DETAILS": _dataset(report["dataset"]),
     }
+    if (decoding := report.get("decoding_stats")) is not None:
+        sections[f"DECODING STATISTICS ({decoding['mode']})"] = _decoding(decoding)
+    sections["DATASET DETAILS"] = _dataset(report["dataset"])
     parts = [f"{RULE}\n= {heading}\n{RULE}\n" + "\n".join(lines) + "\n" for heading, lines in sections.items()]
     return "\n".join(parts) + RULE
 
@@ -96,6 +98,19 @@ def _performance(figures: Mapping[str, Any], streaming: Mapping[str, Any] | None
 
 def _breakdown(tag: str, values: Mapping[str, float | None], names: Iterable[str]) -> list[str]:
     return [f"[{tag}] {name.upper():<7}: {_figure(values[name])}" for name in names]
+
+
+def _decoding(decoding: Mapping[str, Any]) -> list[str]:
+    """Draft tokens, by request."""
+    rows: list[str] = []
+    for title, key, tag in (
+        ("Number of Draft Tokens", "num_draft_tokens_percentiles", "DT"),
+        ("Number of Accepted Draft Tokens", "num_accepted_draft_tokens_percentiles", "ADT"),
+        ("Draft Acceptance Rate", "draft_acceptance_rate_percentiles", "DAR"),
+        ("Acceptance Length", "acceptance_length_percentiles", "AL"),
+    ):
+        rows += ["", f"-- {title} Details", "", *_breakdown(tag, decoding[key], STATISTICS)]
+    return rows
 
 
 def _dataset(dataset: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.lora import AdapterUse
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
-from ifbbench.simulation.step_work import StepWork, StepWorks
+from ifbbench.simulation.step_work import StepWork, StepWorks, draft_passes
 
 NANOSECONDS = 1e9
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
@@ -301,31 +301,37 @@ class SimulatedExecutor:
 
     def __init__(
         self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
-        lora: AdapterCost | None = None,
-    ) -> None:
-        """windows: see `StepWork.of_windows`. lora: the time of adapters; None if there are none."""
+        lora: AdapterCost | None = None, draft_model: CostModel | None = None,
+    ) -> None:  # fmt: skip
+        """windows: see `StepWork.of_windows`. lora: the time of adapters; None if there are none. draft_model: proposes
+        the draft tokens before each batch."""
         self._lora = lora
         self.cost_model = cost_model
         self.windows = tuple(windows)
         self._clock = clock
+        self._draft_model = draft_model
         # When each stage is free.
         self._free_ns = [0] * cost_model.shard.pp_size
-        self._finish_ns: deque[int] = deque()
+        # Of each batch in flight, its end and the time of the draft model in it.
+        self._in_flight: deque[tuple[int, int]] = deque()
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
         requests = len(batch.context) + len(batch.slots)
         work = StepWork.of_windows(batch, self.windows)
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
-        stages_ns = self.cost_model.stages_ns(work)
+        stages_ns, draft_ns = self.cost_model.stages_ns(work), 0
         if batch.adapters is not None and self._lora is not None:
             whole_ns = sum(stages_ns)
             more_ns = self._lora.batch_ns(batch, batch.adapters, whole_ns, 1) - whole_ns
             stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
+        if self._draft_model is not None:  # with one stage
+            draft_ns = sum(map(self._draft_model.device_ns, draft_passes(batch)))
+            stages_ns = [stages_ns[0] + draft_ns]
         finish_ns = self._clock.now_ns
         for stage, stage_ns in enumerate(stages_ns):
             self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
-        self._finish_ns.append(finish_ns)
+        self._in_flight.append((finish_ns, draft_ns))
 
     def generation_times(
         self, positions: Int64Array, steps: int, adapters: AdapterUse | None = None
@@ -346,8 +352,9 @@ class SimulatedExecutor:
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
-        self._clock.wait_until_ns(self._finish_ns.popleft())
-        return NO_OUTPUTS
+        end_ns, draft_ns = self._in_flight.popleft()
+        self._clock.wait_until_ns(end_ns)
+        return StepOutputs(draft_s=draft_ns / NANOSECONDS) if draft_ns else NO_OUTPUTS
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -6,6 +6,7 @@ from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig, check_split
 from ifbbench.model.lora_modules import device_pages, page_layout
+from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import HardwareProfile
 
@@ -195,6 +196,8 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     InputError if nothing is left for the KV cache."""
     runtime = 0 if hardware.is_cpu else RUNTIME_BYTES + COLLECTIVE_BYTES * (shard.tp_size * shard.pp_size > 1)
     weights = shard.parameter_bytes
+    if config.draft_model is not None:
+        weights += Shard.of_config(load_model_config(config.draft_model), config).parameter_bytes
     max_batch_size, left = config.max_batch_size or 1, hardware.memory_bytes - runtime - weights
     max_num_tokens = config.max_num_tokens
     if max_num_tokens is None:

@@ -1,6 +1,6 @@
 """The work of one iteration in the few sums that its time depends on, and the least that any device must do for it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ class StepWork(NamedTuple):
     attention_pairs: query-key pairs of context attention. A chunk of n tokens that starts at position s has
         n·s + n·(n + 1) / 2 of them: every token attends to all tokens before it and to itself.
     context_kv_tokens: keys that the chunks read, the sum of start plus length.
-    generation_tokens: generation requests times their beams.
+    generation_tokens: generation requests times their beams, and draft tokens.
     generation_kv_tokens: keys that these read, new tokens included.
     outputs: rows that need logits: generation tokens, and one for each chunk that ends its prompt.
     """
@@ -56,6 +56,8 @@ class StepWork(NamedTuple):
             chunks = [(start, longest, is_last) for start, _, is_last in chunks]
         cached = batch.positions if window is None else np.minimum(batch.positions, window - 1)
         tokens = len(batch.slots) * batch.beam_width
+        if batch.drafts is not None:  # each one is a token whose key is read, and has logits
+            tokens += len(batch.drafts.tokens)
         return cls._sum(chunks, tokens, int(np.add.reduce(cached, dtype=np.int64)) * batch.beam_width + tokens, window)
 
     @classmethod
@@ -98,6 +100,20 @@ class StepWork(NamedTuple):
         return cls(
             tokens, count, pairs, kv_tokens, generation_tokens, generation_kv_tokens, generation_tokens + num_last
         )
+
+
+def draft_passes(batch: Batch) -> Iterator[StepWork]:
+    """The work of a draft model before `batch`, pass by pass: prompts and the two newest tokens of each generation
+    request, then one draft after the other of the requests that have so many."""
+    requests = len(batch.slots)
+    first = StepWork.of_batch(batch._replace(drafts=None))
+    yield first._replace(generation_tokens=2 * requests, outputs=requests)
+    if batch.drafts is None or not requests:
+        return
+    counts = batch.drafts.counts[-requests:]
+    for step in range(1, int(counts.max())):
+        keys = batch.positions[counts > step].astype(np.int64) + step + 1
+        yield StepWork(generation_tokens=len(keys), generation_kv_tokens=int(keys.sum()), outputs=len(keys))
 
 
 class StepWorks(NamedTuple):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import Floats, RecordedRun
-from ifbbench.analysis.rows import Id, Span
+from ifbbench.analysis.rows import Id, Span, single_steps
 from ifbbench.report.figures import figures
 from ifbbench.report.limits import LIMITS, limit_colours, limit_name, waits_for
 from ifbbench.report.tables import settings_line
@@ -169,7 +169,7 @@ def _itl_quantiles(run: RecordedRun, of_request: list[list[Span]]) -> Floats:
     """Evenly spaced quantiles of all gaps between tokens; empty where iterations were not all recorded."""
     if run.data.recorded_every > 1:
         return np.empty(0)
-    producing = [[span for span in spans if span.produced] for spans in of_request]
+    producing = [[part for span in spans if span.produced for part in single_steps(span)] for spans in of_request]
     spans = list(chain.from_iterable(producing))
     counts, last = _integers(span.produced for span in spans), _integers(span.last for span in spans)
     ends = np.cumsum(counts)

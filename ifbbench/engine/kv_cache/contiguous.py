@@ -60,6 +60,9 @@ class ContiguousCache(KvCache):
     def add_tokens(self, rows: Rows) -> None:
         self.registered[rows] += 1
 
+    def rewind(self, rows: Rows, registered: Rows) -> None:
+        self.registered[rows] = registered
+
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         del self._beams[slot]
         self.registered[slot] = 0

@@ -100,6 +100,16 @@ class KvCache(ABC):
     def add_tokens(self, rows: Rows) -> None:
         """Register one more token in each of `rows`, and take the blocks that these tokens start."""
 
+    def add_draft_tokens(self, rows: Rows, counts: Rows) -> None:
+        """Register `counts` more tokens in each of `rows`, as `add_tokens` does one."""
+        for step in range(int(counts.max(initial=0))):
+            self.add_tokens(rows[counts > step])
+
+    @abstractmethod
+    def rewind(self, rows: Rows, registered: Rows) -> None:
+        """Remove the newest tokens of `rows` (rejected drafts), so that `registered` of each remain. A block that this
+        empties is the next that is taken. For sequences that have not wrapped."""
+
     def steps_ahead(self, rows: Rows) -> "StepsAhead | None":
         """The next steps of the generation requests in `rows`; None where they are not known in advance."""
         return None

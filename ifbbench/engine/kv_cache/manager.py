@@ -189,9 +189,22 @@ class KvCacheManager(KvCache):
         self._filled -= int(self.registered[slot] <= self.attention_window.capacity)
         self.registered[slot] -= 1
         if self.registered[slot] % self.attention_window.tokens_per_block == 0:
-            self.sequences.shrink(slot)
-            self.blocks_held[slot] -= 1
-            self._blocks_to_come[slot] += self._beam_width[slot]
+            self._shrink(slot)
+
+    def rewind(self, rows: Rows, registered: Rows) -> None:
+        before, size = self.registered[rows], self.attention_window.tokens_per_block
+        self._filled -= int((before - registered).sum())
+        self.registered[rows] = registered
+        emptied = -(-before // size) - -(-registered // size)
+        for place in np.flatnonzero(emptied).tolist():
+            for _ in range(int(emptied[place])):
+                self._shrink(int(rows[place]))
+
+    def _shrink(self, slot: int) -> None:
+        """Release the last block of each beam."""
+        self.sequences.shrink(slot)
+        self.blocks_held[slot] -= 1
+        self._blocks_to_come[slot] += self._beam_width[slot]
 
     def store_context(self, slot: int) -> None:
         self.sequences.store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)

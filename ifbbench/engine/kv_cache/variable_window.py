@@ -144,6 +144,10 @@ class VariableWindowCache(KvCache):
         for window in self.windows:
             window.add_tokens(rows)
 
+    def rewind(self, rows: Rows, registered: Rows) -> None:
+        for window in self.windows:
+            window.rewind(rows, registered)
+
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         for window in self.windows:
             window.remove_sequence(slot, now_s=now_s)
