@@ -119,8 +119,8 @@ def build_engine(
 def _engine_without_model(
     config: RunConfig, model: ModelConfig, beam_width: int, make_clock: Callable[[], VirtualClock]
 ) -> Engine:
-    """Device null, or simulated hardware with a clock of `make_clock`. InputError if that is unknown or the model does not
-    fit."""
+    """Device null, or simulated hardware with a clock of `make_clock`. InputError if the hardware is unknown or the
+    model does not fit."""
     hardware = None if config.hardware is None else load_hardware(config.hardware)
     # Nothing is computed, so sequences may be longer than the model's positions.
     longest = max(model.max_position_embeddings, config.max_seq_len or 0)

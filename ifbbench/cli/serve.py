@@ -16,7 +16,10 @@ GROUPS = ("scheduling", "kv cache", "execution")
 NOT_TAKEN = ("static_emulated_batch_size", "static_emulated_timeout", "engine_overhead", "stop_at_end_token")
 ALSO_TAKEN = ("warm_up", "seed", "slo", "overwrite", "recording_format", "iteration_stats_format",
               "iteration_stats_every", "quiet")  # fmt: skip
-NAMES = [one.name for one in settings() if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN]
+NAMES = [
+    one.name for one in settings()
+    if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
+]  # fmt: skip
 
 
 class ServeCommand(SettingsCommand):
@@ -52,6 +55,6 @@ def serve(config_file: Path | None, **options: Any) -> None:
         progress = loading.enter_context(progress_line("serve", config.quiet))
         summary = run(config, server, progress, report)
     if summary is not None and not config.quiet:
-        counts = summary["requests"]
+        counts, recording = summary["requests"], server.record
         click.echo(f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
-                   f"The recording is in {server.record}; `ifbbench run {server.record}` replays it.", err=True)  # fmt: skip
+                   f"The recording is in {recording}; `ifbbench run {recording}` replays it.", err=True)  # fmt: skip

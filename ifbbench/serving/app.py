@@ -44,7 +44,9 @@ Result = TypeVar("Result")
 class BadRequest(Exception):
     """A response with an error instead of an answer. param: the field that is wrong."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.param = status, message, kind, param
 
@@ -104,7 +106,8 @@ class Endpoints:
         limits = self.service.engine.limits
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
         encoder = IterationEncoder(statistics, as_executor=True)
-        lines = [line for record, limit in list(self.service.statistics.latest) for line in encoder.record(record, limit)]
+        latest = list(self.service.statistics.latest)
+        lines = [line for record, limit in latest for line in encoder.record(record, limit)]
         return Response(b"[" + b",".join(lines) + b"]", media_type=JSON)
 
     async def description(self, _request: Request) -> Response:

@@ -80,7 +80,7 @@ class ServerMetrics(Collector):
         live, queued = self._num_live(), self._num_queued()
         values |= {"Active Request Count": live - queued, "Waiting Requests": queued,
                    "Max Request Count": limits.max_batch_size}  # fmt: skip
-        if not live:  # the latest iteration was some time ago: nothing runs, and all blocks are free
+        if not live or not self._statistics.latest:  # nothing runs, whatever the latest iteration was
             idle = ("Scheduled Requests", "Context Requests", "Generation Requests", "Used KV cache blocks")
             values |= dict.fromkeys(idle, 0.0)
             values["Free KV cache blocks"] = values.get("Max KV cache blocks", 0.0)

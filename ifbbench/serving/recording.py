@@ -1,4 +1,4 @@
-"""Recording of live traffic: a run directory like that of `ifbbench run`, with the requests as they came as its trace."""
+"""Recording of live traffic: a run directory like that of `ifbbench run`, with the traffic as its trace."""
 
 from hashlib import file_digest
 from pathlib import Path

@@ -87,15 +87,15 @@ async def _serve(
     is_partial = True
     try:
         app = _endpoints(service, config, server).app()
-        application = uvicorn.Server(uvicorn.Config(
+        application = _Server(uvicorn.Config(
             app, lifespan="off", log_level="warning", access_log=False, backlog=BACKLOG,
             limit_concurrency=server.max_clients + 1, timeout_graceful_shutdown=round(server.drain_timeout),
             server_header=False,
         ))  # fmt: skip
         async with _watched(service, application, stop):
+            listener.listen(BACKLOG)
             on_started(_address(listener))
-            with _signals(application):
-                await application._serve([listener])
+            await application.serve([listener])
         is_partial = not service.is_running
         await service.close()
     finally:
@@ -143,20 +143,22 @@ async def _watched(service: Service, application: uvicorn.Server, stop: asyncio.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@contextmanager
-def _signals(application: uvicorn.Server) -> Iterator[None]:
-    """SIGTERM and SIGINT begin the drain, a second SIGINT ends it. Unlike uvicorn's own handlers these do not raise the
-    signal again when the server has ended, so that the recording is completed."""
-    loop, installed = asyncio.get_running_loop(), []
-    for one in (signal.SIGTERM, signal.SIGINT):
-        with suppress(ValueError, RuntimeError):  # not in the main thread
-            loop.add_signal_handler(one, application.handle_exit, one, None)
-            installed.append(one)
-    try:
-        yield
-    finally:
-        for one in installed:
-            loop.remove_signal_handler(one)
+class _Server(uvicorn.Server):
+    """A uvicorn server that does not raise the signal again that has ended it, so that the recording is completed."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT begin the drain, a second SIGINT ends it."""
+        loop, installed = asyncio.get_running_loop(), []
+        for one in (signal.SIGTERM, signal.SIGINT):
+            with suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(one, self.handle_exit, one, None)
+                installed.append(one)
+        try:
+            yield
+        finally:
+            for one in installed:
+                loop.remove_signal_handler(one)
 
 
 def _listen(server: ServerConfig) -> socket.socket:
@@ -185,4 +187,5 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -245,7 +245,8 @@ class Service:
     def _take(self, max_requests: int) -> list[InferenceRequest]:
         """Up to so many requests that have arrived; a negative number means no limit."""
         self._end_withdrawn()
-        now_s, taken = self._clock.now(), []
+        now_s = self._clock.now()
+        taken: list[Generation] = []
         with self._lock:
             while self._queue and self._queue[0].arrival_s <= now_s and len(taken) != max_requests:
                 taken.append(self._queue.popleft())

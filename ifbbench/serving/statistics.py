@@ -10,8 +10,8 @@ from ifbbench.engine.request import Request
 from ifbbench.recording.metrics import bound_by
 
 LATEST_ITERATIONS = 100
-# Upper limits of the buckets of histograms, in seconds and in tokens; powers of two and their halves cover both.
-SECONDS = tuple(round(scale * power, 9) for power in (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0) for scale in (1, 2, 3, 5, 7.5))
+# Upper limits of the buckets of histograms, in seconds and in tokens; wide enough for both slow and fast devices.
+SECONDS = tuple(round(scale * 10.0**power, 9) for power in range(-3, 3) for scale in (1, 2, 3, 5, 7.5))
 TOKENS = tuple(float(2**power) for power in range(21))
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 

@@ -10,8 +10,8 @@ from ifbbench.model.named_models import load_tokenizer, weights_path
 from ifbbench.workload.texts import chat_text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character of UTF-8 has at most so many bytes, and so many tokens: a longer undecodable end is not incomplete.
-MAX_INCOMPLETE = 4
+# The beginning of a character of UTF-8 has at most so many bytes, and so many tokens; a longer end is not one.
+MAX_INCOMPLETE = 3
 SAMPLE_TEXT = (
     "This is synthetic text from a simulated device. It computes no tokens; it takes the time that a model would take "
     "to make as many of them. "
@@ -142,12 +142,20 @@ class GrowingText:
     def add(self, ids: Sequence[int]) -> str:
         """The text that is new with these tokens."""
         self._ids.extend(ids)
-        before = self._tokenizer.decode(self._ids[self._start : self._read])
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_INCOMPLETE:
+        decode, end = self._tokenizer.decode, self._complete_end()
+        if end <= self._read:
             return ""
-        self._start, self._read = self._read, len(self._ids)
+        before, text = decode(self._ids[self._start : self._read]), decode(self._ids[self._start : end])
+        self._start, self._read = self._read, end
         return self._until_stop(text[len(before) :])
+
+    def _complete_end(self) -> int:
+        """The number of tokens without those at the end that may be the beginning of a character."""
+        end = len(self._ids)
+        for shorter in range(end, max(end - MAX_INCOMPLETE, self._start) - 1, -1):
+            if not self._tokenizer.decode(self._ids[self._start : shorter]).endswith(REPLACEMENT):
+                return shorter
+        return end
 
     def end(self) -> str:
         """The rest of the text, when there are no more tokens."""
