@@ -38,7 +38,7 @@ class ServerProcess:
 
 @contextmanager
 def server_process(*options: str) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "ifbbench", "serve", "--port", "0", *options]
+    command = [sys.executable, "-m", "ifbbench", "serve", *options, "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

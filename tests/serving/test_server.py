@@ -113,10 +113,8 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
         assert number < 0
         assert max(top.values()) == pytest.approx(number, abs=1e-4), "greedy takes the most likely token"
         assert math.fsum(map(math.exp, top.values())) <= 1.0001
-    messages = [{"role": "user", "content": "hi"}]
-    chat = client.chat.completions.create(
-        model="tiny", messages=messages, max_completion_tokens=3, temperature=0, logprobs=True, top_logprobs=2
-    )  # type: ignore[call-overload]
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+    chat: Any = client.chat.completions.create(model="tiny", max_completion_tokens=3, temperature=0, **asked)
     content = chat.choices[0].logprobs.content
     assert len(content) == 3
     assert [len(one.top_logprobs) for one in content] == [2, 2, 2]

@@ -49,7 +49,8 @@ def test_the_template_of_a_model_directory_is_used(tmp_path: Path) -> None:
 @given(st.text(max_size=30), st.lists(st.integers(1, 4), min_size=1), st.lists(st.text(min_size=1, max_size=3)))
 def test_a_text_that_grows_is_the_same_in_any_steps(text: str, steps: list[int], stops: list[str]) -> None:
     ids = list(text.encode())
-    growing, parts, place = GrowingText(BYTES, stops), [], 0
+    growing, place = GrowingText(BYTES, stops), 0
+    parts: list[str] = []
     while place < len(ids):
         size = steps[len(parts) % len(steps)]
         parts.append(growing.add(ids[place : place + size]))
