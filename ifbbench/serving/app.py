@@ -178,15 +178,14 @@ class Endpoints:
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:  # also ValidationError
             problem, _, place = str(error).partition(" - at `$")
             raise InputError(f"{place.strip('.`') or 'body'}: {problem[:300]}.") from None
-        engine = self.service.engine
-        check_supported(body, engine.makes_tokens, engine.makes_tokens and bool(engine.model.eos_token_ids))
+        check_supported(body, self.service.engine.makes_tokens)
         return body, body.prompts(self.texts)
 
     def _submit(self, body: Generating, prompts: list[list[int]]) -> Answer:
         engine, tokenizer = self.service.engine, self.texts.tokenizer
         requests = engine_requests(
             body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
-            engine.makes_tokens,
+            engine.limits.vocab_size,
         )  # fmt: skip
         for one in requests:
             self.service.check(one)
