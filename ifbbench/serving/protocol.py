@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
 
 from ifbbench.api.request import InferenceRequest
 from ifbbench.config import RunConfig
@@ -120,11 +121,18 @@ class CompletionRequest(Generating, kw_only=True):
         return [texts.encode(one) if isinstance(one, str) else _checked_ids(one) for one in prompt]
 
 
+class Message(Struct):
+    """A message of a conversation. content: a text, or parts of which those with `text` count."""
+
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[dict[str, Any]] | None = None
+
+
 class ChatRequest(Generating, kw_only=True):
     """A conversation to continue. logprobs: whether to list log-probabilities, and top_logprobs of how many of the most
     likely tokens."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -144,7 +152,7 @@ class ChatRequest(Generating, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self, texts: Texts) -> list[list[int]]:
-        return [texts.encode_chat(self.messages)]
+        return [texts.encode_chat([asdict(message) for message in self.messages])]
 
 
 def _checked_ids(ids: Any) -> list[int]:
