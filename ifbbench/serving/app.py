@@ -4,7 +4,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ifbbench.clock import WallClock
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
 from ifbbench.recording.lines import IterationEncoder
@@ -187,6 +188,8 @@ class Endpoints:
             body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
             engine.limits.vocab_size,
         )  # fmt: skip
+        if engine.limits.batching_type is BatchingType.V1:  # static batches respond at their end
+            requests = [replace(one, streaming=False) for one in requests]
         for one in requests:
             self.service.check(one)
         choices, index = [], 0
