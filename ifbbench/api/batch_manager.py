@@ -17,7 +17,7 @@ from ifbbench.api.client import (
     ReturnStats,
     SendResponse,
 )
-from ifbbench.api.engine import build_engine
+from ifbbench.api.engine import Engine, build_engine
 from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
@@ -26,7 +26,7 @@ from ifbbench.engine.batch import Executor
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.records import IterationStatistics
+from ifbbench.engine.records import IterationStatistics, Observer
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
@@ -91,10 +91,9 @@ class BatchManager:
         if communicator is not None:
             settings = _of_ranks(settings, communicator)
         limits, executor = _engine(executor_or_model, settings, communicator)
-        self._owned_executor = None if executor is executor_or_model else executor
-        statistics = IterationStatistics(limits.batching_type, limits.max_active)
-        self._callbacks = Callbacks(
-            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
+        callbacks = Callbacks(
+            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats,
+            IterationStatistics(limits.batching_type, limits.max_active),
             may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size,
         )  # fmt: skip
         make_loop: Callable[..., TokenGenerationLoop] = TokenGenerationLoop
@@ -102,12 +101,42 @@ class BatchManager:
             from ifbbench.api.ranks import RankLoop  # it imports torch
 
             make_loop = partial(RankLoop, communicator, settings.check_ranks)
-        self._loop = make_loop(
-            limits, executor, WallClock(), self._callbacks.get_requests, self._callbacks.send, self._callbacks,
-            poll_stop_signals=self._callbacks.poll,
-        )  # fmt: skip
         self._communicator = communicator
+        loop = make_loop(limits, executor, WallClock(), callbacks.get_requests, callbacks.send, callbacks,
+                         poll_stop_signals=callbacks.poll)  # fmt: skip
+        self._begin(callbacks, loop, None if executor is executor_or_model else executor, start=start)
+
+    @classmethod
+    def of_engine(
+        cls, engine: Engine, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
+        poll_stop_signals: PollStopSignals, observer: Observer, queued: Callable[[], int],
+        wait_for_requests: Callable[[], object],
+    ) -> "BatchManager":  # fmt: skip
+        """A manager of an engine that exists, which the caller closes; on the engine's clock.
+
+        observer: is notified of each iteration, and of each request that ends without being complete. queued: number of
+        requests that have arrived and were not returned yet. wait_for_requests: is called while no request is active;
+        returns when one has arrived, and soon after a call of `close()` or `abort()`."""
+        limits = engine.limits
+        callbacks = Callbacks(
+            get_inference_requests, send_response, poll_stop_signals, None,
+            IterationStatistics(limits.batching_type, limits.max_active),
+            may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size, observer=observer,
+        )  # fmt: skip
+        manager = cls.__new__(cls)
+        manager._communicator = None
+        loop = TokenGenerationLoop(limits, engine.executor, engine.clock, callbacks.get_requests, callbacks.send,
+                                   callbacks, queued, callbacks.poll)  # fmt: skip
+        manager._begin(callbacks, loop, wait_for_requests=wait_for_requests)
+        return manager
+
+    def _begin(
+        self, callbacks: Callbacks, loop: TokenGenerationLoop, owned_executor: Executor | None = None,
+        wait_for_requests: Callable[[], object] | None = None, *, start: bool = True,
+    ) -> None:
+        self._callbacks, self._loop, self._owned_executor = callbacks, loop, owned_executor
         self._closing, self._aborting, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._wait_for_requests = wait_for_requests or partial(self._wake.wait, IDLE_POLL_S)
         self._failures = 0
         self._truncations: SimpleQueue[tuple[Request, int]] = SimpleQueue()
         self._in_step = self._ended = False
@@ -224,7 +253,7 @@ class BatchManager:
                     continue
                 if closing:
                     break
-                self._wake.wait(IDLE_POLL_S)
+                self._wait_for_requests()
             else:
                 self._loop.abort("the batch manager was aborted")
             if self._communicator is not None:
