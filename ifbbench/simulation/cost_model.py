@@ -319,8 +319,7 @@ class SimulatedExecutor:
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
         stages_ns = self.cost_model.stages_ns(work)
         if batch.adapters is not None and self._lora is not None:
-            whole_ns = sum(stages_ns)
-            more_ns = self._lora.batch_ns(batch, batch.adapters, whole_ns, 1) - whole_ns
+            more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns), 1) - sum(stages_ns)
             stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
         finish_ns = self._clock.now_ns
         for stage, stage_ns in enumerate(stages_ns):

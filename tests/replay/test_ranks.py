@@ -134,7 +134,8 @@ MORE: list[dict[str, Any]] = [
     {"type": "v1", "max_num_tokens": 128}, {"type": "inflight_unfused"}, {"enable_trt_overlap": True},
     {"kv_cache_type": "contiguous", "enable_chunked_context": False, "max_num_tokens": 128},
     {"max_attention_window": "24"}, {"temperature": 0.8, "seed": 5}, {"max_beam_width": 2, "beam_width": 2},
-    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8}, {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
+    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8},
+    {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
 ]  # fmt: skip
 
 
