@@ -337,6 +337,6 @@ def test_another_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"tp_size": 3}, "--tp_size: 3 devices cannot share 8 attention heads"),
     ({"pp_size": 5}, "--pp_size: 5 stages are more than the model's 4 layers"),
 ])  # fmt: skip
-def test_splits_are_refused_before_processes_start(settings: dict[str, int], message: str) -> None:
+def test_splits_are_refused_before_processes_start(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         summarise_run(None, RunConfig(device="cpu", **settings))
