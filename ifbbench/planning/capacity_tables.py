@@ -157,7 +157,12 @@ def _bound(study: Study, found: Fit) -> str:
         Limit.NUM_TOKENS: f"max_num_tokens ({count(study.limits.max_num_tokens or 0)})",
     }
     first = names.pop(found.bound_by)
-    (second, by_second), (third, by_third) = ((name, found.by_limit[limit]) for limit, name in names.items())
+    if study.limits.max_num_tokens is None:
+        names.pop(Limit.NUM_TOKENS, None)
+    others = ", ".join(
+        f"{name} {'' if place else 'would allow '}{count(found.by_limit[limit])}"
+        for place, (limit, name) in enumerate(names.items())
+    )
     is_static = study.limits.batching_type is BatchingType.V1
     which = "requests of the mean length" if len(study.requests) > 1 else "such requests"
     at_end = ", all at their full length," if found.case.moment else ""
@@ -168,7 +173,7 @@ def _bound(study: Study, found: Fit) -> str:
     return (
         f"{count(found.at_once)} {which}{at_end} run at once "
         f"{'in a static batch' if is_static else f'under {study.config.policy}'}: {first} binds first; "
-        f"{second} would allow {count(by_second)}, {third} {count(by_third)}.{packed}"
+        f"{others}.{packed}"
     )
 
 

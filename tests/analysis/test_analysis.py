@@ -15,6 +15,7 @@ from ifbbench.analysis.pauses import pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
+from ifbbench.recording.run_directory import find_iterations
 from tests.analysis.runs import SETTINGS, simulate, write_requests
 
 
@@ -99,7 +100,7 @@ def test_the_ledger_accounts_for_the_tokens_that_policies_differ_by(tmp_path: Pa
 
 
 def test_iterations_are_explained_as_recorded(run: RecordedRun) -> None:
-    lines = [json.loads(line) for line in (run.data.path / "iterations.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in find_iterations(run.data.path).read_text().splitlines()]
     for line in lines[:: max(len(lines) // 40, 1)]:
         facts = iteration_facts(run, line["Iteration Counter"])
         details = line["ifbbench"]
@@ -134,7 +135,7 @@ def test_policies_diverge_where_the_recorded_decisions_do(tmp_path: Path, trace:
     compared = ("Scheduled Requests", "Context Requests", "Total Context Tokens", "Paused Requests")
     sides = [
         [tuple(json.loads(line)[name] for name in compared)
-         for line in (run.data.path / "iterations.jsonl").read_text().splitlines()]
+         for line in find_iterations(run.data.path).read_text().splitlines()]
         for run in (one, other)
     ]  # fmt: skip
     differ = next(place for place, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1])

@@ -119,7 +119,7 @@ def test_settings_of_the_replay_hold_for_the_trace(trace):
     [
         (["--policy", "max_utilization"], "178 such requests, all at their full length, run at once", "KV cache"),
         (["--policy", "static_batch"], "7 such requests run at once under static_batch", "max_num_tokens"),
-        (["--type", "v1"], "7 such requests run at once in a static batch", "max_num_tokens (8,192) binds first"),
+        (["--type", "v1"], "28 such requests run at once in a static batch", "would allow 2,048."),
         (["--max_batch_size", "9"], "9 such requests run at once", "max_batch_size binds first"),
         (["--policy", "json:JSONDecoder"], "Error: --policy", ""),
     ],
