@@ -1,7 +1,10 @@
 """Batch managers with a communicator: what they refuse, and what each rank decides by. Servers: see test_library.py."""
 
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +15,15 @@ from ifbbench.api.engine import build_engine
 from ifbbench.api.ranks import NOTHING, RankLoop, RanksDiffer
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
-from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.batch import NO_OUTPUTS, NullExecutor, StepOutputs
+from ifbbench.engine.config import BatchingConfig, Overlap
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
 from ifbbench.execution.communicator import Communicator
 from ifbbench.execution.ranks import RankFailed, cause_of
 
+WAIT_S = 20
 LIMITS = BatchingConfig("max_utilization", max_batch_size=4, max_num_tokens=64, max_seq_len=128, max_input_len=64,
                         tokens_per_block=8, num_blocks=16)  # fmt: skip
 
@@ -54,6 +58,45 @@ def lead(wire: Wire, lengths: list[int], stop: int | None = None, interval: int 
 
 def follower(wire: Wire, limits: BatchingConfig = LIMITS) -> RankLoop:
     return RankLoop(wire.communicator(1), 1, limits, NullExecutor(), WallClock())
+
+
+class MeetingExecutor(NullExecutor):
+    """Its ranks wait for each other when a batch is collected, as a sum over ranks does."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier = barrier
+
+    def collect(self) -> StepOutputs:
+        self.barrier.wait(WAIT_S)
+        return NO_OUTPUTS
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"overlap": Overlap.PARTITIONED}, {"overlap": Overlap.ASYNC}, {"pp_size": 3},
+    {"overlap": Overlap.PARTITIONED, "num_blocks": 10},
+], ids=str)  # fmt: skip
+def test_ranks_that_wait_for_each_other(changes: dict[str, Any]) -> None:
+    """Several iterations in flight may be collected one after the other."""
+    barrier, queues = threading.Barrier(2), [SimpleQueue[bytes](), SimpleQueue[bytes]()]
+    limits = replace(LIMITS, **changes)
+
+    def communicator(rank: int) -> Any:
+        return SimpleNamespace(
+            rank=rank, world_size=2, timeout_s=1e9, publish=queues[1].put, answer=queues[0].put,
+            receive_message=lambda source: queues[rank].get(timeout=WAIT_S),
+        )
+
+    other = RankLoop(communicator(1), 1, limits, MeetingExecutor(barrier), WallClock())
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(other.follow)
+        waiting = [Request(number, 20, 10 + 7 * number) for number in range(8)]
+        loop = RankLoop(communicator(0), 1, limits, MeetingExecutor(barrier), WallClock(),
+                        lambda count: [waiting.pop(0)] if waiting and count else [])  # fmt: skip
+        while loop.step():
+            pass
+        loop.end_others()
+        ended.result(WAIT_S)
+    assert other.iteration == loop.iteration > 60
 
 
 @pytest.mark.parametrize("stop", [None, 0])
