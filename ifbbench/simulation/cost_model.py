@@ -284,9 +284,8 @@ class CostModel:
 class AdapterCost(Protocol):
     """The time that LoRA adapters add; see `ifbbench.simulation.lora_cost.LoraCost`."""
 
-    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int, parts: int) -> int: ...
-
-    def generation_ns(self, use: AdapterUse, base_ns: Int64Array, parts: int) -> Int64Array: ...
+    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int) -> int: ...
+    def generation_ns(self, use: AdapterUse, base_ns: Int64Array) -> Int64Array: ...
 
 
 class SimulatedExecutor:
@@ -308,8 +307,7 @@ class SimulatedExecutor:
         self.cost_model = cost_model
         self.windows = tuple(windows)
         self._clock = clock
-        # When each stage is free.
-        self._free_ns = [0] * cost_model.shard.pp_size
+        self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
         self._finish_ns: deque[int] = deque()
 
     def submit(self, batch: Batch) -> None:
@@ -319,7 +317,7 @@ class SimulatedExecutor:
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
         stages_ns = self.cost_model.stages_ns(work)
         if batch.adapters is not None and self._lora is not None:
-            more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns), 1) - sum(stages_ns)
+            more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns)) - sum(stages_ns)
             stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
         finish_ns = self._clock.now_ns
         for stage, stage_ns in enumerate(stages_ns):
@@ -340,7 +338,7 @@ class SimulatedExecutor:
             kv_tokens = np.minimum(lengths, window).sum(axis=1)
         device_ns = self.cost_model.generation_ns(count, kv_tokens)
         if adapters is not None and self._lora is not None:
-            device_ns = self._lora.generation_ns(adapters, device_ns, 1)
+            device_ns = self._lora.generation_ns(adapters, device_ns)
         return self.cost_model.host_ns(count), device_ns
 
     def collect(self) -> StepOutputs:
