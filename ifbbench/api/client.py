@@ -26,8 +26,7 @@ MAX_WIDE_INTEGER = 2**127
 NO_TOKEN = -1
 TOKEN_LIMITS = np.iinfo(np.int32)
 
-# Failures of one callback, or of the executor, in a row after which the batch manager ends.
-MAX_FAILURES = 3
+MAX_FAILURES = 3  # of one callback, or of the executor, in a row, after which the batch manager ends
 
 Tensors = dict[str, NDArray[Any]]
 # The signatures that `BatchManager` describes.
@@ -49,10 +48,9 @@ class InferenceRequest:
     end_id, stop_ids: token ids that end the output; None or -1 for none. stop_sequences: sequences of token ids that
         end it, within the output. The token or sequence that ended it is part of the output.
     pad_id: fills up shorter beams; None means end_id, or 0.
-    priority: higher ones run first.
-    lora_task_id: the LoRA adapter; of --lora_dir or --num_loras, or one that a request brings as `lora_weights` float
-        [rows, values] and `lora_config` int [rows, 3] (see `ifbbench.model.lora_files.TensorRtAdapter`). Later requests
-        need only its id, as long as it is cached.
+    priority: higher ones run first. lora_task_id: the LoRA adapter; of --lora_dir or --num_loras, or one that a request
+        brings as `lora_weights` float [rows, values] and `lora_config` int [rows, 3] (see `TensorRtAdapter`). Later
+        requests need only its id, as long as it is cached.
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
     retention: priorities and durations of its blocks in the reuse cache.
