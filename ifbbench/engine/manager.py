@@ -61,15 +61,12 @@ class TokenGenerationLoop:
         self.adapters = AdapterCache(config.lora) if config.lora else None
         if self.adapters is not None and isinstance(policy, GuaranteedNoEvict | MaxUtilization | MaxRequests):
             policy.lora = self.adapters.limits
-        self._admission = Admission(
-            AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests, self._refuse,
-            next_change, next_priority, config.max_queue_size,
-        )  # fmt: skip
+        self._admission = Admission(AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests,
+                                    self._refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
         self._drafts = Drafts(config.drafts, self.active, self.kv_cache)
-        self._builder = BatchBuilder(
-            config.batching_type, self.active, self.kv_cache, self._drafts, config.max_in_flight, self.adapters
-        )
+        self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache, self._drafts,
+                                     config.max_in_flight, self.adapters)  # fmt: skip
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
         is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.has_dynamic_limits)

@@ -134,7 +134,8 @@ MORE: list[dict[str, Any]] = [
     {"type": "v1", "max_num_tokens": 128}, {"type": "inflight_unfused"}, {"enable_trt_overlap": True},
     {"kv_cache_type": "contiguous", "enable_chunked_context": False, "max_num_tokens": 128},
     {"max_attention_window": "24"}, {"temperature": 0.8, "seed": 5}, {"max_beam_width": 2, "beam_width": 2},
-    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8}, {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
+    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8},
+    {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
 ]  # fmt: skip
 
 
@@ -180,6 +181,16 @@ def test_all_settings(trace: Path, tmp_path: Path, split: dict[str, int]) -> Non
     if "pp_size" in split:  # V1 runs in no pipeline
         settings.remove(MORE[0])
     check_all(trace, tmp_path, [(given, split) for given in settings])
+
+
+@pytest.mark.slow
+def test_no_rank_times_out_while_no_request_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({
+        "request_id": number, "arrival_s": 5.0 * number, "prompt_len": 20, "max_new_tokens": 5, "output_len": 5,
+    }) + "\n" for number in range(2)))  # fmt: skip
+    settings = {"time_scale": 1.0, "tp_size": 2, "rank_timeout": 2.0}
+    assert summarise_run(str(path), RunConfig(**SIZES | settings))["requests"]["completed"] == 2
 
 
 # Ranks that fail.
@@ -336,6 +347,6 @@ def test_another_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"tp_size": 3}, "--tp_size: 3 devices cannot share 8 attention heads"),
     ({"pp_size": 5}, "--pp_size: 5 stages are more than the model's 4 layers"),
 ])  # fmt: skip
-def test_splits_are_refused_before_processes_start(settings: dict[str, int], message: str) -> None:
+def test_splits_are_refused_before_processes_start(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         summarise_run(None, RunConfig(device="cpu", **settings))
