@@ -3,6 +3,7 @@ distribution."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ class Counts(Observer):
             self.accepted += record.drafts.accepted
 
 
-def requests(count: int = 64, **options: object) -> list[Request]:
+def requests(count: int = 64, **options: Any) -> list[Request]:
     """Mixed lengths; a half repeats phrases, and a third shares a beginning."""
     draw, common, made = np.random.default_rng(1), np.random.default_rng(2).integers(0, VOCABULARY, 40), []
     for index in range(count):
@@ -68,7 +69,8 @@ def run(
         loop.kv_cache.check_consistency()
     engine.executor.close()
     assert all(response.error is None for response in responses.values())
-    return {index: response.output_tokens.tolist() for index, response in responses.items()}, counts, responses
+    tokens = {index: np.asarray(response.output_tokens).tolist() for index, response in responses.items()}
+    return tokens, counts, responses
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,8 @@ MORE: list[dict[str, Any]] = [
     {"type": "v1", "max_num_tokens": 128}, {"type": "inflight_unfused"}, {"enable_trt_overlap": True},
     {"kv_cache_type": "contiguous", "enable_chunked_context": False, "max_num_tokens": 128},
     {"max_attention_window": "24"}, {"temperature": 0.8, "seed": 5}, {"max_beam_width": 2, "beam_width": 2},
-    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8}, {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
+    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8},
+    {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
 ]  # fmt: skip
 
 
@@ -336,6 +337,6 @@ def test_another_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"tp_size": 3}, "--tp_size: 3 devices cannot share 8 attention heads"),
     ({"pp_size": 5}, "--pp_size: 5 stages are more than the model's 4 layers"),
 ])  # fmt: skip
-def test_splits_are_refused_before_processes_start(settings: dict[str, int], message: str) -> None:
+def test_splits_are_refused_before_processes_start(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         summarise_run(None, RunConfig(device="cpu", **settings))
