@@ -16,8 +16,7 @@ from ifbbench.engine.records import IterationRecord, IterationStatistics, Observ
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError
 
-# Failures of one callback, or of the executor, in a row after which the batch manager ends.
-MAX_FAILURES = 3
+MAX_FAILURES = 3  # of one callback, or of the executor, in a row, after which the batch manager ends
 
 Tensors = dict[str, NDArray[Any]]
 # The signatures that `BatchManager` describes.

@@ -71,6 +71,11 @@ class _Log:
         self._entries.clear()
         self._sent.restart()
 
+    def send_pending(self) -> None:
+        """Send what was added, on rank 0, if anything."""
+        if self._entries and self.communicator.rank == 0:
+            self.send()
+
     def send_now_and_then(self) -> None:
         """The same if the last call was long ago: while no request is active, no batch is submitted."""
         if self._sent.now() > min(KEEP_ALIVE_S, self.communicator.timeout_s / 4):
@@ -142,6 +147,8 @@ class _ComparedExecutor:
 
     def collect(self) -> StepOutputs:
         with self._noting_failures():
+            # After another iteration was collected, the other ranks wait for its digest, and rank 0 for their results.
+            self._log.send_pending()
             return self._executor.collect()
 
     def close(self) -> None:

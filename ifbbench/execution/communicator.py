@@ -67,11 +67,14 @@ class Communicator:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._start = _new_group(range(self.world_size), "gloo", START_TIMEOUT_S)
         self._messages = _new_group(range(self.world_size), "gloo", timeout_s)
-        self._stages = _new_group(range(self.world_size), backend, timeout_s)
         # Every rank takes part in the making of every group.
         of_stages = [_new_group(range(stage * tp_size, (stage + 1) * tp_size), backend, timeout_s)
                      for stage in range(pp_size)]  # fmt: skip
         self._layer = of_stages[self.stage]
+        # From each rank to the one in the next stage: NCCL sends and receives in groups of two.
+        pairs = [_new_group((rank, rank + tp_size), backend, timeout_s) for rank in range(self.world_size - tp_size)]
+        self._next = pairs[self.rank] if self.stage < pp_size - 1 else None
+        self._previous = pairs[self.rank - tp_size] if self.stage else None
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
         own = {"rank": self.rank, "stage": self.stage, "tp_rank": self.tp_rank, "device": str(self.device),
                "host": platform.node(), "pid": os.getpid()}  # fmt: skip
@@ -84,8 +87,9 @@ class Communicator:
 
     def close(self) -> None:
         """Leave: other ranks get an error as soon as they wait for this one."""
-        for group in (self._start, self._messages, self._stages, self._layer):
-            dist.destroy_process_group(group)
+        for group in (self._start, self._messages, self._layer, self._next, self._previous):
+            if group is not None:
+                dist.destroy_process_group(group)
 
     # Before the run, when ranks may be minutes apart.
 
@@ -113,12 +117,12 @@ class Communicator:
         return torch.cat(parts, dim=1)
 
     def send(self, hidden: Tensor) -> None:
-        self._send(hidden.contiguous(), self.rank + self.tp_size, self._stages)
+        self._send(hidden.contiguous(), self.rank + self.tp_size, self._next)
 
     def receive(self, hidden: Tensor) -> None:
         source = self.rank - self.tp_size
         with self._answered(f"rank {source}"):
-            dist.recv(hidden, source, group=self._stages)
+            dist.recv(hidden, source, group=self._previous)
 
     def send_outputs(self, outputs: bytes) -> None:
         if self.tp_rank == 0:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 from msgspec import UNSET, Raw, Struct, UnsetType, field
 from msgspec.json import Encoder
@@ -104,10 +104,10 @@ def request_line(
     """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine."""
     # A pause appends output tokens to the prompt and lowers max_new_tokens by them.
     requested = request.max_new_tokens + request.prompt_len - request.original_prompt_len
-    times: list[Any] = [None if time_s is None else number(time_s) for time_s in times_s]
+    queue, ttft, tpot, e2e, scheduled, first, end = (None if time is None else number(time) for time in times_s)
     return RequestLine(
         request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,
-        *times, requested, request.pauses, request.recomputed_tokens,
+        queue, ttft, tpot, e2e, scheduled, first, end, requested, request.pauses, request.recomputed_tokens,
         request.reused_tokens if outcome == "completed" else 0,
         {part: number(seconds) for part, seconds in attribution_s.items()}, outcome, error,
     )  # fmt: skip

@@ -191,7 +191,7 @@ class _Ranks:
             if not (rank.is_done or (rank.number == 0 and self._is_writing)):
                 limit = f"{self._config.rank_timeout:g} s, the limit of --rank_timeout"
                 return RunFailed(f"the run ended early: rank {rank.number} did not answer for {limit}", outcome)
-        return RunFailed(f"the run ended early: {first}", outcome)
+        return RunFailed(f"the run ended early: {getattr(first, 'reason', first)}", outcome)
 
     def interrupt(self) -> KeyboardInterrupt:
         """Interrupt rank 0, and wait until it has written what it has; returns its exception, with its notes."""

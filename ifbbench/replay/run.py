@@ -20,7 +20,7 @@ from ifbbench.errors import InputError, RunFailed
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.rank_processes import lead, loop_maker, run_in_ranks, starts_ranks
+from ifbbench.replay.rank_processes import WRITING, lead, loop_maker, run_in_ranks, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ifbbench.api.ranks import RankLoop
 
 PROGRESS_INTERVAL_S = 0.1
-REPLAYING, WRITING = "replaying", "writing results"
+REPLAYING = "replaying"
 FLUSH_BEFORE_WAIT_S = 0.05  # a shorter wait is too short: the next request would be late
 _log = logging.getLogger("ifbbench")
 

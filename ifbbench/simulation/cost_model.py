@@ -303,10 +303,8 @@ class SimulatedExecutor:
         self.windows = tuple(windows)
         self._clock = clock
         self._draft_model = draft_model
-        # When each stage is free.
-        self._free_ns = [0] * cost_model.shard.pp_size
-        # Of each batch in flight, its end and the time of the draft model in it.
-        self._in_flight: deque[tuple[int, int]] = deque()
+        self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
+        self._in_flight: deque[tuple[int, int]] = deque()  # of each batch, its end and the draft model's time in it
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
@@ -315,8 +313,7 @@ class SimulatedExecutor:
         self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
         stages_ns, draft_ns = self.cost_model.stages_ns(work), 0
         if batch.adapters is not None and self._lora is not None:
-            whole_ns = sum(stages_ns)
-            more_ns = self._lora.batch_ns(batch, batch.adapters, whole_ns, 1) - whole_ns
+            more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns)) - sum(stages_ns)
             stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
         if self._draft_model is not None:  # with one stage
             draft_ns = sum(map(self._draft_model.device_ns, draft_passes(batch)))
@@ -340,7 +337,7 @@ class SimulatedExecutor:
             kv_tokens = np.minimum(lengths, window).sum(axis=1)
         device_ns = self.cost_model.generation_ns(count, kv_tokens)
         if adapters is not None and self._lora is not None:
-            device_ns = self._lora.generation_ns(adapters, device_ns, 1)
+            device_ns = self._lora.generation_ns(adapters, device_ns)
         return self.cost_model.host_ns(count), device_ns
 
     def collect(self) -> StepOutputs:

@@ -54,19 +54,19 @@ class LoraCost:
         self._launch_ns = cost_model.launch_ns + kernels * hardware.constants.launch_s * NANOSECONDS
         self._host_link_bytes_per_s = HOST_LINK_SHARE * hardware.host_link_bandwidth
 
-    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int, parts: int) -> int:
-        """Nanoseconds of a batch that takes the base model `base_ns`. parts: micro batches of pipeline stages."""
+    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int) -> int:
+        """Nanoseconds of a batch that takes the base model `base_ns`."""
         tokens = Counter(np.repeat(use.tasks, batch.beam_width).tolist())
         longest = max((chunk.length for chunk in batch.context), default=0)
         for chunk in batch.context:
             if chunk.request.lora_task_id is not None:
                 tokens[chunk.request.lora_task_id] += longest if batch.padded else chunk.length
-        times = self._with_adapters(np.array([base_ns], np.int64), tokens, parts)
+        times = self._with_adapters(np.array([base_ns], np.int64), tokens)
         return int(times[0]) + round(self.load_s(use.loads) * NANOSECONDS)
 
-    def generation_ns(self, use: AdapterUse, base_ns: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    def generation_ns(self, use: AdapterUse, base_ns: NDArray[np.int64]) -> NDArray[np.int64]:
         """The same of iterations of these generation requests alone, [iterations], without copies."""
-        return self._with_adapters(base_ns, Counter(use.tasks.tolist()), parts)
+        return self._with_adapters(base_ns, Counter(use.tasks.tolist()))
 
     def products_s(self, tokens: Mapping[int, int]) -> float:
         """Seconds of the products. tokens: task id to its tokens in the batch."""
@@ -90,11 +90,10 @@ class LoraCost:
             seconds += 0.0 if load.from_host else copied / STORAGE_BYTES_PER_S
         return seconds
 
-    def _with_adapters(self, base_ns: NDArray[np.int64], tokens: Counter[int], parts: int) -> NDArray[np.int64]:
+    def _with_adapters(self, base_ns: NDArray[np.int64], tokens: Counter[int]) -> NDArray[np.int64]:
         del tokens[NO_ADAPTER]
         if not tokens:
             return base_ns
-        of_part = {task_id: -(-count // parts) for task_id, count in tokens.items()}
-        times = np.maximum(base_ns + self.products_s(of_part) * NANOSECONDS, self._launch_ns)
+        times = np.maximum(base_ns + self.products_s(tokens) * NANOSECONDS, self._launch_ns)
         rounded: NDArray[np.int64] = np.rint(times).astype(np.int64)
         return rounded

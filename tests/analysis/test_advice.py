@@ -102,5 +102,21 @@ def test_the_advice_of_a_random_run_is_sound(checked, seed: int) -> None:
 
 def test_each_kind_of_advice_is_given(checked) -> None:
     found = [checked(seed) for seed in SEEDS]
-    assert {limit for limit, _ in found} >= {*SETTING_OF, STATIC_BATCH}
-    assert {limit for _, idle in found for limit in idle} == set(SETTING_OF)
+    without_adapters = {*SETTING_OF} - {"lora_pages"}
+    assert {limit for limit, _ in found} >= {*without_adapters, STATIC_BATCH}
+    assert {limit for _, idle in found for limit in idle} == without_adapters
+
+
+def test_lora_pages_that_requests_wait_for(tmp_path: Path) -> None:
+    """Twice the share of memory shortens the queue time."""
+    trace, queue_time_s = tmp_path / "trace.jsonl", []
+    rows = [{"request_id": index, "arrival_s": 0.0, "prompt_len": 20, "output_len": 30} for index in range(30)]
+    trace.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for share in (0.002, 0.004):
+        run = simulate(tmp_path, str(share), trace, device="sim:h100-sxm", model="llama-3.1-8b", num_loras=30,
+                       lora_device_mem_fraction=share)  # fmt: skip
+        assert run.data.summary is not None
+        queue_time_s.append(run.data.summary["queue_time_s"]["mean"])
+        advice = Findings(run).advice
+        assert (advice.limit, advice.setting) == ("lora_pages", "lora_device_mem_fraction")
+    assert queue_time_s[1] < queue_time_s[0]

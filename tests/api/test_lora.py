@@ -177,7 +177,8 @@ def arrays(config: list[list[int]], size: int = 4096) -> dict[str, np.ndarray]:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({}, "LoRA task 5 is unknown, or was evicted: expected lora_weights and lora_config"),
     "no cache": (arrays([[1, 0, 2]]) | {"settings": {}}, "lora_weights: there is no cache for adapters"),
-    "no config": ({"lora_weights": np.zeros((1, 9), np.float32)}, "an adapter needs lora_task_id, lora_weights and lora_config together"),
+    "no config": ({"lora_weights": np.zeros((1, 9), np.float32)},
+                  "an adapter needs lora_task_id, lora_weights and lora_config together"),
     "another layer": (arrays([[1, 2, 2]]), "layer 2 with rank 2 of q_proj does not fit the model"),
     "short rows": (arrays([[1, 0, 2]], size=9), "rows of at least 128 values, not 9"),
     "unknown module": (arrays([[12, 0, 2]]), "module 12 is not supported; expected one of 1 (q_proj)"),

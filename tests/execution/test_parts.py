@@ -23,13 +23,13 @@ from ifbbench.model.weights import load_weights, random_weights
 from tests.execution.driving import CPU, FakeRequest, driver_of, requests_of
 from tests.execution.ranks_in_threads import Ranks
 
-LINKS: Any = None  # of parts that do not compute
 # An odd vocabulary and number of layers; fewer KV heads than ranks.
 SMALL = ModelConfig(vocab_size=97, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
                     intermediate_size=48, max_position_embeddings=512)
 GPT2_SMALL = replace(SMALL, architecture=GPT2, num_kv_heads=4, activation="gelu_new", attention_bias=True,
                      attention_output_bias=True, mlp_bias=True)
 SPLITS = [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
+NO_LINKS: Any = None
 LENGTHS = [(9, 5), (20, 4), (1, 6), (33, 3)]
 
 
@@ -155,7 +155,7 @@ def test_a_rank_reads_its_part_of_a_file_and_no_more(tmp_path: Path, monkeypatch
     for tp_rank in range(2):
         for stage in range(3):
             read.clear()
-            load_weights(config, tmp_path, CPU, torch.float32, part=ModelPart(config, LINKS, 2, tp_rank, 3, stage))
+            load_weights(config, tmp_path, CPU, torch.float32, part=ModelPart(config, NO_LINKS, 2, tp_rank, 3, stage))
             parts.append(sum(read))
     # Norms are on every rank of a layer, and the last one on all.
     norms = config.hidden_size * (2 * config.num_layers + 1)
@@ -184,17 +184,17 @@ def test_files_and_random_weights_are_split_alike(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_splits_that_are_impossible(sizes: tuple[int, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ModelPart(SMALL, LINKS, sizes[0], 0, sizes[1], 0)
+        ModelPart(SMALL, NO_LINKS, sizes[0], 0, sizes[1], 0)
 
 
 def test_kv_heads_that_ranks_cannot_share() -> None:
     config = replace(SMALL, num_heads=6, num_kv_heads=3, intermediate_size=48)
     with pytest.raises(InputError, match="2 ranks cannot share 3 KV heads evenly"):
-        ModelPart(config, LINKS, 2, 0)
+        ModelPart(config, NO_LINKS, 2, 0)
 
 
 def test_a_stage_without_a_window() -> None:
     long, short = (AttentionWindow(8, size, 64) for size in (64, 16))
     layout = CacheLayout((WindowLayout((0,), long, 8), WindowLayout((1, 2), short, 8)))
     with pytest.raises(InputError, match="stage 1 has no layer with one of the attention windows"):
-        layout_of_stage(layout, ModelPart(SMALL, LINKS, pp_size=2, stage=1))
+        layout_of_stage(layout, ModelPart(SMALL, NO_LINKS, pp_size=2, stage=1))

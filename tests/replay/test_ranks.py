@@ -183,6 +183,16 @@ def test_all_settings(trace: Path, tmp_path: Path, split: dict[str, int]) -> Non
     check_all(trace, tmp_path, [(given, split) for given in settings])
 
 
+@pytest.mark.slow
+def test_no_rank_times_out_while_no_request_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({
+        "request_id": number, "arrival_s": 5.0 * number, "prompt_len": 20, "max_new_tokens": 5, "output_len": 5,
+    }) + "\n" for number in range(2)))  # fmt: skip
+    settings = {"time_scale": 1.0, "tp_size": 2, "rank_timeout": 2.0}
+    assert summarise_run(str(path), RunConfig(**SIZES | settings))["requests"]["completed"] == 2
+
+
 # Ranks that fail.
 
 
