@@ -87,9 +87,17 @@ def test_tokens_and_logits_equal_those_of_peft(
 
 @pytest.mark.parametrize("settings", [
     {"model_type": "V1"}, {"model_type": "InflightBatching"}, {"enable_trt_overlap": True},
+    {"overlap": "async"}, {"draft_ngram": 2},
     {"lora_num_device_mod_layers": 1, "max_lora_rank": 8},
+    {"lora_num_device_mod_layers": 1, "max_lora_rank": 8, "enable_trt_overlap": True},
+    {"lora_num_device_mod_layers": 1, "max_lora_rank": 8, "overlap": "async"},
+    {"lora_num_device_mod_layers": 1, "max_lora_rank": 8, "draft_ngram": 2},
     {"lora_host_cache_bytes": 0, "lora_num_device_mod_layers": 1},
-], ids=["static", "unfused", "overlap", "one page", "no host memory"])  # fmt: skip
+    {"lora_host_cache_bytes": 0, "lora_num_device_mod_layers": 1, "enable_trt_overlap": True},
+], ids=[
+    "static", "unfused", "overlap", "async", "drafts", "one page", "one page, overlap", "one page, async",
+    "one page, drafts", "no host memory", "no host memory, overlap",
+])  # fmt: skip
 def test_other_ways_to_run_give_the_same(
     settings: dict[str, Any], checkpoint: Path, lora_dir: Path, references: dict[int | None, Any],
     prompts: list[list[int]],
