@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ifbbench.analysis.recorded import Floats
-from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.clock import NANOSECONDS
+from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.least_time import LeastTime
 from ifbbench.simulation.step_work import StepWork, StepWorks
 

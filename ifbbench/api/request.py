@@ -38,7 +38,7 @@ class InferenceRequest:
     end_id, stop_ids: token ids that end the output; None or -1 for none. stop_sequences: sequences of token ids that
         end it, within the output. The token or sequence that ended it is part of the output.
     pad_id: fills up shorter beams; None means end_id, or 0.
-    priority: higher ones run first. lora_task_id: counts in scheduling; adapters are not executed.
+    priority: higher ones run first. lora_task_id: its LoRA adapter, stored or brought with `lora_weights`.
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
     retention: priorities and durations of its blocks in the reuse cache.
@@ -154,7 +154,7 @@ def _options(request: InferenceRequest, pad_id: int) -> OutputOptions:
     if (weights is None) != (config is None) or (weights is not None and request.lora_task_id is None):
         raise InputError("lora_weights: an adapter needs lora_task_id, lora_weights and lora_config together; give all "
                          "three, or lora_task_id alone.")
-    if weights is not None and config is not None and config.shape != (len(weights), 3):
+    if weights is not None and config is not None and (len(config) != len(weights) or config.shape[1] not in (3, 4)):
         raise InputError(f"lora_config: shape {list(config.shape)}; expected [{len(weights)}, 3], a row for each of "
                          "lora_weights.")
     draft, logits = request.draft_input_ids, _floats("draft_logits", request.draft_logits, 2)

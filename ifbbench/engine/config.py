@@ -106,6 +106,8 @@ class BatchingConfig:
         """What keeps requests from having draft tokens, or None."""
         if self.batching_type is BatchingType.V1:
             return "static batches (V1)"
+        if self.pp_size > 1:
+            return "pipeline stages"
         if self.overlap is not None:
             return "overlap"
         if any(window.wraps for window, _ in self.pools):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests, FloatArray, IntArray, Rows
+from ifbbench.engine.active import ActiveRequests, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import uniform_numbers
@@ -145,6 +145,42 @@ class Drafts:
             request = self.active.by_slot[row]
             if request.num_draft_tokens:
                 request.set_draft_tokens(0)
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """The draft tokens of one iteration.
+
+    drafted: tokens verified. accepted: those that became output. requests: with drafts. extra: each request that got
+    several tokens, and how many beyond one. draft_s: device time of the draft model, in seconds.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    requests: int = 0
+    extra: list[tuple[Request, int]] = field(default_factory=list)
+    draft_s: float = 0.0
+
+    def add(self, drafted: IntArray, accepted: Int64Array, requests: list[Request], draft_s: float) -> None:
+        """Take in one pass. drafted, accepted: [requests]."""
+        self.drafted += int(drafted.sum())
+        self.accepted += int(accepted.sum())
+        self.requests += int(np.count_nonzero(drafted))
+        self.draft_s += draft_s
+        for request, count, taken in zip(requests, drafted.tolist(), accepted.tolist(), strict=True):
+            request.num_drafted += count
+            request.accepted_drafts += taken
+            if taken:
+                self.extra.append((request, taken))
+
+    def extra_of(self, request: Request) -> int:
+        """How many tokens beyond one `request` got."""
+        return next((more for one, more in self.extra if one is request), 0)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a step with drafts yields on average."""
+        return (self.accepted + self.requests) / self.requests if self.requests else 0.0
 
 
 def continuation(sequence: IntArray, max_ngram: int, count: int) -> IntArray:

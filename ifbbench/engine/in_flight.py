@@ -1,6 +1,6 @@
 """An iteration in flight: submission, collection, confirmation of its outputs, responses, and storing its blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ import numpy as np
 from ifbbench.engine.active import ActiveRequests, BoolArray, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.drafts import Drafts
+from ifbbench.engine.drafts import DraftCounts, Drafts
 from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.records import DraftCounts, IterationRecord
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 
 
@@ -249,6 +249,19 @@ def response_of(request: Request, is_final: bool) -> Response:
         context_logits=numbers.context_logits if is_final else None,
         generation_logits=() if logits is None else (logits,),
     )  # fmt: skip
+
+
+def streamed(iteration: InFlightIteration, active: ActiveRequests) -> Iterator[Response]:
+    """The new tokens of `iteration` of streaming requests that it did not complete."""
+    last = {request.slot for request in iteration.record.finished} | iteration.dropped
+    rows = iteration.output_rows
+    for row in rows[active.table.is_special[rows]].tolist():
+        if row in last or not (request := active.by_slot[row]).options.streaming:
+            continue
+        if request.num_outputs > request.num_sent:
+            response = response_of(request, is_final=False)
+            request.num_sent = request.num_outputs
+            yield response
 
 
 def _beam_response(request: Request, search: BeamSearch, is_final: bool) -> Response:

@@ -10,7 +10,7 @@ from ifbbench.engine.batch import Batch, BatchBuilder, Executor, PredictableExec
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.drafts import Drafts
 from ifbbench.engine.fast_forward import FastForward
-from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated
+from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated, streamed
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.lora import AdapterCache, OutOfAdapterPages
 from ifbbench.engine.policies import GuaranteedNoEvict, MaxRequests, MaxUtilization, find_policy
@@ -174,9 +174,11 @@ class TokenGenerationLoop:
 
     @property
     def _has_empty_turn(self) -> bool:
-        """Whether an iteration without requests is run: the turn of a micro batch while others are in flight."""
-        is_one_of_several = self._num_micro_batches > 1 and len(self.active) > 0
-        return is_one_of_several and any(iteration.batches for iteration in self._in_flight)
+        """Whether an iteration without requests is run: the turn of a micro batch while others are in flight, or wait
+        for their turn because their iterations were collected before a pause, or after an error."""
+        if self._num_micro_batches == 1 or not len(self.active):
+            return False
+        return self.table.num_in_flight > 0 or any(iteration.batches for iteration in self._in_flight)
 
     def _forget_empty_turns(self) -> None:
         """No request is active: the turns of micro batches without requests since the last one ended did not happen."""
@@ -298,20 +300,9 @@ class TokenGenerationLoop:
         record.finished = self._scheduler.end_together(done) if self._is_static else done
         self._observer.iteration(record)
         if self.table.num_special and not self._is_static:
-            self._stream(iteration)
-        self._finish(record.finished)
-
-    def _stream(self, iteration: InFlightIteration) -> None:
-        """Send the new tokens of streaming requests that are not complete."""
-        last = {request.slot for request in iteration.record.finished} | iteration.dropped
-        rows = iteration.output_rows
-        for row in rows[self.table.is_special[rows]].tolist():
-            if row in last or not (request := self.active.by_slot[row]).options.streaming:
-                continue
-            if request.num_outputs > request.num_sent:
-                response = response_of(request, is_final=False)
-                request.num_sent = request.num_outputs
+            for response in streamed(iteration, self.active):
                 self._send_response(response)
+        self._finish(record.finished)
 
     def _finish(self, requests: list[Request]) -> None:
         for request in requests:

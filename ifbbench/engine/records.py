@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import Int64Array, IntArray
+from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
+from ifbbench.engine.drafts import DraftCounts
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.lora import AdapterLoad
 from ifbbench.engine.policies.policy import LeftOut, Pause
@@ -76,42 +77,6 @@ class CacheState(NamedTuple):
             self.max_blocks, used + blocks, size, total + blocks, new + blocks, self.reused, self.max_tokens,
             self.held_tokens + blocks * size, self.filled_tokens + tokens, self.missed,
         )  # fmt: skip
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """The draft tokens of one iteration.
-
-    drafted: tokens verified. accepted: those that became output. requests: with drafts. extra: each request that got
-    several tokens, and how many beyond one. draft_s: device time of the draft model, in seconds.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    requests: int = 0
-    extra: list[tuple[Request, int]] = field(default_factory=list)
-    draft_s: float = 0.0
-
-    def add(self, drafted: IntArray, accepted: Int64Array, requests: list[Request], draft_s: float) -> None:
-        """Take in one pass. drafted, accepted: [requests]."""
-        self.drafted += int(drafted.sum())
-        self.accepted += int(accepted.sum())
-        self.requests += int(np.count_nonzero(drafted))
-        self.draft_s += draft_s
-        for request, count, taken in zip(requests, drafted.tolist(), accepted.tolist(), strict=True):
-            request.num_drafted += count
-            request.accepted_drafts += taken
-            if taken:
-                self.extra.append((request, taken))
-
-    def extra_of(self, request: Request) -> int:
-        """How many tokens beyond one `request` got."""
-        return next((more for one, more in self.extra if one is request), 0)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens that a step with drafts yields on average."""
-        return (self.accepted + self.requests) / self.requests if self.requests else 0.0
 
 
 @dataclass(slots=True)
@@ -258,8 +223,7 @@ class IterationStatistics:
         self.names = (*COMMON_FIELDS, *(STATIC_FIELDS if self.is_static else INFLIGHT_FIELDS))
         self._num_static_batches = 0
         self._steps: list[IterationRecord] = []
-        self._second = -1
-        self._timestamp = ""
+        self._second, self._timestamp = -1, ""
 
     def reported(self, record: IterationRecord) -> Sequence[IterationRecord]:
         """The records to report after `record`: itself, or the static batch of which it is the last step. One whose
@@ -293,10 +257,8 @@ class IterationStatistics:
     def values(self, record: IterationRecord) -> tuple[str | int | None, ...]:
         """The values of the fields, in the order of `names`."""
         chunks = len(record.context)
-        scheduled = chunks + record.num_generation + record.idle
         # In each step of a static batch, a member generates a token or leaves its slot empty.
-        if record.steps is not None:
-            scheduled = chunks
+        scheduled = chunks if record.steps else chunks + record.num_generation + record.idle
         of_type = (
             (chunks + record.num_generation, record.num_context_tokens, record.idle)
             if self.is_static
@@ -322,8 +284,7 @@ _NO_REQUESTS: set[int] = set()
 
 def _digest_line(context: list[list[int]], joined: list[int], left: list[int], paused: list[int]) -> bytes:
     """One line of canonical JSON: without spaces, lists of numbers are written alike in Python and JSON."""
-    lists = f'{{"context":{context},"joined":{joined},"left":{left},"paused":{paused}}}\n'
-    return lists.replace(" ", "").encode()
+    return f'{{"context":{context},"joined":{joined},"left":{left},"paused":{paused}}}\n'.replace(" ", "").encode()
 
 
 # The same generation requests ran as in the iteration before, and nothing else.
@@ -340,8 +301,7 @@ class ScheduleDigest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._generating: set[int] = set()
-        self._held: set[int] = set()
+        self._generating, self._held = set[int](), set[int]()
         # Those that enter or leave generation with the next turn of each micro batch.
         self._entering: defaultdict[int, set[int]] = defaultdict(set)
         self._leaving: defaultdict[int, set[int]] = defaultdict(set)

@@ -18,9 +18,10 @@ from ifbbench.errors import InputError
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.device import free_bytes, needing_memory
 from ifbbench.execution.host import MAX_CPU_KV_BYTES
-from ifbbench.execution.model_executor import ModelExecutor, TimedExecutor
+from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.pipeline import StageExecutor, layout_of_stage
 from ifbbench.execution.step_profile import StepProfile
+from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
 from ifbbench.model.llama import Gpt2Model, LlamaModel

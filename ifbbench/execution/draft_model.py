@@ -58,6 +58,8 @@ class DraftModel:
         tokens = np.concatenate([batch.drafts.tokens[: of_prompts.sum()], np.zeros(len(batch.slots), np.int32)])
         first = batch._replace(positions=batch.positions - 1, drafts=DraftInputs(counts, tokens))
         packed = pack(first, self._cache.max_beams(first))
+        # Virtual tokens have embeddings of the large model only: here they are token 0, which costs accepted drafts.
+        packed.context_tokens[packed.context_tokens >= self._model.config.vocab_size] = 0
         moves = self._cache.plan_moves(first, packed)
         # Of generation requests, the logits behind the newest token.
         newest_rows = packed.output_rows[counts.cumsum() + np.arange(len(counts))][num_last:]

@@ -1,19 +1,18 @@
-"""The executor that runs a model with PyTorch, and its variant that measures where time is spent (`--profile`)."""
+"""The executor that runs a model with PyTorch."""
 
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.clock import WallClock
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import Batch, BeamCandidates, BeamInputs, ContextChunk, StepOutputs
+from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk, StepOutputs
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
@@ -23,6 +22,7 @@ from ifbbench.execution.device import needing_memory
 from ifbbench.execution.draft_model import DraftModel
 from ifbbench.execution.drafted_batches import AcceptDrafts, DraftedBatches, PreparedDrafts
 from ifbbench.execution.logits_processors import LogitsProcessors
+from ifbbench.execution.outputs import OutputsInFlight
 from ifbbench.execution.packing import (
     ContextRows,
     Int64Array,
@@ -33,7 +33,6 @@ from ifbbench.execution.packing import (
     take_virtual_tokens,
 )
 from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, Sampler, best_candidates, log_probs_of
-from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.model.tensors import to_device
 
@@ -297,93 +296,3 @@ class PreparedBatch:
     moves: CacheMoves
     forward: ModelPass
     drafts: PreparedDrafts | None = None
-
-
-class OutputsInFlight:
-    """Copies of a batch's outputs to the host, enqueued right behind the batch.
-
-    Enqueued when collected, they would wait for the batches submitted in between.
-    """
-
-    def __init__(
-        self, device: torch.device, context_logits: dict[int, Tensor], generation_logits: dict[int, Tensor],
-        tokens: Tensor | None = None, log_probs: Tensor | None = None,
-        candidates: tuple[Tensor, Tensor, Tensor] | None = None, accepted: IntArray | None = None, draft_s: float = 0.0,
-    ) -> None:
-        """The fields of `StepOutputs` as tensors on `device`. candidates: tokens, beams and scores."""
-        self._accepted, self._draft_s = accepted, draft_s
-        self._context_logits = {index: _to_host(part, torch.float32) for index, part in context_logits.items()}
-        self._generation_logits = {index: _to_host(part, torch.float32) for index, part in generation_logits.items()}
-        self._tokens = None if tokens is None else _to_host(tokens, torch.int32)
-        self._log_probs = None if log_probs is None else _to_host(log_probs, torch.float32)
-        self._candidates: tuple[Tensor, Tensor, Tensor] | None = None
-        if candidates is not None:
-            ids, beams, scores = candidates
-            self._candidates = (_to_host(ids, torch.int32), _to_host(beams, torch.int32),
-                                _to_host(scores, torch.float32))  # fmt: skip
-        self._arrived = torch.Event(device) if device.type == "cuda" else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self) -> StepOutputs:
-        """The outputs, once they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        # Logits are copied: they are kept long, and views would keep pinned memory or the whole batch's logits alive.
-        return StepOutputs(
-            tokens=None if self._tokens is None else self._tokens.numpy(),
-            candidates=self._candidates and BeamCandidates(*(part.numpy() for part in self._candidates)),
-            log_probs=None if self._log_probs is None else self._log_probs.numpy(),
-            context_logits={index: part.numpy().copy() for index, part in self._context_logits.items()},
-            generation_logits={index: part.numpy().copy() for index, part in self._generation_logits.items()},
-            accepted=self._accepted,
-            draft_s=self._draft_s,
-        )
-
-
-def _to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converted on the device, because a copy that converts is synchronous. From CUDA into pinned memory."""
-    return tensor.to(dtype).to("cpu", non_blocking=True)
-
-
-class TimedExecutor(ModelExecutor):
-    """A `ModelExecutor` that adds its times to `profile`."""
-
-    def __init__(self, *arguments: Any, profile: StepProfile, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._profile = profile
-        self._clock = WallClock()
-
-    def _prepare(self, batch: Batch) -> PreparedBatch:
-        step, start_s = self._profile.begin(batch), self._clock.now()
-        prepared = super()._prepare(batch)
-        step.prepare_s += self._clock.now() - start_s
-        return prepared
-
-    def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
-        step, started, start_s = self._profile.of(batch.iteration), self._event(), self._clock.now()
-        wait = super()._launch(batch)
-        took_s, ended = self._clock.now() - start_s, self._event()
-        if ended is None:
-            step.device_s += took_s
-        else:
-            step.launch_s += took_s
-
-        def wait_and_time() -> StepOutputs:
-            start_s = self._clock.now()
-            outputs = wait()
-            step.collect_s += self._clock.now() - start_s
-            if started is not None and ended is not None:
-                ended.synchronize()
-                step.device_s += started.elapsed_time(ended) / 1000
-            return outputs
-
-        return wait_and_time
-
-    def _event(self) -> torch.Event | None:
-        """An event recorded now in the work of a GPU. None on a CPU, where the work is done when the call returns."""
-        if self._model.device.type == "cpu":
-            return None
-        event = torch.Event(self._model.device, enable_timing=True)
-        event.record()
-        return event

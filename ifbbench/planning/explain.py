@@ -10,12 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.api.resolve import cache_layout, resolve_limits, windows_of_layers
+from ifbbench.clock import NANOSECONDS
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.report import bar, percent, plain_table
-from ifbbench.simulation.cost_model import NANOSECONDS, CostModel, OperationCost
+from ifbbench.simulation.cost_model import CostModel, OperationCost
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.clock import NANOSECONDS
 from ifbbench.planning.measure import Sample
-from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ifbbench.engine.records import DraftCounts
+from ifbbench.engine.drafts import DraftCounts
 
 
 def steps_of(first: int, last: int, extra: Sequence[tuple[int, int]]) -> list[int]:

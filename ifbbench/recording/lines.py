@@ -5,8 +5,9 @@ UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from msgspec import UNSET, Raw, Struct, UnsetType, field
@@ -14,6 +15,7 @@ from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
 from ifbbench.engine.records import INFLIGHT_FIELDS, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.iteration_lines import (
     InflightLine,
@@ -93,6 +95,22 @@ class RequestLine(Struct):
     slo_met: bool | UnsetType = UNSET
     draft_tokens: int | UnsetType = UNSET
     accepted_draft_tokens: int | UnsetType = UNSET
+
+
+def request_line(
+    request: Request, arrival_s: float, output_len: int, outcome: str, error: str | None = None,
+    times_s: Sequence[float | None] = (None,) * 7, attribution_s: Mapping[str, float] = MappingProxyType({}),
+) -> RequestLine:  # fmt: skip
+    """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine."""
+    # A pause appends output tokens to the prompt and lowers max_new_tokens by them.
+    requested = request.max_new_tokens + request.prompt_len - request.original_prompt_len
+    queue, ttft, tpot, e2e, scheduled, first, end = (None if time is None else number(time) for time in times_s)
+    return RequestLine(
+        request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,
+        queue, ttft, tpot, e2e, scheduled, first, end, requested, request.pauses, request.recomputed_tokens,
+        request.reused_tokens if outcome == "completed" else 0,
+        {part: number(seconds) for part, seconds in attribution_s.items()}, outcome, error,
+    )  # fmt: skip
 
 
 class JsonLinesWriter:

@@ -5,6 +5,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9
 # Figures are given for each class and each priority where there are at least and at most so many.
 MIN_GROUPS, MAX_GROUPS = {"by_class": 1, "by_priority": 2}, 100
 STATISTICS = ("mean", "min", *PERCENTILES, "max")
+# Parts of an attribution: waiting for a limit that left the request itself out; behind the head of the line, for the
+# limit that held the head; and, before its first iteration, for the one in progress to end.
+WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_line_", "waiting_iteration"
 
 
 def bound_by(record: IterationRecord) -> str:
@@ -47,6 +51,18 @@ def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats)
     counts, times = np.bincount(numbers, minlength=len(limits)), np.bincount(numbers, seconds, minlength=len(limits))
     shares = {"bound_by": counts / (counts.sum() or 1), "bound_by_time": times / (times.sum() or 1.0)}
     return {title: dict(zip(limits, of_each.tolist(), strict=True)) for title, of_each in shares.items()}
+
+
+@cache
+def limit_waited_for(part: str) -> str | None:
+    """The limit that this part of an attribution was spent waiting for: `none` where no limit is the reason, None for a
+    part that is not waiting."""
+    if part == WAITING_ITERATION:
+        return "none"
+    for prefix in (WAITING_BEHIND, WAITING_FOR):
+        if part.startswith(prefix):
+            return part.removeprefix(prefix)
+    return None
 
 
 class HeadOfLine:

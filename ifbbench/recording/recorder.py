@@ -23,10 +23,10 @@ from ifbbench.execution.step_profile import StepProfile
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.drafts import DraftTotals
-from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
-from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, slow_ttft_s
+from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number, request_line
+from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, limit_waited_for, slow_ttft_s
 from ifbbench.recording.run_directory import OPEN_SPANS, STEPS, replace_file, write_json
-from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
+from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
 FLUSH_INTERVAL_S = 1.0
@@ -136,13 +136,8 @@ class RunMetrics:
         for part, seconds in attribution_s.items():
             if seconds and (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
-        line = RequestLine(
-            request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,
-            number(queue_time_s), number(ttft_s), None if tpot_s is None else number(tpot_s), number(e2e_s),
-            number(first_scheduled_s), number(first_token_s), number(end_s), _requested_tokens(request), request.pauses,
-            request.recomputed_tokens, request.reused_tokens,
-            {part: number(seconds) for part, seconds in attribution_s.items()}, "completed", None,
-        )  # fmt: skip
+        times_s = (queue_time_s, ttft_s, tpot_s, e2e_s, first_scheduled_s, first_token_s, end_s)
+        line = request_line(request, arrival_s, output_len, "completed", None, times_s, attribution_s)
         if self._has_goodput:
             latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
             line.slo_met = meets_all(self._objectives, latencies)
@@ -158,11 +153,8 @@ class RunMetrics:
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         # An error that quotes a file name may have characters that UTF-8 has not.
         text = None if error is None else error.encode(errors="backslashreplace").decode()
-        line = RequestLine(
-            request.request_id, request.index, number(arrival_s), request.original_prompt_len, request.num_outputs,
-            None, None, None, None, None, None, None, _requested_tokens(request), request.pauses,
-            request.recomputed_tokens, 0, {}, "stopped" if error is None else "failed", text,
-        )  # fmt: skip
+        outcome = "stopped" if error is None else "failed"
+        line = request_line(request, arrival_s, request.num_outputs, outcome, text)
         if self._has_goodput and error is not None:
             line.slo_met = False
         return self._with_group(line, name, request.priority)
@@ -203,11 +195,6 @@ class RunMetrics:
         if self._drafts is not None:
             found["speculative_decoding"] = self._drafts.figures()
         return found | {"schedule_digest": digest, "partial": partial}
-
-
-def _requested_tokens(request: Request) -> int:
-    """max_new_tokens as requested: a pause appends output tokens to the prompt and lowers max_new_tokens by them."""
-    return request.max_new_tokens + request.prompt_len - request.original_prompt_len
 
 
 class SummaryRecorder:

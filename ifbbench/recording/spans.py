@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 
 from msgspec import UNSET
 
@@ -15,13 +14,10 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.recording.drafts import steps_of, stretches_of
 from ifbbench.recording.lines import SpanLine, encode
-from ifbbench.recording.metrics import HeadOfLine
+from ifbbench.recording.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
-# Parts of an attribution: waiting for a limit that left the request itself out; behind the head of the line, for the
-# limit that held the head; and, before its first iteration, for the one in progress to end.
-WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_line_", "waiting_iteration"
 _IN_QUEUE = f"{WAITING_FOR}{Limit.BATCH_SIZE}"
 _IN_LINE = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
@@ -62,18 +58,6 @@ def tokens_of(span: Span, last: int, every: int) -> int:
     """Output tokens of a generation span up to iteration `last`, with a step in each so many iterations."""
     tokens = (last - span.first) // every + 1
     return tokens if span.extra is None else tokens + sum(more for _, more in span.extra)
-
-
-@cache
-def limit_waited_for(part: str) -> str | None:
-    """The limit that this part of an attribution was spent waiting for: `none` where no limit is the reason, None for a
-    part that is not waiting."""
-    if part == WAITING_ITERATION:
-        return "none"
-    for prefix in (WAITING_BEHIND, WAITING_FOR):
-        if part.startswith(prefix):
-            return part.removeprefix(prefix)
-    return None
 
 
 class RequestTimeline:

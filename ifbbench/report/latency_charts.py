@@ -7,7 +7,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
-from ifbbench.recording.spans import limit_waited_for
+from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report import percent, significant, time_unit
 from ifbbench.report.figures import TokenGaps, inter_token_gaps
 from ifbbench.report.limits import limit_colours, limit_name

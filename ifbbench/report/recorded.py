@@ -8,9 +8,8 @@ import pandas as pd
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.objectives import parse_objectives
 from ifbbench.recording.drafts import stretches_of
-from ifbbench.recording.metrics import BOUND_BY, Population, by_group, shares_of_limits, slow_ttft_s
+from ifbbench.recording.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import write_json
-from ifbbench.recording.spans import limit_waited_for
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
 from ifbbench.report.load import RunData
 

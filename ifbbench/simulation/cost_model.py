@@ -4,12 +4,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.clock import VirtualClock
+from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.lora import AdapterUse
@@ -17,7 +17,9 @@ from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
 from ifbbench.simulation.step_work import StepWork, StepWorks, draft_passes
 
-NANOSECONDS = 1e9
+if TYPE_CHECKING:
+    from ifbbench.simulation.lora_cost import LoraCost
+
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
 KERNELS_PER_LAYER = 9
 # Norms of queries and keys, where a model has them, which then are not fused with the rotary embedding.
@@ -29,7 +31,6 @@ ALL_REDUCES_PER_LAYER = 2
 KERNELS_OUTSIDE_LAYERS = 8
 # A logit is written in 16 bits, cast to 32 (read and written) and read to find the largest.
 SAMPLING_BYTES_PER_LOGIT = 12
-# The time of an iteration is rounded to whole nanoseconds.
 # In generation, the arithmetic of up to four query heads is hidden behind reading the key and value head that they
 # share; each further one adds this share of the reading time. One value fits Hopper, Ampere and Ada.
 HIDDEN_QUERY_HEADS = 4
@@ -281,13 +282,6 @@ class CostModel:
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
 
 
-class AdapterCost(Protocol):
-    """The time that LoRA adapters add; see `ifbbench.simulation.lora_cost.LoraCost`."""
-
-    def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int) -> int: ...
-    def generation_ns(self, use: AdapterUse, base_ns: Int64Array) -> Int64Array: ...
-
-
 class SimulatedExecutor:
     """A device that executes batches in order, each in the time that `cost_model` predicts.
 
@@ -300,7 +294,7 @@ class SimulatedExecutor:
 
     def __init__(
         self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
-        lora: AdapterCost | None = None, draft_model: CostModel | None = None,
+        lora: "LoraCost | None" = None, draft_model: CostModel | None = None,
     ) -> None:  # fmt: skip
         """windows: see `StepWork.of_windows`. lora: the time of adapters; None if there are none. draft_model: proposes
         the draft tokens before each batch."""
@@ -310,8 +304,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._draft_model = draft_model
         self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
-        # Of each batch in flight, its end and the time of the draft model in it.
-        self._in_flight: deque[tuple[int, int]] = deque()
+        self._in_flight: deque[tuple[int, int]] = deque()  # of each batch, its end and the draft model's time in it
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""

@@ -5,7 +5,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cached_property
 
-from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.clock import NANOSECONDS
+from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.step_work import StepWork
 
 ROUNDING_NS = 0.5

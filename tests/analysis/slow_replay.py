@@ -163,7 +163,7 @@ class SlowReplay:
         is_chunked = config["enable_chunked_context"] and not self.is_static
         chunking = config["context_chunking_policy"] if is_chunked else None
         limits = reference.BatchLimits(
-            size, config["max_num_tokens"], chunking, config["context_chunk_unit"] or 1,
+            size, None if self.is_static else config["max_num_tokens"], chunking, config["context_chunk_unit"] or 1,
             config["max_num_tokens"] if chunking else None,
         )  # fmt: skip
         selected = reference.micro_batch(fitting.requests, set(), limits)

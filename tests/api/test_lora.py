@@ -87,9 +87,17 @@ def test_tokens_and_logits_equal_those_of_peft(
 
 @pytest.mark.parametrize("settings", [
     {"model_type": "V1"}, {"model_type": "InflightBatching"}, {"enable_trt_overlap": True},
+    {"overlap": "async"}, {"draft_ngram": 2},
     {"lora_num_device_mod_layers": 1, "max_lora_rank": 8},
+    {"lora_num_device_mod_layers": 1, "max_lora_rank": 8, "enable_trt_overlap": True},
+    {"lora_num_device_mod_layers": 1, "max_lora_rank": 8, "overlap": "async"},
+    {"lora_num_device_mod_layers": 1, "max_lora_rank": 8, "draft_ngram": 2},
     {"lora_host_cache_bytes": 0, "lora_num_device_mod_layers": 1},
-], ids=["static", "unfused", "overlap", "one page", "no host memory"])  # fmt: skip
+    {"lora_host_cache_bytes": 0, "lora_num_device_mod_layers": 1, "enable_trt_overlap": True},
+], ids=[
+    "static", "unfused", "overlap", "async", "drafts", "one page", "one page, overlap", "one page, async",
+    "one page, drafts", "no host memory", "no host memory, overlap",
+])  # fmt: skip
 def test_other_ways_to_run_give_the_same(
     settings: dict[str, Any], checkpoint: Path, lora_dir: Path, references: dict[int | None, Any],
     prompts: list[list[int]],
@@ -177,7 +185,8 @@ def arrays(config: list[list[int]], size: int = 4096) -> dict[str, np.ndarray]:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({}, "LoRA task 5 is unknown, or was evicted: expected lora_weights and lora_config"),
     "no cache": (arrays([[1, 0, 2]]) | {"settings": {}}, "lora_weights: there is no cache for adapters"),
-    "no config": ({"lora_weights": np.zeros((1, 9), np.float32)}, "lora_weights, lora_config: "),
+    "no config": ({"lora_weights": np.zeros((1, 9), np.float32)},
+                  "an adapter needs lora_task_id, lora_weights and lora_config together"),
     "another layer": (arrays([[1, 2, 2]]), "layer 2 with rank 2 of q_proj does not fit the model"),
     "short rows": (arrays([[1, 0, 2]], size=9), "rows of at least 128 values, not 9"),
     "unknown module": (arrays([[12, 0, 2]]), "module 12 is not supported; expected one of 1 (q_proj)"),
@@ -185,7 +194,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": (arrays([[1, 0, 2, 1]]), "DoRA is not supported"),
     "nothing": (arrays([[-1, 0, 2]]), "no module is adapted"),
     "another shape": ({"lora_weights": np.zeros(9, np.float32), "lora_config": np.zeros((1, 3), np.int32)},
-                      "an array of shape [9]; expected [rows, values]"),
+                      "expected floats in 2 dimensions, not float32 of shape [9]"),
 }  # fmt: skip
 
 

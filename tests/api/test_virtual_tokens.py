@@ -22,6 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "reuse": {"kv_cache_config": {"max_tokens": 400, "enable_block_reuse": True}, "max_batch_size": 2},
     "overlap": {"enable_trt_overlap": True},
+    "async": {"overlap": "async"},
+    "drafts": {"draft_ngram": 2},
     "static": {"model_type": "V1"},
 }  # fmt: skip
 

@@ -173,7 +173,7 @@ def test_arguments_without_effect_are_named(caplog) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("speculative_config:\n  decoding_type: MTP\n", "llm.yaml: speculative_config.decoding_type: speculative"),
+        ("speculative_config:\n  decoding_type: MTP\n", "speculative_config.decoding_type: draft tokens come from"),
         ("max_batch_size: 0\n", "--max_batch_size is '0'"),
         ("- 1\n", "llm.yaml: expected a table of arguments"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.request import Request
 from tests.engine.engine import CheckingExecutor, Loop, Run, assert_nothing_is_held, check_blocks
 from tests.engine.executors import FailingExecutor, SpyExecutor
@@ -19,7 +19,7 @@ BATCHING_TYPES = [
     *(
         (batching_type, overlap, pp_size)
         for batching_type in (BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED)
-        for overlap, pp_size in ((None, 1), ("partitioned", 1), ("async", 1), (None, 2), (None, 4))
+        for overlap, pp_size in ((None, 1), (Overlap.PARTITIONED, 1), (Overlap.ASYNC, 1), (None, 2), (None, 4))
     ),
 ]
 MAX_STEPS = 4_000
@@ -36,12 +36,12 @@ anything = {
 }
 
 
-def with_type(config: BatchingConfig, kind: tuple[BatchingType, str | None, int]) -> BatchingConfig:
+def with_type(config: BatchingConfig, kind: tuple[BatchingType, Overlap | None, int]) -> BatchingConfig:
     batching_type, overlap, pp_size = kind
     if batching_type is BatchingType.V1:
         # Static batches run whole prompts.
         config = dataclasses.replace(
-            config, chunk_unit=None, max_input_len=min(config.max_seq_len - 1, config.max_num_tokens)
+            config, chunk_unit=None, max_input_len=min(config.max_seq_len - 1, config.token_budget)
         )
     return dataclasses.replace(config, batching_type=batching_type, overlap=overlap, pp_size=pp_size)
 

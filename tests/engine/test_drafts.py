@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.config import BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftSettings, continuation
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
@@ -81,11 +82,11 @@ class VerifyingExecutor:
         pass
 
 
-def drafted(config: BatchingConfig = CONFIG, max_len: int = 4, **changes: object) -> BatchingConfig:
+def drafted(config: BatchingConfig = CONFIG, max_len: int = 4, **changes: Any) -> BatchingConfig:
     return dataclasses.replace(config, drafts=DraftSettings(max_len), **changes)
 
 
-def with_client_drafts(request: Request, tokens: list[int], **options: object) -> Request:
+def with_client_drafts(request: Request, tokens: list[int], **options: Any) -> Request:
     """`request` anew, with drafts that its client brings."""
     return with_tokens(Request(
         request.request_id, request.prompt_len, request.max_new_tokens,
@@ -217,7 +218,9 @@ def test_client_drafts_are_cut_to_the_room_in_the_last_unit_of_a_chunk():
     ("changes", "options", "error"),
     [
         ({"batching_type": BatchingType.V1}, {}, "static batches"),
-        ({"enable_overlap": True}, {}, "overlap"),
+        ({"overlap": Overlap.ASYNC}, {}, "overlap"),
+        ({"overlap": Overlap.PARTITIONED}, {}, "overlap"),
+        ({"pp_size": 2}, {}, "pipeline stages"),
         ({"vocab_size": 4_000}, {}, "not in the vocabulary"),
         ({"vocab_size": 6_000}, {"draft_logits": np.zeros((1, 6_000), np.float32)}, r"\[1, 6000\]: expected \[2,"),
     ],
@@ -242,7 +245,7 @@ def test_beams_and_drafts_exclude_each_other():
 
 def test_settings_that_cannot_have_drafts_are_refused():
     with pytest.raises(ValueError, match="overlap"):
-        drafted(enable_overlap=True)
+        drafted(overlap=Overlap.ASYNC)
     with pytest.raises(ValueError, match="static"):
         drafted(batching_type=BatchingType.V1, chunk_unit=None)
 

@@ -23,7 +23,7 @@ CONFIG = BatchingConfig(
     "guaranteed_no_evict", max_batch_size=8, max_num_tokens=64, max_seq_len=64, max_input_len=32, tokens_per_block=4,
     num_blocks=200,
 )
-ARRAY = np.zeros((1, 1), np.float32)
+WEIGHTS = np.zeros((1, 1), np.float32)
 
 
 @dataclass
@@ -63,7 +63,7 @@ def cache_of(stored: dict[int, int], device_pages: int, host_pages: int = 100, b
 
 
 def request_with(task_id: int | None, index: int = 0, brings: bool = False, **fields: Any) -> Request:
-    options = OutputOptions(lora_weights=ARRAY, lora_config=ARRAY) if brings else OutputOptions()
+    options = OutputOptions(lora_weights=WEIGHTS, lora_config=np.zeros((1, 1), np.int32)) if brings else OutputOptions()
     return Request(index, 4, 6, index=index, lora_task_id=task_id, options=options, **fields)
 
 

@@ -5,10 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ifbbench.engine.config import BatchingType
+from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
-from tests.engine.engine import CheckingExecutor, assert_nothing_is_held, at_once, check_blocks, limits, output_of, run
+from tests.engine.engine import (
+    CheckingExecutor,
+    Loop,
+    assert_nothing_is_held,
+    at_once,
+    check_blocks,
+    limits,
+    output_of,
+    run,
+    with_tokens,
+)
 from tests.engine.executors import SpyExecutor
 
 PARTITIONED = limits(overlap="partitioned", max_num_tokens=64)
@@ -53,6 +63,20 @@ def test_a_micro_batch_is_submitted_while_the_others_are_in_flight(changes, coun
     # The next iteration of a micro batch is submitted after its former one was collected.
     for number in range(count, 3 * count):
         assert executor.log.index(("collect", number - count)) < executor.log.index(("submit", number))
+
+
+@pytest.mark.parametrize(("changes", "arrivals", "stops"), [
+    ({"pp_size": 2, "num_blocks": 7}, [(2, 3, 6), (0, 12, 8), (2, 11, 8)], {}),
+    ({"overlap": Overlap.PARTITIONED, "num_blocks": 8}, [(3, 11, 8), (4, 1, 12), (3, 9, 12)], {17: [1]}),
+])  # fmt: skip
+def test_a_turn_in_which_only_others_could_run_is_empty(changes, arrivals, stops):
+    """An iteration is collected before its turn, so that a request in it can be paused; that completes another one, and
+    what remains belongs to the other micro batch."""
+    config = limits(policy="max_utilization", max_num_tokens=64, **changes)
+    requests = [(at, with_tokens(Request(index, *lengths))) for index, (at, *lengths) in enumerate(arrivals)]
+    result = Loop(config, requests, CheckingExecutor(config.tokens_per_block), stops).run(check_blocks)
+    assert_nothing_is_held(result.manager)
+    assert len(result.completed) == 3, "also the stopped one is answered"
 
 
 def test_each_micro_batch_has_its_half_of_the_batch_or_with_stages_a_whole_one():

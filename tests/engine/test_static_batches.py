@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingType
+from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
@@ -177,7 +177,7 @@ def test_an_executor_that_fails_for_good_does_not_keep_complete_members_for_ever
 
 def test_overlap_is_refused():
     with pytest.raises(ValueError, match="V1"):
-        dataclasses.replace(STATIC, overlap="async")
+        dataclasses.replace(STATIC, overlap=Overlap.ASYNC)
 
 
 def test_beams_that_do_not_all_fit_the_token_budget_do_not_hang_the_batch():

@@ -3,6 +3,7 @@ distribution."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ class Counts(Observer):
             self.accepted += record.drafts.accepted
 
 
-def requests(count: int = 64, **options: object) -> list[Request]:
+def requests(count: int = 64, **options: Any) -> list[Request]:
     """Mixed lengths; a half repeats phrases, and a third shares a beginning."""
     draw, common, made = np.random.default_rng(1), np.random.default_rng(2).integers(0, VOCABULARY, 40), []
     for index in range(count):
@@ -68,7 +69,8 @@ def run(
         loop.kv_cache.check_consistency()
     engine.executor.close()
     assert all(response.error is None for response in responses.values())
-    return {index: response.output_tokens.tolist() for index, response in responses.items()}, counts, responses
+    tokens = {index: np.asarray(response.output_tokens).tolist() for index, response in responses.items()}
+    return tokens, counts, responses
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def test_a_wrong_draft_model_changes_no_token(plain, monkeypatch):
 
     load = build.load_model
     seeds = iter([0, 7])
-    monkeypatch.setattr(build, "load_model", lambda config: load(config.with_values(seed=next(seeds))))
+    monkeypatch.setattr(build, "load_model", lambda config, _: load(config.with_values(seed=next(seeds))))
     outputs, counts, _ = run(BASE.with_values(draft_model="tiny"), requests())
     assert outputs == plain
     assert counts.drafted > 20 * counts.accepted
@@ -204,7 +206,7 @@ def test_sampling_with_a_draft_model_keeps_the_distribution(freely_sampled, monk
     from ifbbench.execution import build
 
     load, seeds = build.load_model, iter([0, 7])
-    monkeypatch.setattr(build, "load_model", lambda config: load(config.with_values(seed=next(seeds))))
+    monkeypatch.setattr(build, "load_model", lambda config, _: load(config.with_values(seed=next(seeds))))
     outputs, counts, _ = run(SAMPLED.with_values(draft_model="tiny", draft_len=2), sampled(10_000))
     assert counts.drafted > NUMBER / 2
     assert_equally_distributed(freely_sampled, outputs)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -79,6 +80,25 @@ def test_sampling_penalty_log_probs_and_logits(split: tuple[int, int]) -> None:
         for one, other in zip(outputs, expected, strict=True):
             assert one.outputs == other.outputs
             torch.testing.assert_close(one.numbers.context_logits, other.numbers.context_logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_virtual_tokens(split: tuple[int, int]) -> None:
+    """Their embeddings replace the sum over the ranks that share the vocabulary."""
+    table = np.random.default_rng(1).normal(size=(3, SMALL.hidden_size)).astype(np.float32)
+
+    def outputs(model: LlamaModel) -> list[list[int]]:
+        requests = requests_of(LENGTHS, SMALL.vocab_size)
+        for request in requests:
+            request.prompt[::3] = SMALL.vocab_size + request.prompt[::3] % 3
+            request.options = OutputOptions(prompt_embedding_table=table)
+        with torch.inference_mode():
+            driver_of(model, 3, 8, 48).run(requests, largest_chunk=7)
+        return [request.outputs for request in requests]
+
+    expected = outputs(whole(SMALL))
+    assert expected != [request.outputs for request in run(whole(SMALL))]
+    assert Ranks(*split).run(SMALL, lambda part: outputs(part_of(part))) == [expected] * (split[0] * split[1])
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 2)], ids=str)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.engine.sampling_params import SamplingParams
-from ifbbench.execution.sampling import Sampler, keep_most_likely, uniform_numbers
+from ifbbench.engine.sampling_params import SamplingParams, uniform_numbers
+from ifbbench.execution.sampling import Sampler, keep_most_likely
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights

@@ -5,8 +5,8 @@ import torch
 
 from ifbbench.engine.batch import Batch
 from ifbbench.execution.cache_windows import one_window_layout
-from ifbbench.execution.model_executor import TimedExecutor
 from ifbbench.execution.step_profile import StepProfile, StepTimes
+from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.llama import LlamaModel
 from ifbbench.model.weights import random_weights

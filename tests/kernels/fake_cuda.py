@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
-from ifbbench.execution import cache_windows, cuda_graphs, logits_processors, model_executor, packing, sampling
+from ifbbench.execution import cache_windows, cuda_graphs, logits_processors, model_executor, outputs, packing, sampling
 from ifbbench.kernels import rows
 from ifbbench.model import kernel_llama, tensors
 
@@ -39,7 +39,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                         ("graph_pool_handle", (0, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(cuda_graphs, "CudaGraphRecorder", lambda: _record)
-    monkeypatch.setattr(model_executor.OutputsInFlight, "wait", _zeros)
+    monkeypatch.setattr(outputs.OutputsInFlight, "wait", _zeros)
     _replace_functions_that_read_values(monkeypatch)
     return started
 
@@ -109,7 +109,7 @@ def _copied(tensor: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     return tensor
 
 
-def _zeros(outputs: model_executor.OutputsInFlight) -> StepOutputs:
+def _zeros(outputs: outputs.OutputsInFlight) -> StepOutputs:
     """Zeros in the shapes of `outputs`, which are all on the host."""
     def zeros(tensor: Tensor) -> NDArray[Any]:
         assert not _is_cuda(tensor)

@@ -139,7 +139,7 @@ class RecordedProgress:
 
 def test_a_warm_up_leaves_nothing_to_record(model: KernelLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of every size use a recorded graph afterwards."""
-    monkeypatch.setattr(build, "load_model", lambda config: model)
+    monkeypatch.setattr(build, "load_model", lambda config, _: model)
     monkeypatch.setattr(engine_module, "load_model_config", lambda name: MICRO)
     engine = build_engine(RunConfig(device=model.device.type, max_batch_size=3, max_tokens_in_paged_kvcache=320,
                                     max_seq_len=48, tokens_per_block=8))

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.engine.sampling_params import SamplingParams
-from ifbbench.execution.sampling import KernelSampler, uniform_numbers
+from ifbbench.engine.sampling_params import SamplingParams, uniform_numbers
+from ifbbench.execution.sampling import KernelSampler
 from ifbbench.kernels import token_choice
 
 

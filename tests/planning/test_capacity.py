@@ -74,7 +74,7 @@ def test_a_run_has_these_very_windows_and_blocks(free_bytes, settings, monkeypat
     weight_bytes = TINY.num_parameters * DTYPE_BYTES["float32"]
     monkeypatch.setattr(device, "available_host_bytes", lambda: free_bytes - weight_bytes)
     loaded = build.load_model(RunConfig(device="cpu"))
-    monkeypatch.setattr(build, "load_model", lambda config: loaded)
+    monkeypatch.setattr(build, "load_model", lambda config, _: loaded)
     monkeypatch.setattr(build, "make_executor", lambda *_, **options: taken.update(options))
     limits = build_engine(config).limits
     pool = make_pool(resolved(device="cpu", **settings), TINY, find_device(config, free_bytes))

@@ -203,8 +203,8 @@ def test_a_stopped_request_keeps_the_length_it_asked_for_though_it_was_paused(
     directory: Path, overlap: str | None
 ) -> None:
     config = limits("max_utilization", overlap=overlap, num_blocks=7)
-    # Before it resumes; two micro batches take twice as many iterations.
-    stop = 24 if overlap == "partitioned" else 12
+    # Before it resumes. Two micro batches take twice as many iterations, and look a step further ahead.
+    stop = 18 if overlap == "partitioned" else 12
     run(trace_of([(0.0, 4, 17), (0.0, 4, 17)]), config, directory, stops={stop: [101]})
     outcomes = {request["request_id"]: request for request in lines(directory, "requests.jsonl")}
     assert outcomes[101]["pauses"] == 1

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.recording.metrics import HeadOfLine
-from ifbbench.recording.spans import limit_waited_for
+from ifbbench.recording.metrics import HeadOfLine, limit_waited_for
 from tests.recording.virtual_run import limits, lines, run, trace_of
 
 LIMITS = ["batch_size", "num_tokens", "kv_blocks", "none", "a reason of its own"]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from ifbbench.report.trtllm_text import report_text
 from tests.engine.engine import Loop
 from tests.engine.executors import SpyExecutor
 
-SIMULATED = {"device": "sim:h200-sxm", "model": "qwen3-32b", "max_batch_size": 8}
+SIMULATED: dict[str, Any] = {"device": "sim:h200-sxm", "model": "qwen3-32b", "max_batch_size": 8}
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_runs_without_drafts_record_nothing_about_them(trace, tmp_path):
 
 
 def test_the_simulated_device_charges_for_verification_and_for_the_draft_model(trace):
-    def duration_s(**values: object) -> float:
+    def duration_s(**values: Any) -> float:
         return float(summarise_run(trace, RunConfig(**SIMULATED, **values))["duration_s"])
 
     plain = duration_s()
@@ -137,7 +138,7 @@ def test_equal_settings_give_equal_runs(trace):
 # The published cases about draft tokens, with what they expect of each iteration, through settings and requests.
 
 
-def schedule(values: dict[str, object], requests: list[tuple[int, int, int]]) -> tuple[list[list[int]], SpyExecutor]:
+def schedule(values: dict[str, Any], requests: list[tuple[int, int, int]]) -> tuple[list[list[int]], SpyExecutor]:
     """The requests (prompt, new and draft tokens of each) that ran in each iteration; no draft is ever accepted."""
     config = RunConfig(device="null", acceptance_rate="0", max_seq_len=8_192, **values)
     config = resolve_limits(config, 8_192, on_cpu=False)

@@ -178,10 +178,23 @@ def test_many_random_runs(first: int, tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum(outcomes) > 40, "most settings drawn should fit together, else only refusals are tested"
 
 
+def fit_together(values: dict[str, Any]) -> None:
+    """Most draws of these settings would be refused for one that they need and that is missing."""
+    if "num_loras" not in values:
+        values.pop("lora_rank", None)
+    if values["device"] == "cpu":
+        values.pop("acceptance_rate", None)
+    elif "draft_model" in values or "draft_ngram" in values:
+        values.setdefault("acceptance_rate", "0.6")
+    if not values.keys() & {"draft_model", "draft_ngram", "acceptance_rate"}:
+        values.pop("draft_len", None)
+
+
 def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """One random run, checked. Returns whether it ran; settings that contradict each other raise InputError only."""
     draw = random.Random(seed)
     values = {name: value for name, rule in DRAWS.items() if (value := rule(draw)) is not None}
+    fit_together(values)
     if values["device"] == "cpu":  # several processes: see test_ranks.py
         values |= {"tp_size": 1, "pp_size": 1}
     values["output"] = str(folder / "run")

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ifbbench.clock import NANOSECONDS
 from ifbbench.errors import InputError
-from ifbbench.simulation.cost_model import NANOSECONDS, CostModel
+from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.engines import load_overhead
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.step_work import StepWork

@@ -102,6 +102,7 @@ def test_compressed_files_are_followed(run: Path, tmp_path: Path) -> None:
             writers[name].flush()
         now = follower.snapshot()
         assert now is not None
+    assert now is not None
     for writer in writers.values():
         writer.close()
     summary = json.loads((run / "summary.json").read_text())
