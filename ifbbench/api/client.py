@@ -14,7 +14,7 @@ from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch, Unobserved
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import IfbbenchError, InputError
@@ -89,6 +89,7 @@ def engine_request(request: InferenceRequest) -> Request:
         len(tokens),
         integer(request.max_new_tokens, "max_new_tokens"),
         prompt_tokens=tokens,
+        index=request.request_id,
         priority=number(request.priority, "priority"),
         beam_width=integer(request.beam_width, "beam_width"),
         lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id"),
@@ -222,15 +223,17 @@ class Callbacks:
     def __init__(
         self, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
         poll_stop_signals: PollStopSignals | None, return_batch_manager_stats: ReturnStats | None,
-        statistics: IterationStatistics, may_stream: bool,
+        statistics: IterationStatistics, may_stream: bool, observer: Observer | None = None,
     ) -> None:
-        """may_stream: whether requests may stream. Static batches (V1) respond at their end."""
+        """may_stream: whether requests may stream. Static batches (V1) respond at their end. observer: is notified of
+        all that the loop reports."""
         self._get = get_inference_requests
         self._send = send_response
         self._poll = poll_stop_signals
         self._return_stats = return_batch_manager_stats
         self._statistics = statistics
         self._may_stream = may_stream
+        self._observer = observer or Unobserved()
         # Set when a callback has failed too often. Checked between iterations, where the loop's state is consistent.
         self.failure: CallbackFailed | None = None
         # Whether the last call for requests returned any, or raised: there may be more then.
@@ -285,6 +288,7 @@ class Callbacks:
     def iteration(self, record: IterationRecord) -> None:
         """Pass the iteration's statistics to the client."""
         self.num_iterations += 1
+        self._observer.iteration(record)
         if self._return_stats is not None:
             self._guarded("return_batch_manager_stats", self._return_stats, json.dumps(self._statistics.fields(record)))
 
@@ -294,7 +298,8 @@ class Callbacks:
             self.iteration(record)
 
     def left(self, request: Request, error: str | None) -> None:
-        """Nothing: the request's final response says the same."""
+        """Pass it on; to the client, the request's final response says the same."""
+        self._observer.left(request, error)
 
     def _fetch(self, max_requests: int) -> list[InferenceRequest] | None:
         """The client's requests, None if the callback raises. Items of another type are left out and count as a
