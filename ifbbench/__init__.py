@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
-    from ifbbench.api.client import InferenceRequest
+    from ifbbench.api.request import InferenceRequest
     from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
     from ifbbench.report.export import load_run
@@ -25,7 +25,7 @@ __all__ = [
 _MODULES = {
     "BatchManager": "ifbbench.api.batch_manager",
     "BatchManagerFailed": "ifbbench.api.batch_manager",
-    "InferenceRequest": "ifbbench.api.client",
+    "InferenceRequest": "ifbbench.api.request",
     "Retention": "ifbbench.engine.kv_cache.eviction",
     "RetentionRange": "ifbbench.engine.kv_cache.eviction",
     "SamplingParams": "ifbbench.engine.sampling_params",

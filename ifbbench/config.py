@@ -155,6 +155,9 @@ class RunConfig:
     return_log_probs: bool = _replay(False, "Requests ask for the log-probabilities of their tokens.")
     return_context_logits: bool = _replay(False, "Requests ask for the logits of their prompt.")
     return_generation_logits: bool = _replay(False, "Requests ask for the logits of their output.")
+    normalize_log_probs: bool = _replay(
+        False, "Log-probabilities are those among the tokens that temperature, top_k and top_p leave, after penalties, "
+        "not those of the model over the whole vocabulary. Beam search has the latter.")
     exclude_input_in_output_seq: bool = _replay(False, "Responses leave out the prompt.")
     eos_id: int | None = _replay(
         None, "Token id that ends a request before its recorded output length; -1 is none.", minimum=-1,
@@ -218,8 +221,11 @@ class RunConfig:
         elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy")
     max_batch_size: int | None = _scheduling(
         None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
-        aliases=("max_num_sequences",),
-        elsewhere="max_num_seqs max_running_requests batch_size max_num_requests parallel")
+        aliases=("max_num_sequences", "max_num_requests"),
+        elsewhere="max_num_seqs max_running_requests batch_size parallel")
+    max_queue_size: int | None = _scheduling(
+        None, "Maximum number of requests that wait for a place in the engine; more are refused. Default: no maximum.",
+        minimum=0, unit="requests", elsewhere="max_queued_requests queue_size max_waiting_requests")
     max_num_tokens: int = _scheduling(
         DEFAULT_MAX_NUM_TOKENS, "Maximum number of tokens in the batch of one iteration.", minimum=1, unit="tokens",
         elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch")
@@ -321,6 +327,12 @@ class RunConfig:
     top_p: float = _execution(
         1.0, "Sample among the most likely tokens of this joint probability.", above=0.0, maximum=1.0)
     repetition_penalty: float = _execution(1.0, "Above 1, tokens that occurred already become less likely.", above=0.0)
+    presence_penalty: float = _execution(0.0, "Subtracted from the logits of tokens that occurred already.")
+    frequency_penalty: float = _execution(
+        0.0, "Subtracted from the logits of tokens that occurred already, for each time.")
+    min_length: int = _execution(
+        0, "No end token is chosen before so many output tokens.", minimum=0, unit="tokens",
+        elsewhere="min_tokens min_new_tokens")
     length_penalty: float = _execution(1.0, "Beam search: the larger, the better long outputs score; 0 ignores length.")
     early_stopping: str = _execution(
         "heuristic", "Beam search: end with the first complete beams, when better ones are unlikely, or when none is "

@@ -13,13 +13,12 @@ from ifbbench.api.client import (
     MAX_FAILURES,
     Callbacks,
     GetInferenceRequests,
-    InferenceRequest,
     PollStopSignals,
     ReturnStats,
     SendResponse,
-    engine_request,
 )
 from ifbbench.api.engine import Engine, build_engine
+from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
@@ -32,7 +31,7 @@ from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
 from ifbbench.model.config import ModelConfig
-from ifbbench.settings import from_mapping
+from ifbbench.settings import from_mapping, own_names, snake_case
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
@@ -62,8 +61,8 @@ class BatchManager:
     poll_stop_signals(): returns ids of requests to stop, at the end of each iteration. Their final response has the
         tokens so far. Unknown ids are ignored.
     return_batch_manager_stats(json): called with the iteration's statistics, at its end, while a request is active.
-    optional_params: settings of `ifbbench run` by name (enable_trt_overlap, max_batch_size, …), and `kv_cache_config`,
-        a mapping of max_tokens, free_gpu_memory_fraction and so on.
+    optional_params: settings of `ifbbench run` by name (enable_trt_overlap or enableTrtOverlap, max_batch_size, …), and
+        `kv_cache_config` (`kvCacheConfig`), a mapping of max_tokens, free_gpu_memory_fraction and so on.
     start: False makes no thread; the caller calls `step()`.
 
     The process is not changed, except for PyTorch's number of threads if `cpu_threads` is given. A program that wants
@@ -86,7 +85,7 @@ class BatchManager:
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
         callbacks = Callbacks(
             get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
-            may_stream=limits.batching_type is not BatchingType.V1,
+            may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size,
         )  # fmt: skip
         self._begin(limits, executor, callbacks, owns_executor=executor is not executor_or_model, start=start)
 
@@ -105,7 +104,7 @@ class BatchManager:
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
         callbacks = Callbacks(
             get_inference_requests, send_response, poll_stop_signals, None, statistics,
-            may_stream=limits.batching_type is not BatchingType.V1, observer=observer,
+            may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size, observer=observer,
         )  # fmt: skip
         manager = cls.__new__(cls)
         manager._begin(limits, engine.executor, callbacks, engine.clock, queued, wait_for_requests)
@@ -172,7 +171,7 @@ class BatchManager:
         Its input_ids are the whole conversation, answers included; blocks of longer conversations stay. A block that is
         partly kept stays. May be called from any thread. InputError if the request is invalid."""
         keep = integer(num_tokens_to_keep, "num_tokens_to_keep", 0)
-        self._truncations.put((engine_request(conversation), keep))
+        self._truncations.put((engine_request(conversation, self.config.vocab_size), keep))
 
     def close(self) -> None:
         """Wait until no request is active or offered, then end. Raises BatchManagerFailed if the loop has ended early.
@@ -274,12 +273,18 @@ class BatchManager:
 
 
 def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Mapping[str, Any]) -> RunConfig:
-    flat = dict(optional_params)
-    cache = flat.pop("kv_cache_config", None) or {}
-    if not isinstance(cache, Mapping):
-        raise InputError(f"kv_cache_config: expected a mapping of its settings, not {type(cache).__name__}.")
+    """The settings. Those of the KV cache may be nested, which go before others of their names. Arguments win."""
+    flat: dict[str, Any] = {}
+    nested: Mapping[str, Any] = {}
+    for name, value in optional_params.items():
+        if snake_case(name) != "kv_cache_config":
+            flat[name] = value
+        elif value is not None:
+            if not isinstance(value, Mapping):
+                raise InputError(f"{name}: expected a mapping of its settings, not {type(value).__name__}.")
+            nested = value
     named = {"type": model_type, "max_beam_width": max_beam_width, "policy": policy}
-    return from_mapping({**flat, **cache, **named})
+    return from_mapping({**own_names(flat), **own_names(nested), **named})
 
 
 def _engine(executor_or_model: Executor | str | Path, settings: RunConfig) -> tuple[BatchingConfig, Executor]:

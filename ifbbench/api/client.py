@@ -1,172 +1,32 @@
-"""What a client exchanges with the batch manager: requests, response tensors, and the four callbacks that pass them."""
+"""What the batch manager exchanges with a client: response tensors, and the four callbacks."""
 
 import json
 import logging
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.config import DEFAULT_PRIORITY
-from ifbbench.engine.active import IntArray
+from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch, Unobserved
-from ifbbench.engine.request import Request, ReuseIdentity
-from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
-from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.fields import choice, integer, number, unexpected
-
-MAX_REQUEST_ID = 2**64 - 1
-# Of integers whose size does not matter: only the low bits of a seed count, and a top_k above the vocabulary is all.
-MAX_WIDE_INTEGER = 2**127
-NO_TOKEN = -1
-TOKEN_LIMITS = np.iinfo(np.int32)
+from ifbbench.engine.request import Request
+from ifbbench.errors import IfbbenchError
 
 # Failures of one callback, or of the executor, in a row after which the batch manager ends.
 MAX_FAILURES = 3
 
 Tensors = dict[str, NDArray[Any]]
 # The signatures that `BatchManager` describes.
-GetInferenceRequests = Callable[[int], "Collection[InferenceRequest]"]
+GetInferenceRequests = Callable[[int], Collection[InferenceRequest]]
 SendResponse = Callable[[int, Tensors, bool, str], Any]
 PollStopSignals = Callable[[], Collection[int]]
 ReturnStats = Callable[[str], Any]
 
 _log = logging.getLogger("ifbbench")
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
-    """A request. Fields are not checked here: the response of an invalid request is an error.
-
-    request_id: 64-bit unsigned; may be used again after its final response (older texts call it correlation ID).
-    input_ids: the prompt's token ids, a sequence or an array [length] or [1, length].
-    max_new_tokens: output tokens to reserve, reduced to what max_seq_len leaves.
-    end_id, stop_ids: token ids that end the output; None or -1 for none. stop_sequences: sequences of token ids that
-        end it, within the output. The token or sequence that ended it is part of the output.
-    pad_id: fills up shorter beams; None means end_id, or 0.
-    priority: higher ones run first. lora_task_id: counts in scheduling; adapters are not executed.
-    cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
-        (of a prompt-tuning table) with each token; one for each of input_ids.
-    retention: priorities and durations of its blocks in the reuse cache.
-    """
-
-    request_id: int
-    input_ids: Sequence[int] | IntArray
-    max_new_tokens: int
-    end_id: int | None = None
-    pad_id: int | None = None
-    stop_ids: Sequence[int] = ()
-    stop_sequences: Sequence[Sequence[int]] = ()
-    sampling: SamplingParams = GREEDY
-    beam_width: int = 1
-    streaming: bool = False
-    return_log_probs: bool = False
-    return_context_logits: bool = False
-    return_generation_logits: bool = False
-    exclude_input_from_output: bool = False
-    priority: float = DEFAULT_PRIORITY
-    lora_task_id: int | None = None
-    cache_salt: Hashable = None
-    token_extra_ids: Sequence[int] | None = None
-    retention: Retention = NO_RETENTION
-
-
-def engine_request(request: InferenceRequest) -> Request:
-    """The engine's request. InputError if a field has a type that the engine cannot read; the engine itself refuses
-    values that it does not allow."""
-    tokens = _token_ids("input_ids", request.input_ids)
-    end_id = NO_TOKEN if request.end_id is None else _token_id("end_id", request.end_id)
-    stop_ids = _token_ids("stop_ids", request.stop_ids).tolist()
-    end_tokens = tuple(token for token in (end_id, *stop_ids) if token >= 0)
-    pad_id = max(end_id, 0) if request.pad_id is None else _token_id("pad_id", request.pad_id)
-    return Request(
-        integer(request.request_id, "request_id", 0, MAX_REQUEST_ID),
-        len(tokens),
-        integer(request.max_new_tokens, "max_new_tokens"),
-        prompt_tokens=tokens,
-        index=request.request_id,
-        priority=number(request.priority, "priority"),
-        beam_width=integer(request.beam_width, "beam_width"),
-        lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id"),
-        sampling=_sampling(request.sampling),
-        options=OutputOptions(
-            request.streaming, request.return_log_probs, request.return_context_logits,
-            request.return_generation_logits, request.exclude_input_from_output, pad_id,
-        ),
-        stop=StopConditions(end_tokens, _stop_sequences(request.stop_sequences)),
-        reuse=_reuse_identity(request, len(tokens)),
-        retention=_retention(request.retention),
-    )  # fmt: skip
-
-
-def _sampling(params: Any) -> SamplingParams:
-    """`params` with plain numbers of the expected types."""
-    if not isinstance(params, SamplingParams):
-        raise unexpected("sampling", params, "SamplingParams")
-    numbers = ("temperature", "top_p", "repetition_penalty", "length_penalty")
-    return replace(
-        params,
-        top_k=min(integer(params.top_k, "top_k", -MAX_WIDE_INTEGER, MAX_WIDE_INTEGER), TOKEN_LIMITS.max),
-        seed=integer(params.seed, "seed", -MAX_WIDE_INTEGER, MAX_WIDE_INTEGER),
-        early_stopping=EarlyStopping(choice(params.early_stopping, "early_stopping", EarlyStopping)),
-        **{name: number(getattr(params, name), name) for name in numbers},
-    )
-
-
-def _stop_sequences(sequences: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(sequences, Iterable):
-        raise unexpected("stop_sequences", sequences, "sequences of token ids")
-    read = tuple(tuple(_token_ids("stop_sequences", sequence).tolist()) for sequence in sequences)
-    if not all(read):
-        raise InputError("stop_sequences: one is empty; expected at least one token id in each.")
-    return read
-
-
-def _reuse_identity(request: InferenceRequest, prompt_len: int) -> ReuseIdentity:
-    try:
-        hash(request.cache_salt)
-    except TypeError as error:
-        raise unexpected("cache_salt", request.cache_salt, f"a hashable value such as a text ({error})") from error
-    if request.token_extra_ids is None:
-        return ReuseIdentity(cache_salt=request.cache_salt)
-    extra_ids = _token_ids("token_extra_ids", request.token_extra_ids).astype(np.int64)
-    if len(extra_ids) != prompt_len:
-        raise InputError(f"token_extra_ids: {len(extra_ids)} for {prompt_len} input_ids; expected one for each.")
-    return ReuseIdentity(extra_ids, request.cache_salt)
-
-
-def _retention(retention: Any) -> Retention:
-    if not isinstance(retention, Retention):
-        raise unexpected("retention", retention, "Retention")
-    if (problem := retention.problem()) is not None:
-        raise InputError(problem)
-    return retention
-
-
-def _token_id(name: str, value: Any) -> int:
-    return integer(value, name, TOKEN_LIMITS.min, TOKEN_LIMITS.max)
-
-
-def _token_ids(name: str, values: Any) -> IntArray:
-    """[length]. Ids beyond 32 bits become the nearest 32-bit number, which is in no vocabulary."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: expected token ids of shape [length] or [1, length] ({error}).") from error
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.ndim == 2 and len(array) == 1:
-        array = array[0]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{name}: expected integers of shape [length] or [1, length], not {array.dtype} of shape "
-                         f"{list(array.shape)}.")
-    tokens: IntArray = np.clip(array, TOKEN_LIMITS.min, TOKEN_LIMITS.max).astype(np.int32)
-    return tokens
 
 
 def response_tensors(response: Response) -> Tensors:
@@ -179,6 +39,8 @@ def response_tensors(response: Response) -> Tensors:
         response of a stream.
     generation_logits: float32 [1, beams, output length, vocabulary], or zeros [1, 1, 1, 1].
     output_log_probs: float32 [1, beams, output length], and cum_log_probs: float32 [1, beams], if requested.
+    replaces_output: bool [1], True; in the responses of a stream of several beams. Each has all beams so far, best
+        first, as a whole, in the place of those of the response before, because a beam may yet be replaced.
     """
     if response.error is not None:
         return {}
@@ -195,6 +57,8 @@ def response_tensors(response: Response) -> Tensors:
         cumulative = response.cumulative_log_probs
         tensors["output_log_probs"] = _padded(response.log_probs or (np.zeros(0, np.float32),))
         tensors["cum_log_probs"] = np.zeros((1, 1), np.float32) if cumulative is None else cumulative[None]
+    if options.streaming and response.request.beam_width > 1:
+        tensors["replaces_output"] = np.array([True])
     return tensors
 
 
@@ -223,10 +87,11 @@ class Callbacks:
     def __init__(
         self, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
         poll_stop_signals: PollStopSignals | None, return_batch_manager_stats: ReturnStats | None,
-        statistics: IterationStatistics, may_stream: bool, observer: Observer | None = None,
+        statistics: IterationStatistics, may_stream: bool, vocab_size: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        """may_stream: whether requests may stream. Static batches (V1) respond at their end. observer: is notified of
-        all that the loop reports."""
+        """may_stream: whether requests may stream. Static batches (V1) respond at their end. vocab_size: of the model,
+        None if it is not known. observer: is notified of all that the loop reports."""
         self._get = get_inference_requests
         self._send = send_response
         self._poll = poll_stop_signals
@@ -234,6 +99,7 @@ class Callbacks:
         self._statistics = statistics
         self._may_stream = may_stream
         self._observer = observer or Unobserved()
+        self._vocab_size = vocab_size
         # Set when a callback has failed too often. Checked between iterations, where the loop's state is consistent.
         self.failure: CallbackFailed | None = None
         # Whether the last call for requests returned any, or raised: there may be more then.
@@ -250,12 +116,12 @@ class Callbacks:
         requests = []
         for item in items or ():
             try:
-                if item.streaming is True and not self._may_stream:
+                if item.streaming and not self._may_stream:
                     _log.warning("request %s: static batches (V1) respond at their end; streaming is off",
                                  item.request_id)
                     # With new tokens only, as in a stream.
                     item = replace(item, streaming=False, exclude_input_from_output=True)
-                requests.append(engine_request(item))
+                requests.append(engine_request(item, self._vocab_size))
             except Exception as error:  # an invalid request must not affect others
                 self._deliver(item.request_id, {}, True, str(error))
         return requests

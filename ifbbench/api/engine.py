@@ -16,7 +16,7 @@ from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
+from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
@@ -103,13 +103,14 @@ def build_engine(
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
     layout = cache_layout(resolved, model, build.kv_memory(resolved, loaded, device))
-    limits = batching_config(resolved, layout, model.vocab_size)
+    limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size)
     steps, profile = None, None
     if config.profile:
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
         steps = StepProfile(lambda batch: least_work(shard, StepWork.of_windows(batch, windows)))
     executor = build.make_executor(loaded, limits.num_slots, limits.max_seq_len, layout=layout,
-                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps)  # fmt: skip
+                                   kv_cache_dtype=resolved.kv_cache_dtype, profile=steps,
+                                   normalize_log_probs=resolved.normalize_log_probs)  # fmt: skip
     if steps is not None:
         profile = Profile(steps, matmul_flops_per_s(device, loaded.dtype), copy_bytes_per_s(device))
     return Engine(executor, WallClock(), _with_cache_size(resolved, limits), limits, model, str(device),
@@ -169,7 +170,8 @@ def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
     requests = [
         Request(
             number, lengths[number % 2], WARM_UP_NEW_TOKENS, prompt_tokens=np.zeros(lengths[number % 2], np.int32),
-            sampling=_sampling(config, config.seed), options=OutputOptions(return_log_probs=config.return_log_probs),
+            sampling=sampling_params(config, config.seed),
+            options=OutputOptions(return_log_probs=config.return_log_probs),
         )
         for number in range(count)
     ]  # fmt: skip
@@ -206,8 +208,12 @@ def _warm_up_lengths(engine: Engine) -> tuple[int, int]:
     return short, max(short, min(longest, in_batch, in_cache))
 
 
-def _sampling(config: RunConfig, seed: int) -> SamplingParams:
-    return SamplingParams(config.temperature, config.top_k, config.top_p, seed, config.repetition_penalty)
+def sampling_params(config: RunConfig, seed: int) -> SamplingParams:
+    """How the tokens of a request with this seed are chosen."""
+    return SamplingParams(
+        config.temperature, config.top_k, config.top_p, seed, config.repetition_penalty, config.length_penalty,
+        EarlyStopping(config.early_stopping), config.presence_penalty, config.frequency_penalty, config.min_length,
+    )  # fmt: skip
 
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[IntArray]:
@@ -218,7 +224,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: i
     waiting = [
         Request(
             index, len(tokens), max_new_tokens, index=index, prompt_tokens=np.array(tokens, dtype=np.int32),
-            sampling=_sampling(engine.config, engine.config.seed + index),
+            sampling=sampling_params(engine.config, engine.config.seed + index),
             stop=StopConditions(engine.model.eos_token_ids),
         )
         for index, tokens in enumerate(prompts)

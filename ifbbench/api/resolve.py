@@ -128,24 +128,17 @@ def _check_beams(config: RunConfig) -> None:
     if config.max_num_tokens < max_beam_width:
         raise InputError(f"--max_num_tokens: {config.max_num_tokens} is less than the {max_beam_width} beams of one "
                          "request, each of which runs a token in an iteration; raise it.")
-    if max_beam_width == 1:
-        return
-    reasons = {
-        "enable_trt_overlap": config.enable_trt_overlap and "the next tokens depend on all beams",
-        "streaming": config.streaming and "beam search may replace tokens that were sent",
-        "temperature": config.temperature > 0 and "beam search compares unmodified probabilities",
-        "repetition_penalty": config.repetition_penalty != 1 and "beam search compares unmodified probabilities",
-    }
-    for name, reason in reasons.items():
-        if reason:
-            raise InputError(f"--{name}: refused with beam width above 1 (here {max_beam_width}), because {reason}; "
-                             "leave one of them out.")
+    if max_beam_width > 1 and config.enable_trt_overlap:
+        raise InputError(f"--enable_trt_overlap: refused with beam width above 1 (here {max_beam_width}), because the "
+                         "next tokens depend on all beams; leave one of them out.")
 
 
-def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | None) -> BatchingConfig:
+def batching_config(
+    config: RunConfig, layout: CacheLayout, vocab_size: int | None, hidden_size: int | None = None
+) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
-    layout: the KV cache. vocab_size: the model's, in tokens; None for an executor that makes none."""
+    layout: the KV cache. vocab_size, hidden_size: the model's; None for an executor that makes no tokens."""
     for name in ("eos_id", "pad_id"):
         token = getattr(config, name)
         if vocab_size is not None and token is not None and token >= vocab_size:
@@ -168,6 +161,8 @@ def batching_config(config: RunConfig, layout: CacheLayout, vocab_size: int | No
         max_beam_width=_resolved(config.max_beam_width),
         enable_overlap=config.enable_trt_overlap,
         vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        max_queue_size=config.max_queue_size,
         reuse=ReuseRules(config.enable_kv_cache_reuse, config.enable_partial_reuse, config.copy_on_partial_reuse),
         windows=layout.windows if is_limited else (),
         is_contiguous=layout.is_contiguous,

@@ -20,13 +20,14 @@ NAMES = [
     one.name for one in settings()
     if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
 ]  # fmt: skip
+HELP = {"max_queue_size": "Requests that wait for a batch slot; more are refused with status 429. Default: 1024."}
 
 
 class ServeCommand(SettingsCommand):
     """A command with the settings of the server before those of the engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, names=NAMES, **kwargs)
+        super().__init__(*args, names=NAMES, setting_help=HELP, **kwargs)
         self.params[:0] = [SettingOption(one) for one in server_settings()]
 
 

@@ -10,6 +10,9 @@ from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
 
+# What `get_requests` is asked for where all requests that have arrived are to be returned.
+NO_LIMIT = -1
+
 NextChange = Callable[[float], float | None]
 """Takes the time and returns when more requests will have arrived, in seconds on the run's clock; None if only a
 response lets one arrive, or none will."""
@@ -72,11 +75,8 @@ class AdmissionLimits:
             if needed > num_blocks:
                 text = f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
                 return Refusal("kv_blocks", text)
-        if not streaming:
+        if not streaming or beam_width > 1:  # a streamed response of several beams replaces those before it
             return None
-        if beam_width > 1:
-            text = "streaming with beams: expected one or the other, because beams are ordered only at the end"
-            return Refusal("streaming", text)
         longest = prompt_len + max_new_tokens - 1
         if self._pause_truncates and longest > limits.max_input_len:
             return Refusal(
@@ -89,13 +89,17 @@ class AdmissionLimits:
     def _invalid_field(self, request: Request) -> str | None:
         if not math.isfinite(request.priority):
             return f"priority {request.priority}: expected a finite number"
-        tokens, vocab_size = request.prompt_tokens, self._config.vocab_size
+        tokens, options, vocab_size = request.prompt_tokens, request.options, self._config.vocab_size
         if tokens is not None and len(tokens) and vocab_size is not None:
             low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= vocab_size:
+            num_ids = vocab_size + options.num_virtual_tokens
+            if low < 0 or high >= num_ids:
                 found = low if low < 0 else high
-                return f"token id {found} is not in the vocabulary; expected 0 to {vocab_size - 1}"
-        return request.sampling.problem(request.beam_width)
+                more = f" or of the prompt_embedding_table; expected 0 to {num_ids - 1}"
+                return f"token id {found} is not in the vocabulary" + (
+                    more if num_ids > vocab_size else f"; expected 0 to {vocab_size - 1}"
+                )
+        return request.sampling.problem(vocab_size) or options.problem(vocab_size, self._config.hidden_size)
 
 
 class Admission:
@@ -105,13 +109,15 @@ class Admission:
     next_change: see NextChange. Without it, `get_requests` is called in every iteration.
     next_priority(): the highest priority among requests that have arrived and were not fetched, None if there are none.
         With it, and a `get_requests` that returns the highest priorities first, all of a higher priority are fetched.
+    max_queue_size: maximum number of requests that wait. With it all that have arrived are fetched, and those that find
+        the queue full are refused.
     waiting: fetched requests that are not active, in order.
     """
 
     def __init__(
         self, limits: AdmissionLimits, max_active: int, get_requests: Callable[[int], list[Request]],
         refuse: Callable[[Request, str], None], next_change: NextChange | None = None,
-        next_priority: Callable[[], float | None] | None = None,
+        next_priority: Callable[[], float | None] | None = None, max_queue_size: int | None = None,
     ) -> None:  # fmt: skip
         self.waiting: list[Request] = []
         self._limits = limits
@@ -120,6 +126,7 @@ class Admission:
         self._refuse = refuse
         self._next_change = next_change
         self._next_priority = next_priority
+        self._max_queue_size = max_queue_size
         # Until then admission has nothing to do, unless a request leaves.
         self._idle_until_s = -math.inf
         self._in_use: dict[int, Request] = {}
@@ -128,12 +135,13 @@ class Admission:
         """Fetch requests, and add to `active` what the limits allow; returns the newly active requests."""
         if now_s < self._idle_until_s:
             return ()
-        self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD)
-        admitted = []
-        while self.waiting and self._may_enter(self.waiting[0], active):
-            request = self.waiting.pop(0)
-            active.add(request)
-            admitted.append(request)
+        admitted: list[Request] = []
+        if self._max_queue_size is None:
+            self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD)
+            self._activate(active, admitted)
+        else:
+            while self._fetch_all(self._max_queue_size, active, admitted):
+                pass
         if self._next_change is not None:
             change_s = self._next_change(now_s)
             self._idle_until_s = math.inf if change_s is None else change_s
@@ -152,6 +160,28 @@ class Admission:
         """`request` has left: its id may be used again, and its batch slot."""
         self._idle_until_s = -math.inf
         self._in_use.pop(request.request_id, None)
+
+    def _activate(self, active: ActiveRequests, admitted: list[Request]) -> None:
+        while self.waiting and self._may_enter(self.waiting[0], active):
+            request = self.waiting.pop(0)
+            active.add(request)
+            admitted.append(request)
+
+    def _fetch_all(self, max_queue_size: int, active: ActiveRequests, admitted: list[Request]) -> int:
+        """Fetch all requests that have arrived, activate what the limits allow, and refuse those that find the queue
+        full: of the new ones the last by priority and arrival. Returns how many were refused; more may have arrived
+        then."""
+        arrived = self._get_requests(NO_LIMIT)
+        num_refused = self._add(arrived)
+        self._activate(active, admitted)
+        surplus = len(self.waiting) - max_queue_size
+        if surplus <= 0:
+            return num_refused
+        new = set(map(id, arrived))
+        for request in [request for request in reversed(self.waiting) if id(request) in new][:surplus]:
+            self.withdraw(request)
+            self._refuse(request, f"the queue is full (max_queue_size {max_queue_size}); send the request again later")
+        return num_refused + surplus
 
     def _fetch(self, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind

@@ -35,7 +35,8 @@ class BatchingType(StrEnum):
 class BatchingConfig:
     """Limits of tokens, requests and blocks. ValueError for settings that contradict each other.
 
-    chunk_unit: None means no chunked context. vocab_size: token ids are checked against it; None without a model.
+    chunk_unit: None means no chunked context. vocab_size, hidden_size: token ids and arrays of requests are checked
+    against them; None without a model. max_queue_size: requests that may wait; None means all.
     enable_overlap: an iteration is scheduled and submitted before the tokens of the previous one are collected.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
@@ -55,6 +56,8 @@ class BatchingConfig:
     max_beam_width: int = 1
     enable_overlap: bool = False
     vocab_size: int | None = None
+    hidden_size: int | None = None
+    max_queue_size: int | None = None
     reuse: ReuseRules = NO_REUSE
     num_host_blocks: int = 0
     windows: tuple[WindowLayout, ...] = ()

@@ -134,6 +134,7 @@ class Response(NamedTuple):
 
     A streaming request gets a response with its new tokens in each iteration that yields some; others get one response
     with all tokens at the end. Exactly one response of a request is final, and an error is always final.
+    With several beams, a streamed response has all beams so far as a whole, which replace those of the response before.
 
     tokens: the output of each beam, best first, without the prompt; empty from executors without a model.
     log_probs, generation_logits: of the same tokens, if asked for; [output tokens] and [output tokens, vocabulary].
@@ -162,7 +163,7 @@ def response_of(request: Request, is_final: bool) -> Response:
     if not request.table.makes_tokens:
         return Response(request, is_final)
     if request.search is not None:
-        return _beam_response(request, request.search)
+        return _beam_response(request, request.search, is_final)
     sent = request.num_sent
     tokens = request.table.outputs(request.slot, sent, max(sent, request.num_outputs))
     numbers, options = request.numbers, request.options
@@ -178,15 +179,15 @@ def response_of(request: Request, is_final: bool) -> Response:
     )  # fmt: skip
 
 
-def _beam_response(request: Request, search: BeamSearch) -> Response:
+def _beam_response(request: Request, search: BeamSearch, is_final: bool) -> Response:
     beams, numbers = search.final(), request.numbers
     asked = request.options.return_log_probs
     logits = [None if numbers is None else numbers.generation_logits(path=beam.path) for beam in beams]
     return Response(
-        request, True, tuple(beam.tokens for beam in beams),
+        request, is_final, tuple(beam.tokens for beam in beams),
         log_probs=tuple(beam.log_probs for beam in beams) if asked else (),
         cumulative_log_probs=np.array([beam.cumulative_log_prob for beam in beams], np.float32) if asked else None,
-        context_logits=None if numbers is None else numbers.context_logits,
+        context_logits=numbers.context_logits if numbers is not None and is_final else None,
         generation_logits=tuple(item for item in logits if item is not None),
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ class TokenGenerationLoop:
         policy = find_policy(config.effective_policy)(config.max_batch_size)
         self._admission = Admission(
             AdmissionLimits(config, policy), config.max_batch_size, get_requests, self._refuse, next_change,
-            next_priority,
+            next_priority, config.max_queue_size,
         )  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache)

@@ -1,7 +1,7 @@
-"""How the tokens of a request are chosen, what ends them, and which numbers are returned with them."""
+"""How the tokens of a request are chosen, what ends them, and what the request brings and returns beside them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -27,8 +27,15 @@ class SamplingParams:
 
     repetition_penalty: logits of tokens that are in the prompt or the output are divided by it if positive and
         multiplied if negative (Keskar et al., arXiv:1909.05858); 1.0 changes nothing.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens that are in the prompt or the output:
+        the first once, the second as often as the token occurs.
+    min_length: no end token (of StopConditions) is chosen before so many output tokens.
+    bad_words: sequences of token ids that the output never contains. As in `transformers`, a word may begin in the
+        prompt, and a word that is one end token is ignored.
+    embedding_bias: [vocabulary], is added to the logits.
     length_penalty, early_stopping: of beam search. The score of a complete beam is its log-probability divided by
-        length ** length_penalty.
+        length ** length_penalty. Beam search takes the most likely tokens: it has no top_k and top_p, and its
+        temperature divides the logits; 0 is 1.
     """
 
     temperature: float = 0.0
@@ -38,27 +45,58 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_length: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: FloatArray | None = field(default=None, compare=False)
 
-    def problem(self, beam_width: int = 1) -> str | None:
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens of the sequence change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the model's logits are changed before a token is chosen."""
+        return self.has_penalties or self.min_length > 0 or bool(self.bad_words) or self.embedding_bias is not None
+
+    def problem(self, vocab_size: int | None = None) -> str | None:
         """An error message that names the invalid field, or None."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            return f"temperature {self.temperature}: expected a number of at least 0"
-        if self.top_k < 0:
-            return f"top_k {self.top_k}: expected an integer of at least 0"
-        if not 0 < self.top_p <= 1:
-            return f"top_p {self.top_p}: expected a number above 0 and at most 1"
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            return f"repetition_penalty {self.repetition_penalty}: expected a number above 0"
-        if not math.isfinite(self.length_penalty):
-            return f"length_penalty {self.length_penalty}: expected a finite number"
-        if beam_width > 1 and (self.temperature > 0 or self.repetition_penalty != 1.0):
-            return "beam search uses plain probabilities; leave out temperature and repetition_penalty"
+        for name, is_valid, expected in (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number of at least 0"),
+            ("top_k", self.top_k >= 0, "an integer of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+             "a number above 0"),
+            ("length_penalty", math.isfinite(self.length_penalty), "a finite number"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("min_length", self.min_length >= 0, "an integer of at least 0"),
+        ):  # fmt: skip
+            if not is_valid:
+                return f"{name} {getattr(self, name)}: expected {expected}"
+        if self.bad_words and vocab_size is not None:
+            ids = [token for word in self.bad_words for token in word]
+            if outside := [token for token in ids if not 0 <= token < vocab_size]:
+                return f"bad_words: token id {outside[0]} is not in the vocabulary; expected 0 to {vocab_size - 1}"
+        bias = self.embedding_bias
+        if bias is not None and vocab_size is not None and len(bias) != vocab_size:
+            return f"embedding_bias: {len(bias)} numbers; expected {vocab_size}, one for each token id"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a request returns beside its tokens, and how. pad_id: pads beams that are shorter than others."""
+    """What a request returns beside its tokens, and how; and the arrays that only some requests bring.
+
+    pad_id: pads beams that are shorter than others.
+    prompt_embedding_table: float [virtual tokens, hidden size]. Prompt ids from the size of the vocabulary on are
+        virtual tokens: id vocabulary + n has the embedding in row n.
+    lora_weights, lora_config: an adapter as in TensorRT-LLM's documentation: float [modules and layers, values], and
+        int32 [modules and layers, 3] of module id, layer and rank.
+    draft_input_ids: int32 [draft tokens]. draft_logits: float32 [draft tokens, vocabulary].
+    """
 
     streaming: bool = False
     return_log_probs: bool = False
@@ -66,10 +104,34 @@ class OutputOptions:
     return_generation_logits: bool = False
     exclude_input_from_output: bool = False
     pad_id: int = 0
+    prompt_embedding_table: FloatArray | None = field(default=None, compare=False)
+    lora_weights: FloatArray | None = field(default=None, compare=False)
+    lora_config: IntArray | None = field(default=None, compare=False)
+    draft_input_ids: IntArray | None = field(default=None, compare=False)
+    draft_logits: FloatArray | None = field(default=None, compare=False)
 
     @property
     def returns_numbers(self) -> bool:
         return self.return_log_probs or self.return_context_logits or self.return_generation_logits
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return 0 if self.prompt_embedding_table is None else len(self.prompt_embedding_table)
+
+    def problem(self, vocab_size: int | None, hidden_size: int | None) -> str | None:
+        """An error message that names an array that does not fit the model, or None. None for a size: not known."""
+        table, draft, logits = self.prompt_embedding_table, self.draft_input_ids, self.draft_logits
+        if table is not None and hidden_size is not None and table.shape[1] != hidden_size:
+            found = f"prompt_embedding_table: rows of {table.shape[1]} numbers"
+            return f"{found}; expected {hidden_size}, the hidden size of the model"
+        if vocab_size is None:
+            return None
+        if draft is not None and len(draft) and not 0 <= int(draft.min()) <= int(draft.max()) < vocab_size:
+            outside = next(token for token in draft.tolist() if not 0 <= token < vocab_size)
+            return f"draft_input_ids: token id {outside} is not in the vocabulary; expected 0 to {vocab_size - 1}"
+        if logits is not None and logits.shape[1] != vocab_size:
+            return f"draft_logits: rows of {logits.shape[1]} numbers; expected {vocab_size}, the size of the vocabulary"
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,12 +150,12 @@ def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) 
 
 def make_executor(
     model: LlamaModel, num_slots: int, max_seq_len: int, *, layout: CacheLayout, kv_cache_dtype: str | None = None,
-    profile: StepProfile | None = None,
+    profile: StepProfile | None = None, normalize_log_probs: bool = False,
 ) -> ModelExecutor:
     """An executor with the KV cache `layout` for up to `num_slots` sequences at a time.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. OutOfMemory if the
-    cache does not fit.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. normalize_log_probs:
+    see `OptionalOutputs`. OutOfMemory if the cache does not fit.
     """
     make = ModelExecutor if profile is None else partial(TimedExecutor, profile=profile)
     size = f"{layout.windows[0].num_blocks:,} blocks"
@@ -164,4 +164,6 @@ def make_executor(
         size, advice = f"{num_slots:,} sequences", "lower --max_batch_size or --max_seq_len"
     with needing_memory(f"allocating the KV cache of {size}", advice, model.device):
         dtype = None if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        return make(model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype)
+        return make(
+            model, layout, num_slots, max_seq_len, kv_cache_dtype=dtype, normalize_log_probs=normalize_log_probs
+        )

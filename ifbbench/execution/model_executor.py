@@ -18,8 +18,9 @@ from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.execution.device import needing_memory
-from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack
-from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, RepetitionPenalty, Sampler, best_candidates
+from ifbbench.execution.logits_processors import LogitsProcessors
+from ifbbench.execution.packing import ContextRows, ModelPass, PackedBatch, beam_inputs, pack, take_virtual_tokens
+from ifbbench.execution.sampling import KernelSampler, OptionalOutputs, Sampler, best_candidates, log_probs_of
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.model.tensors import to_device
@@ -37,11 +38,11 @@ class ModelExecutor:
 
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, num_slots: int, max_seq_len: int | None = None,
-        *, kv_cache_dtype: torch.dtype | None = None,
+        *, kv_cache_dtype: torch.dtype | None = None, normalize_log_probs: bool = False,
     ) -> None:
         """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
-        None. kv_cache_dtype: of keys and values; the model's data type if None. ValueError if `layout` does not fit
-        the model."""
+        None. kv_cache_dtype: of keys and values; the model's data type if None. normalize_log_probs: see
+        `OptionalOutputs`. ValueError if `layout` does not fit the model."""
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():
@@ -49,15 +50,13 @@ class ModelExecutor:
             self._newest = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         if model.uses_kernels and model.device.type == "cuda":
             self.use_graphs(num_slots, max_seq_len or model.config.max_position_embeddings)
-        self._penalty = RepetitionPenalty(num_slots, model.config.vocab_size, model.device)
+        self._processors = LogitsProcessors(num_slots, model.config.vocab_size, model.device)
+        self._sampler, log_probs = Sampler(num_slots), log_probs_of
         if model.uses_kernels:
-            from ifbbench.kernels.token_choice import log_probs_of
+            from ifbbench.kernels import token_choice
 
-            self._sampler: Sampler = KernelSampler(num_slots)
-            self._optional = OptionalOutputs(num_slots, log_probs_of)
-        else:
-            self._sampler = Sampler(num_slots)
-            self._optional = OptionalOutputs(num_slots)
+            self._sampler, log_probs = KernelSampler(num_slots), token_choice.log_probs_of
+        self._optional = OptionalOutputs(num_slots, log_probs, self._sampler if normalize_log_probs else None)
         # One call for each batch in flight, which waits for its outputs and returns them.
         self._in_flight: deque[Callable[[], StepOutputs]] = deque()
 
@@ -111,7 +110,7 @@ class ModelExecutor:
     def close(self) -> None:
         """Free the KV cache. The executor cannot be used afterwards."""
         self._in_flight.clear()
-        del self._cache, self._penalty, self._graphs
+        del self._cache, self._processors, self._graphs
 
     def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
         # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
@@ -150,10 +149,11 @@ class ModelExecutor:
         wanted = packed.output_rows
         if context_rows is not None:
             wanted = np.concatenate([wanted, context_rows.rows])
+        virtual = take_virtual_tokens(batch, packed, self._model.config.vocab_size, self._model.device)
         context_tokens, positions = self._on_device(packed.context_tokens), self._on_device(packed.positions)
         output_rows, layers = self._on_device(wanted), self._cache.layer_inputs(batch, packed)
         return lambda newest: self._model.forward(
-            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers)
+            ForwardInputs(torch.cat([context_tokens, newest]), positions, output_rows, layers, virtual)
         )
 
     # Launch: work of the device, in the order of submission.
@@ -162,7 +162,9 @@ class ModelExecutor:
         """Start `batch`. The result waits for its outputs and returns them."""
         for owner in batch.owners:
             self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
-            self._penalty.assign(owner.slot, owner.sampling.repetition_penalty, owner.prompt)
+            self._processors.assign(
+                owner.slot, owner.sampling, owner.end_tokens, owner.original_prompt_len, owner.prompt, owner.beam_width
+            )
             self._optional.assign(owner.slot, owner.options)
         self._cache.move_before(batch.moves)
         logits = batch.forward(self._generation_tokens(batch))
@@ -181,20 +183,35 @@ class ModelExecutor:
         logits = logits[:num_output_rows]
         generation_logits = self._optional.generation_logits(logits, packed, batch.beam_width)
         if batch.beams is not None:
-            scores = to_device(batch.beams.scores.copy(), device)
-            candidates = best_candidates(logits, scores, packed.num_last_chunks, batch.num_candidates)
+            candidates = self._candidates(logits, packed, batch.beams, batch.num_candidates)
             return OutputsInFlight(device, context_logits, generation_logits, candidates=candidates)
-        tokens = self._choose(logits, packed)
-        log_probs = self._optional.log_probs(logits, tokens, packed)
+        processed = self._processors.apply(logits, packed.output_slots, packed.output_positions)
+        tokens = self._choose(processed, packed)
+        log_probs = self._optional.log_probs(logits, processed, tokens, packed)
         return OutputsInFlight(device, context_logits, generation_logits, tokens, log_probs)
 
     def _choose(self, logits: Tensor, packed: PackedBatch) -> Tensor:
         """The new tokens, int64 [outputs], which become the newest of their slots."""
         slots = packed.output_slots
-        tokens = self._sampler.choose(self._penalty.apply(logits, slots), slots, packed.output_positions)
-        self._penalty.note(tokens, slots)
+        tokens = self._sampler.choose(logits, slots, packed.output_positions)
+        self._processors.note(tokens, slots)
         self._newest.index_copy_(0, self._on_device(slots), tokens)
         return tokens
+
+    def _candidates(
+        self, logits: Tensor, packed: PackedBatch, beams: BeamInputs, num_candidates: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The best continuations by processed log-probabilities; see `best_candidates`."""
+        # A last chunk is one row, a generation request a row a beam.
+        num_chunks, (num_requests, width) = packed.num_last_chunks, beams.tokens.shape
+        repeats = np.repeat([1, width], [num_chunks, num_requests])
+        slots, positions = packed.output_slots.repeat(repeats), packed.output_positions.repeat(repeats)
+        beam_of_row = np.concatenate([np.zeros(num_chunks, np.int64), np.tile(np.arange(width), num_requests)])
+        self._processors.follow(beams, packed.output_slots[num_chunks:])
+        log_probs = self._sampler.beam_log_probs(logits, slots)
+        log_probs = self._processors.apply(log_probs, slots, positions, beam_of_row)
+        scores = to_device(beams.scores.copy(), logits.device)
+        return best_candidates(log_probs, scores, num_chunks, num_candidates)
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return to_device(array, self._model.device)
@@ -204,22 +221,25 @@ class ModelExecutor:
 class SlotOwner:
     """A copy of the fields of a slot's request that the executor keeps; the request itself changes meanwhile.
 
-    prompt: its ids once it is complete, if it has a repetition penalty.
+    end_tokens: ids that end it. prompt: its ids once it is complete, if its logits are changed.
     """
 
     slot: int
     original_prompt_len: int
     sampling: SamplingParams
     options: OutputOptions
+    end_tokens: tuple[int, ...]
+    beam_width: int
     prompt: IntArray | None
 
     @classmethod
     def of(cls, chunk: ContextChunk) -> "SlotOwner":
         """Those of the request of `chunk` now."""
         request = chunk.request
-        is_penalised = chunk.is_last and request.sampling.repetition_penalty != 1.0
-        prompt = request.tokens_between(0, request.prompt_len).copy() if is_penalised else None
-        return cls(request.slot, request.original_prompt_len, request.sampling, request.options, prompt)
+        is_needed = chunk.is_last and request.sampling.changes_logits
+        prompt = request.tokens_between(0, request.prompt_len).copy() if is_needed else None
+        return cls(request.slot, request.original_prompt_len, request.sampling, request.options,
+                   request.stop.end_tokens, request.beam_width, prompt)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk
 from ifbbench.model.attention_plan import QuerySpans
+from ifbbench.model.llama import VirtualTokens
+from ifbbench.model.tensors import to_device
 
 Int64Array = NDArray[np.int64]
 # One pass of the model: from the newest token of each generation request and beam, int64 [rows], to logits [output rows
@@ -106,6 +109,25 @@ def _context_tokens(context: tuple[ContextChunk, ...], spans: QuerySpans) -> Int
     for chunk, first in zip(context, spans.first_rows.tolist(), strict=False):
         tokens[first : first + chunk.length] = chunk.tokens()
     return tokens
+
+
+def take_virtual_tokens(
+    batch: Batch, packed: PackedBatch, vocab_size: int, device: torch.device
+) -> VirtualTokens | None:
+    """The virtual tokens among the context tokens of `packed`, in which they become 0; None if there are none."""
+    rows, embeddings = [], []
+    for chunk, first in zip(batch.context, packed.spans.first_rows.tolist(), strict=False):
+        table = chunk.request.options.prompt_embedding_table
+        if table is None:
+            continue
+        tokens = packed.context_tokens[first : first + chunk.length]
+        places = np.flatnonzero(tokens >= vocab_size)
+        rows.append(first + places)
+        embeddings.append(table[tokens[places] - vocab_size])
+        tokens[places] = 0
+    if not rows:
+        return None
+    return VirtualTokens(to_device(np.concatenate(rows), device), to_device(np.concatenate(embeddings), device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""From logits to a batch's outputs: greedy and sampled tokens, repetition penalty, candidates of beam search, and the
-log-probabilities and logits that requests ask for.
+"""From logits to a batch's outputs: greedy and sampled tokens, candidates of beam search, and the log-probabilities and
+logits that requests ask for.
 
 A sampled token depends only on the request's seed, the output position and the logits. Its uniform number is a hash of
 seed and position, so that neither the rest of the batch nor a pause changes the token.
@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.packing import Int64Array, PackedBatch
 from ifbbench.model.tensors import to_device, to_device_together
@@ -64,20 +63,31 @@ class Sampler:
         return greedy
 
     def _sample(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
-        def column(values: FloatArray | Int64Array) -> Tensor:
-            return to_device(values, logits.device).unsqueeze(1)
+        logits = self.kept(logits, slots)
+        # Cumulated in the order of token ids: in the order of probability, rounding may swap neighbours.
+        cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        targets = _column(self._uniforms(slots, positions), logits) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
+    def kept(self, logits: Tensor, slots: Int64Array) -> Tensor:
+        """Logits, float32 [rows, vocabulary], of the distributions that tokens are chosen from: divided by the
+        temperature, and minus infinity for tokens that top-k and top-p exclude. A greedy row keeps the most likely."""
         # The largest logit becomes 0 before the division, and the temperature is above 0 in float32: no NaN.
         temperatures = np.maximum(self._temperatures[slots], TINY_TEMPERATURE)
         logits = logits.float()
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / column(temperatures).float()
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / _column(temperatures, logits).float()
         top_k, top_p = self._top_k[slots], self._top_p[slots]
         if top_k.any() or (top_p < 1.0).any():
-            logits = keep_most_likely(logits, column(top_k), column(top_p))
-        # Cumulated in the order of token ids: in the order of probability, rounding may swap neighbours.
-        cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        targets = column(self._uniforms(slots, positions)) * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+            logits = keep_most_likely(logits, _column(top_k, logits), _column(top_p, logits))
+        return logits
+
+    def beam_log_probs(self, logits: Tensor, slots: Int64Array) -> Tensor:
+        """Log-probabilities of beam search, float32 [rows, vocabulary]. A temperature of 0 is 1."""
+        temperatures, logits = self._temperatures[slots], logits.float()
+        if temperatures.any():
+            divisors = np.where(temperatures > 0, np.maximum(temperatures, TINY_TEMPERATURE), 1.0)
+            logits = (logits - logits.amax(dim=-1, keepdim=True)) / _column(divisors, logits).float()
+        return logits.log_softmax(dim=-1)
 
     def _uniforms(self, slots: Int64Array, positions: Int64Array) -> FloatArray:
         return uniform_numbers(self._seeds[slots], positions - self._prompt_lengths[slots])
@@ -104,6 +114,11 @@ class KernelSampler(Sampler):
         uniform, temperature, top_p, top_k = to_device_together([*columns, self._top_k[slots]], logits.device)
         return self._choose_tokens(logits, temperature.view(torch.float32), top_k, top_p.view(torch.float32),
                                    uniform.view(torch.float64))  # fmt: skip
+
+
+def _column(values: FloatArray | Int64Array, like: Tensor) -> Tensor:
+    """[rows, 1], on the device of `like`."""
+    return to_device(values, like.device).unsqueeze(1)
 
 
 def most_likely(logits: Tensor) -> Tensor:
@@ -149,80 +164,21 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-class RepetitionPenalty:
-    """Repetition penalty (Keskar et al., arXiv:1909.05858): ids that a sequence already contains become less likely.
-
-    The ids of each slot's sequence stay on the device, so that a step need not wait for the tokens of the one before.
-    Their table [slots, vocabulary] is allocated when the first request with a penalty arrives.
-    """
-
-    def __init__(self, num_slots: int, vocabulary: int, device: torch.device) -> None:
-        self._penalties = np.ones(num_slots, dtype=np.float32)
-        self._shape = (num_slots, vocabulary)
-        self._device = device
-        self._seen: Tensor | None = None
-
-    def assign(self, slot: int, penalty: float, prompt: IntArray | None) -> None:
-        """Set the penalty of the request that now has `slot`.
-
-        prompt: its ids, those that a pause has joined to it included; None before it is complete.
-        """
-        self._penalties[slot] = penalty
-        if penalty == 1.0 or prompt is None:
-            return
-        if self._seen is None:
-            self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        ids = to_device(prompt.astype(np.int64), self._device)
-        self._seen[slot].zero_().index_fill_(0, ids, True)
-
-    def apply(self, logits: Tensor, slots: Int64Array) -> Tensor:
-        """Penalised copy of `logits` [rows, vocabulary] for the requests in `slots` [rows], in float32; `logits` itself
-        if no row has a penalty.
-
-        The logit of each id that occurs, however often, is divided by the penalty if positive, else multiplied.
-        """
-        if self._seen is None:
-            return logits
-        rows = self._penalised(slots)
-        if len(rows) == 0:
-            return logits
-        index = to_device(rows, self._device)
-        penalties = to_device(self._penalties[slots[rows]], self._device).unsqueeze(1)
-        plain = logits.index_select(0, index).float()
-        lowered = torch.where(plain < 0, plain * penalties, plain / penalties)
-        seen = self._seen.index_select(0, to_device(slots[rows], self._device))
-        return logits.float().index_copy(0, index, torch.where(seen, lowered, plain))
-
-    def note(self, tokens: Tensor, slots: Int64Array) -> None:
-        """Add `tokens`, int64 [rows] on the device, to the sequences of the requests in `slots` [rows]."""
-        if self._seen is None:
-            return
-        rows = self._penalised(slots)
-        if len(rows):
-            chosen = tokens.index_select(0, to_device(rows, self._device))
-            firsts = to_device(slots[rows] * self._shape[1], self._device)
-            self._seen.view(-1).index_fill_(0, firsts + chosen, True)
-
-    def _penalised(self, slots: Int64Array) -> NDArray[np.intp]:
-        return np.flatnonzero(self._penalties[slots] != 1.0)
-
-
 def best_candidates(
-    logits: Tensor, scores: Tensor, num_last_chunks: int, num_candidates: int
+    log_probs: Tensor, scores: Tensor, num_last_chunks: int, num_candidates: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, beams and scores of the best continuations, each [outputs, candidates], best first.
 
-    logits: [last chunks + requests · beams, vocabulary]. scores: float32 [requests, beams], of the beams so far. There
-    are `num_candidates` candidates, or beams · vocabulary if that is less. Equal scores are ordered by beam and token.
-    Candidates of a last chunk continue beam 0; if the vocabulary has too few tokens, they repeat with STAND_IN_SCORE
-    added, as those of beams that do not exist yet.
+    log_probs: float32 [last chunks + requests · beams, vocabulary]. scores: float32 [requests, beams], of the beams so
+    far. There are `num_candidates` candidates, or beams · vocabulary if that is less. Equal scores are ordered by beam
+    and token. Candidates of a last chunk continue beam 0; if the vocabulary has too few tokens, they repeat with
+    STAND_IN_SCORE added, as those of beams that do not exist yet.
     """
-    log_probs = logits.float().log_softmax(dim=-1)
-    vocabulary = logits.shape[1]
+    vocabulary = log_probs.shape[1]
     num_requests, num_beams = scores.shape
     count = min(num_candidates, num_beams * vocabulary)
     first_scores, first_tokens = _best(log_probs[:num_last_chunks], min(count, vocabulary))
-    places = torch.arange(count, device=logits.device)
+    places = torch.arange(count, device=log_probs.device)
     first_scores = first_scores[:, places % vocabulary] + (places >= vocabulary) * STAND_IN_SCORE
     first_tokens = first_tokens[:, places % vocabulary]
 
@@ -258,8 +214,12 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 class OptionalOutputs:
     """The log-probabilities and generation logits that the request in each slot asks for."""
 
-    def __init__(self, num_slots: int, log_probs_of: LogProbsOf = log_probs_of) -> None:
+    def __init__(
+        self, num_slots: int, log_probs_of: LogProbsOf = log_probs_of, normalised_by: Sampler | None = None
+    ) -> None:
+        """normalised_by: log-probabilities are those of the tokens that it chooses from (--normalize_log_probs)."""
         self._log_probs_of = log_probs_of
+        self._normalised_by = normalised_by
         self._log_probs = np.zeros(num_slots, dtype=np.bool_)
         self._generation_logits = np.zeros(num_slots, dtype=np.bool_)
         self._asking: set[int] = set()  # slots; usually empty, which saves the look-ups below
@@ -273,20 +233,26 @@ class OptionalOutputs:
         else:
             self._asking.discard(slot)
 
-    def log_probs(self, logits: Tensor, tokens: Tensor, packed: PackedBatch) -> Tensor | None:
-        """Log-probabilities, float32 [outputs], of `tokens` [outputs] by unmodified `logits` [outputs, vocabulary].
+    def log_probs(self, logits: Tensor, processed: Tensor, tokens: Tensor, packed: PackedBatch) -> Tensor | None:
+        """Log-probabilities, float32 [outputs], of `tokens` [outputs] by unmodified `logits` [outputs, vocabulary], or,
+        normalised, by the distribution that they were chosen from, that of `processed` logits.
 
         0 for requests that did not ask; None if none did.
         """
         if not self._asking:
             return None
-        rows = np.flatnonzero(self._log_probs[packed.output_slots])
+        slots = packed.output_slots
+        rows = np.flatnonzero(self._log_probs[slots])
         if len(rows) == 0:
             return None
-        if len(rows) == len(tokens):
+        if len(rows) == len(tokens) and self._normalised_by is None:
             return self._log_probs_of(logits, tokens)
         index = to_device(rows, logits.device)
-        chosen = self._log_probs_of(logits.index_select(0, index), tokens.index_select(0, index))
+        if self._normalised_by is None:
+            wanted = logits.index_select(0, index)
+        else:
+            wanted = self._normalised_by.kept(processed.index_select(0, index), slots[rows])
+        chosen = self._log_probs_of(wanted, tokens.index_select(0, index))
         return torch.zeros(len(tokens), device=logits.device).index_copy_(0, index, chosen)
 
     def generation_logits(self, logits: Tensor, packed: PackedBatch, beam_width: int) -> dict[int, Tensor]:

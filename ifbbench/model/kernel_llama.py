@@ -121,7 +121,7 @@ class KernelLlama(LlamaModel):
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Logits [outputs, vocabulary] of `inputs.output_rows`. Stores the batch's keys and values in the cache."""
         weights, epsilon = self._weights, self.config.rms_norm_eps
-        hidden = weights.embedding.index_select(0, inputs.tokens)
+        hidden = self._embedded(inputs)
         normed = add_rms_norm(hidden, None, weights.layers[0].attention_norm, epsilon)
         next_norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):

@@ -54,18 +54,28 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class VirtualTokens:
+    """Tokens that bring their embedding with them (prompt tuning). rows: int64 [virtual tokens], packed rows.
+    embeddings: float [virtual tokens, hidden]."""
+
+    rows: Tensor
+    embeddings: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """One iteration's packed batch on the device. All tensors are int64; positions for kernels may be int32.
 
     tokens, positions: [tokens], token ids and their positions in their sequences. output_rows: [outputs], packed rows
     to return logits of; a row may occur several times. layers: the attention inputs of each layer of the model; layers
-    of the same attention window share them.
+    of the same attention window share them. virtual: None if all tokens are of the vocabulary.
     """
 
     tokens: Tensor
     positions: Tensor
     output_rows: Tensor
     layers: tuple[LayerInputs, ...]
+    virtual: VirtualTokens | None = None
 
 
 class LlamaModel:
@@ -117,7 +127,10 @@ class LlamaModel:
 
     def _embedded(self, inputs: ForwardInputs) -> Tensor:
         """Input of the first layer, [tokens, hidden]."""
-        return self._weights.embedding.index_select(0, inputs.tokens)
+        hidden = self._weights.embedding.index_select(0, inputs.tokens)
+        if (virtual := inputs.virtual) is not None:
+            hidden.index_copy_(0, virtual.rows, virtual.embeddings.to(hidden.dtype))
+        return hidden
 
     def _positioned(self, layer: LayerWeights, heads: Tensor, angles: Angles) -> Tensor:
         """Query heads followed by key heads [tokens, heads, head size], normalised and rotated; may be changed in

@@ -218,7 +218,7 @@ class ReplayClient:
     def _keep_output(self, response: Response) -> None:
         index, tokens = response.request.index, response.output_tokens
         if not response.is_final:
-            if tokens is not None:
+            if tokens is not None and response.request.beam_width == 1:  # beams are final at the end only
                 self._streamed.setdefault(index, []).append(tokens)
             return
         streamed = self._streamed.pop(index, [])

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from ifbbench.api.engine import Engine
+from ifbbench.api.engine import Engine, sampling_params
 from ifbbench.config import RunConfig
 from ifbbench.engine.admission import AdmissionLimits, Refusal
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
-from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
+from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopConditions
 from ifbbench.replay.client import MakeRequest
 from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
@@ -31,13 +31,6 @@ def request_maker(engine: Engine) -> MakeRequest:
         pad_id=max(config.eos_id or 0, 0) if config.pad_id is None else config.pad_id,
     )
 
-    def sampling(row: TraceRequest) -> SamplingParams:
-        # Each request has a seed of its own, so that its tokens do not depend on the others.
-        return SamplingParams(
-            config.temperature, config.top_k, config.top_p, config.seed + row.request_id, config.repetition_penalty,
-            config.length_penalty, EarlyStopping(config.early_stopping),
-        )  # fmt: skip
-
     def make_request(index: int, row: TraceRequest) -> Request:
         return Request(
             row.request_id,
@@ -49,7 +42,8 @@ def request_maker(engine: Engine) -> MakeRequest:
             priority=row.priority,
             beam_width=config.beam_width or row.beam_width,
             lora_task_id=row.lora_task_id,
-            sampling=sampling(row) if makes_tokens else GREEDY,
+            # Each request has a seed of its own, so that its tokens do not depend on the others.
+            sampling=sampling_params(config, config.seed + row.request_id) if makes_tokens else GREEDY,
             options=options,
             stop=StopConditions(end_tokens + row.stop_ids) if row.stop_ids else usual_stop,
             reuse=_symbols(row, index) if engine.limits.reuse.enabled and not makes_tokens else NO_IDENTITY,

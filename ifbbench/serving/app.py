@@ -4,7 +4,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ifbbench.clock import WallClock
+from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
 from ifbbench.recording.lines import IterationEncoder
@@ -178,16 +179,17 @@ class Endpoints:
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:  # also ValidationError
             problem, _, place = str(error).partition(" - at `$")
             raise InputError(f"{place.strip('.`') or 'body'}: {problem[:300]}.") from None
-        engine = self.service.engine
-        check_supported(body, engine.makes_tokens, engine.makes_tokens and bool(engine.model.eos_token_ids))
+        check_supported(body, self.service.engine.makes_tokens)
         return body, body.prompts(self.texts)
 
     def _submit(self, body: Generating, prompts: list[list[int]]) -> Answer:
         engine, tokenizer = self.service.engine, self.texts.tokenizer
         requests = engine_requests(
             body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
-            engine.makes_tokens,
+            engine.limits.vocab_size,
         )  # fmt: skip
+        if engine.limits.batching_type is BatchingType.V1:  # static batches respond at their end
+            requests = [replace(one, streaming=False) for one in requests]
         for one in requests:
             self.service.check(one)
         choices, index = [], 0

@@ -32,8 +32,6 @@ class ServerConfig:
         30.0, "On SIGTERM or Ctrl-C: answer requests that were accepted for so long, then end the others.",
         minimum=0.0, unit="s")
 
-    max_queue_size: int = _limits(
-        1024, "Requests that wait for a batch slot; more are refused with status 429.", minimum=1, unit="requests")
     max_clients: int = _limits(
         4096, "Open connections; more are refused with status 503.", minimum=1, unit="connections")
     max_body_bytes: int = _limits(

@@ -26,6 +26,12 @@ def openapi() -> dict[str, Any]:
         "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
     }  # fmt: skip
     completion, chat = references
+    # A list has prompts of one kind, which the type does not say.
+    prompts = components["CompletionRequest"]["properties"]["prompt"]
+    text, tokens = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+    ids = {"type": "array", "items": tokens, "minItems": 1}
+    texts, lists = ({"type": "array", "items": one, "minItems": 1} for one in (text, ids))
+    prompts["anyOf"] = [text, ids, texts, lists]
     return {
         "openapi": "3.1.0",
         "info": {"title": "ifbbench serve", "version": __version__},

@@ -2,16 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
 
-from ifbbench.api.client import InferenceRequest
+from ifbbench.api.request import InferenceRequest
 from ifbbench.config import RunConfig
-from ifbbench.engine.sampling_params import SamplingParams
+from ifbbench.engine.active import FloatArray
+from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.serving.texts import Texts
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_BIAS = 100.0
 # A lower temperature is greedy: dividing logits by less would overflow.
 MIN_TEMPERATURE = 1e-3
 DEFAULT_COMPLETION_TOKENS = 16
@@ -117,11 +121,18 @@ class CompletionRequest(Generating, kw_only=True):
         return [texts.encode(one) if isinstance(one, str) else _checked_ids(one) for one in prompt]
 
 
+class Message(Struct):
+    """A message of a conversation. content: a text, or parts of which those with `text` count."""
+
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[dict[str, Any]] | None = None
+
+
 class ChatRequest(Generating, kw_only=True):
     """A conversation to continue. logprobs: whether to list log-probabilities, and top_logprobs of how many of the most
     likely tokens."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -141,7 +152,7 @@ class ChatRequest(Generating, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self, texts: Texts) -> list[list[int]]:
-        return [texts.encode_chat(self.messages)]
+        return [texts.encode_chat([asdict(message) for message in self.messages])]
 
 
 def _checked_ids(ids: Any) -> list[int]:
@@ -152,16 +163,12 @@ def _checked_ids(ids: Any) -> list[int]:
     return list(ids)
 
 
-def check_supported(body: Generating, makes_tokens: bool, has_end_token: bool) -> None:
-    """InputError for a field that would change the answer, and that this server does not have.
-
-    makes_tokens: whether a model runs. has_end_token: whether it may end an answer itself."""
+def check_supported(body: Generating, makes_tokens: bool) -> None:
+    """InputError for a field that would change the answer, and that this server does not have. makes_tokens: whether a
+    model runs."""
     response_format = getattr(body, "response_format", None) or {}
     unsupported = {
-        "logit_bias": bool(body.logit_bias),
-        "presence_penalty": bool(body.presence_penalty),
-        "frequency_penalty": bool(body.frequency_penalty),
-        "min_tokens": bool(body.min_tokens) and has_end_token and not body.ignore_eos,
+        "logit_bias": bool(body.logit_bias) and not makes_tokens,
         "suffix": bool(getattr(body, "suffix", None)),
         "tools": bool(getattr(body, "tools", None)),
         "response_format": response_format.get("type", "text") != "text",
@@ -178,11 +185,11 @@ def check_supported(body: Generating, makes_tokens: bool, has_end_token: bool) -
 
 def engine_requests(
     body: Generating, prompts: list[list[int]], texts: Texts, config: RunConfig, end_tokens: tuple[int, ...],
-    default_max_tokens: int, has_logits: bool,
+    default_max_tokens: int, vocab_size: int | None,
 ) -> list[InferenceRequest]:  # fmt: skip
     """The requests of the batch manager for `body`: of each prompt one, or with several seeds one for each choice.
 
-    config: has the defaults of sampling. end_tokens: of the model. has_logits: whether there are any."""
+    config: has the defaults of sampling. end_tokens, vocab_size: of the model, None if none runs."""
     top, with_beams = body.top_log_probs, bool(body.use_beam_search) and body.num_choices > 1
     stop_sequences = [sequence for stop in body.stops if (sequence := texts.stop_sequence(stop))]
     requests = []
@@ -192,17 +199,19 @@ def engine_requests(
                 0, tokens, body.max_new_tokens or default_max_tokens,
                 stop_ids=(*(() if body.ignore_eos else end_tokens), *(body.stop_token_ids or ())),
                 stop_sequences=stop_sequences,
-                sampling=_sampling(body, config, choice),
+                sampling=_sampling(body, config, choice, vocab_size),
                 beam_width=body.num_choices if with_beams else 1,
                 # A stop text may also begin within a token, which only the text itself shows while it grows.
                 streaming=bool(body.stream or body.stops) and not with_beams,
-                return_log_probs=top is not None, return_generation_logits=bool(top) and has_logits,
+                return_log_probs=top is not None, return_generation_logits=bool(top) and vocab_size is not None,
                 exclude_input_from_output=True,
             ))  # fmt: skip
     return requests
 
 
-def _sampling(body: Generating, config: RunConfig, choice: int) -> SamplingParams:
+def _sampling(body: Generating, config: RunConfig, choice: int, vocab_size: int | None) -> SamplingParams:
+    if vocab_size is None:  # nothing is sampled
+        return SamplingParams()
     temperature = config.temperature if body.temperature is None else body.temperature
     return SamplingParams(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
@@ -211,5 +220,19 @@ def _sampling(body: Generating, config: RunConfig, choice: int) -> SamplingParam
         seed=(config.seed if body.seed is None else body.seed) + choice,
         repetition_penalty=config.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
         length_penalty=config.length_penalty if body.length_penalty is None else body.length_penalty,
-        early_stopping=body.early_stopping or config.early_stopping,  # type: ignore[arg-type]
+        early_stopping=EarlyStopping(body.early_stopping or config.early_stopping),
+        presence_penalty=config.presence_penalty if body.presence_penalty is None else body.presence_penalty,
+        frequency_penalty=config.frequency_penalty if body.frequency_penalty is None else body.frequency_penalty,
+        min_length=config.min_length if body.min_tokens is None else body.min_tokens,
+        embedding_bias=_bias(body.logit_bias, vocab_size) if body.logit_bias else None,
     )
+
+
+def _bias(logit_bias: dict[str, float], vocab_size: int) -> FloatArray:
+    """[vocabulary], what is added to each logit. Keys are token ids as text."""
+    bias = np.zeros(vocab_size, np.float32)
+    for key, value in logit_bias.items():
+        if not key.isdecimal() or not key.isascii() or len(key) > 9 or int(key) >= vocab_size:
+            raise InputError(f"logit_bias: {key[:20]!r} is not a token id; expected 0 to {vocab_size - 1}.")
+        bias[int(key)] = min(max(value, -MAX_BIAS), MAX_BIAS)
+    return bias

@@ -4,8 +4,8 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-from ifbbench.api.client import InferenceRequest
 from ifbbench.api.engine import Engine
+from ifbbench.api.request import InferenceRequest
 from ifbbench.clock import WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch

@@ -28,6 +28,7 @@ from ifbbench.serving.texts import SAMPLE_TEXT, Texts
 
 API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
+DEFAULT_MAX_QUEUE_SIZE = 1024
 WATCH_INTERVAL_S = 0.5
 # How long the engine's thread waits for the interpreter while the event loop runs; Python's default is 5 ms, as long as
 # an iteration of a GPU.
@@ -64,7 +65,8 @@ def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Engin
     """The engine of `config` for live traffic. A simulated device keeps the pace of real time, and has the tokens of a
     sample text."""
     progress.stage("loading model")
-    engine = build_engine(config, owns_process=True, make_simulated_clock=PacedClock)
+    # The service refuses what exceeds the queue before the engine has it.
+    engine = build_engine(config.with_values(max_queue_size=None), owns_process=True, make_simulated_clock=PacedClock)
     if engine.makes_tokens:
         return engine
     sample = Texts(config.model, engine.model.vocab_size).tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
@@ -83,7 +85,8 @@ async def _serve(
     statistics = LiveStatistics(recording)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    service = Service(engine, statistics, server.max_queue_size, recording)
+    max_queue_size = DEFAULT_MAX_QUEUE_SIZE if config.max_queue_size is None else config.max_queue_size
+    service = Service(engine, statistics, max_queue_size, recording)
     is_partial = True
     try:
         app = _endpoints(service, config, server).app()

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ifbbench.api.batch_manager import BatchManager
-from ifbbench.api.client import InferenceRequest, Tensors, engine_request
+from ifbbench.api.client import Tensors
 from ifbbench.api.engine import Engine
+from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
 from ifbbench.engine.admission import AdmissionLimits
 from ifbbench.engine.batch import Batch, Executor, StepOutputs
@@ -186,7 +187,7 @@ class Service:
 
     def check(self, request: InferenceRequest) -> None:
         """InputError if the engine would refuse `request`."""
-        problem = self._limits.refusal(engine_request(request))
+        problem = self._limits.refusal(engine_request(request, self.engine.limits.vocab_size))
         if problem is not None:
             raise InputError(problem)
 
@@ -195,7 +196,8 @@ class Service:
         queue, ServiceEnded if the batch manager has ended."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
-        room = self._max_queue_size - self.num_queued
+        # A request that runs at once has waited for a moment, too.
+        room = max(self._max_queue_size, 1) - self.num_queued
         if len(requests) > max(room, 0):
             raise QueueFull(f"{self.num_queued} requests wait, and --max_queue_size is {self._max_queue_size}; "
                             "try again later.")

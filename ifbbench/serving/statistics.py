@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from ifbbench.api.client import InferenceRequest
+from ifbbench.api.request import InferenceRequest
 from ifbbench.engine.records import IterationRecord, Observer, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.recording.metrics import bound_by

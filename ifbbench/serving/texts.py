@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_tokenizer, weights_path
-from ifbbench.workload.texts import chat_text
+from ifbbench.workload.texts import chat_text, content_text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # The beginning of a character of UTF-8 has at most so many bytes, and so many tokens; a longer end is not one.
@@ -73,7 +73,8 @@ class Texts:
         text = chat_text(messages, "messages")
         if self._template is None:
             return self.encode(text + "assistant\n")
-        return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        plain = [{**one, "content": content_text(one.get("content"), "content")} for one in messages]
+        return self.tokenizer.encode(self._template.render(plain), add_special_tokens=False)
 
     def stop_sequence(self, text: str) -> list[int]:
         """The token ids of a stop text where it begins a token."""

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ifbbench import InferenceRequest, SamplingParams
+from ifbbench.errors import InputError
 from tests.api.client import Client
 from tests.api.drive import BAD_WITH_A_MODEL
 from tests.api.managers import check_nothing_leaked, manager_of, output_of, request_of, tiny_manager_of
@@ -135,8 +137,16 @@ def test_a_stream_that_a_pause_could_cut_is_refused():
     assert client.answers[1].tokens == output_of(2, 5, 30)
 
 
-def test_a_stream_of_beams_is_refused():
-    client = Client([request_of(1, beam_width=2, streaming=True)])
-    with manager_of(client, max_beam_width=2):
-        pass
-    assert "streaming with beams" in client.answers[0].error
+@pytest.mark.parametrize("value", ["yes", "true", "False", 1, None, [True]])
+@pytest.mark.parametrize(
+    "name",
+    ["streaming", "return_log_probs", "return_context_logits", "return_generation_logits", "exclude_input_from_output"],
+)
+def test_a_flag_that_is_none_is_refused_when_the_request_is_made(name, value):
+    with pytest.raises(InputError, match=f"{name} is .*; expected true or false"):
+        InferenceRequest(**{**FIELDS, name: value})
+
+
+def test_a_flag_of_numpy_is_one():
+    request = InferenceRequest(1, [1], 1, streaming=np.bool_(True))  # type: ignore[arg-type]
+    assert request.streaming is True

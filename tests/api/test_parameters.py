@@ -133,7 +133,40 @@ def test_optional_parameters_reach_the_engine_under_all_their_names():
     assert (config.enable_overlap, config.chunking_policy) == (True, "equal_progress")
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_tokens_in_paged_kvcache"])
+def test_camel_case_and_snake_case_are_one_name():
+    documented = manager_with(
+        maxSeqLen=64, maxNumRequests=7, maxNumTokens=48, enableTrtOverlap=True, enableChunkedContext=True,
+        tokensPerBlock=8, contextChunkUnit=16, maxQueueSize=3, normalizeLogProbs=True,
+        kvCacheConfig={"maxTokens": 100, "freeGpuMemoryFraction": 0.5, "maxAttentionWindow": 40, "sinkTokenLength": 2},
+    ).config  # fmt: skip
+    ours = manager_with(
+        max_seq_len=64, max_batch_size=7, max_num_tokens=48, enable_trt_overlap=True, enable_chunked_context=True,
+        tokens_per_block=8, context_chunk_unit=16, max_queue_size=3, normalize_log_probs=True, max_tokens=100,
+        free_gpu_memory_fraction=0.5, max_attention_window="40", sink_token_len=2,
+    ).config  # fmt: skip
+    assert documented == ours
+    assert (ours.max_batch_size, ours.max_queue_size, ours.num_blocks) == (7, 3, 13)
+    assert manager_with(maxSeqLen=40, kvCacheConfig={"maxTokens": 160, "enableBlockReuse": True}).config.reuse.enabled
+    assert manager_with(max_seq_len=40, max_num_requests=3, maxTokens=160).config.max_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"maxTokns": 1}, "'maxTokns' is not a setting. Did you mean max_tokens_in_paged_kvcache"),
+        ({"maxNumRequests": 3, "max_batch_size": 4}, "max_batch_size: maxNumRequests is the same setting"),
+        ({"kvCacheConfig": {"maxTokens": 5, "max_tokens": 6}}, "max_tokens: maxTokens is the same setting"),
+        ({"kvCacheConfig": 5}, "kvCacheConfig: expected a mapping of its settings, not int"),
+        ({"maxQueueSize": -1}, "--max_queue_size is -1; expected an integer of at least 0"),
+    ],
+)
+def test_parameters_in_camel_case_are_checked(options, words):
+    with pytest.raises(InputError) as refused:
+        manager_with(**{**SIZES, **options})
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_tokens_in_paged_kvcache", "maxTokens"])
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_size_of_the_cache_may_be_given_inside_and_outside_of_its_mapping(name, nested):
     size = {name: 320}

@@ -211,3 +211,23 @@ def test_a_prompt_may_come_as_any_row_of_integers(prompt):
 def test_output_beyond_max_seq_len_is_clamped():
     (tensors,) = responses_of(max_new_tokens=10**9)
     assert shapes(tensors) == with_dummies(40)
+
+
+@pytest.mark.parametrize("numbers", [{}, ALL_NUMBERS])
+def test_a_stream_of_beams_replaces_them_as_a_whole(numbers):
+    """Each response is that of a request which ends there, and the last one that of a request without a stream."""
+    sampling = SamplingParams(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3)
+    fields: dict[str, Any] = {"max_beam_width": 3, "beam_width": 3, "sampling": sampling, **numbers}
+    pieces = responses_of(streaming=True, **fields)
+    assert len(pieces) == 6
+    for length, piece in enumerate(pieces, 1):
+        assert piece.pop("replaces_output").tolist() == [True]
+        expected = with_numbers(length, 0, length, 3) if numbers else with_dummies(length, 3)
+        (shorter,) = responses_of(stop_after=length, exclude_input_from_output=True, **fields)
+        if length < 6:
+            assert shapes(piece) == expected
+        for name in (name for name in piece if name != "context_logits"):
+            np.testing.assert_allclose(piece[name], shorter[name], rtol=1e-4)
+    (whole,) = responses_of(exclude_input_from_output=True, **fields)
+    for name, value in pieces[-1].items():
+        np.testing.assert_allclose(value, whole[name], rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from ifbbench.api.request_tensors import TENSORS
 from ifbbench.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,17 @@ def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None
     streamed = [json.loads(line.partition(": ")[2]) for line in lines if line.startswith("request 2")]
     assert [len(piece) for piece in streamed] == [1, 1, 1, 1]
     assert any(line.startswith("request 3 failed: ") for line in lines)
+
+
+def test_the_example_of_tensors_makes_a_request(capsys) -> None:
+    exec(code_with("from_tensors"), {})
+    assert capsys.readouterr().out == "((5,), (7, 8))\n"
+
+
+def test_the_tensors_of_the_page_are_those_that_are_known() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("| tensor | type and shape | field |")[2].partition("\n\n")[0]
+    names = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(names) == sorted(TENSORS)
 
 
 def test_the_example_of_load_run_reads_a_run(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -135,7 +135,7 @@ class _Client:
         self.stopped: list[Request] = []
 
     def get_requests(self, count: int) -> list[Request]:
-        arrived = [request for at, request in self.waiting[:count] if at <= self.now]
+        arrived = [request for at, request in (self.waiting if count < 0 else self.waiting[:count]) if at <= self.now]
         del self.waiting[: len(arrived)]
         return arrived
 

@@ -10,7 +10,7 @@ from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.request import Request
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
+from ifbbench.engine.sampling_params import StopConditions
 from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run
 from tests.engine.executors import SpyExecutor
 from tests.engine.scripted_beams import VOCAB, ScriptedBeams, score, searched_alone
@@ -211,9 +211,6 @@ def test_different_widths_never_share_a_batch():
     [
         ({"beam_width": 3}, "beam width 3: expected 1 to 2 (max_beam_width)"),
         ({"beam_width": 0}, "beam width 0: expected 1 to 2 (max_beam_width)"),
-        ({"beam_width": 2, "options": OutputOptions(streaming=True)}, "streaming with beams"),
-        ({"beam_width": 2, "sampling": SamplingParams(temperature=0.7)}, "temperature"),
-        ({"beam_width": 2, "sampling": SamplingParams(repetition_penalty=1.2)}, "repetition_penalty"),
     ],
 )
 def test_what_does_not_go_with_beams_is_refused(changes, named):

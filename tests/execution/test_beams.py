@@ -155,12 +155,12 @@ def test_what_parent_and_child_share_is_not_copied() -> None:
 
 
 def test_candidates_are_best_first_and_equal_ones_by_place() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    tokens, beams, scores = best_candidates(logits, torch.tensor([[-1.0, -0.5]]), 1, 5)
+    log_probs = torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).log_softmax(-1)
+    tokens, beams, scores = best_candidates(log_probs, torch.tensor([[-1.0, -0.5]]), 1, 5)
     assert tokens.tolist() == [[1, 2, 0, 1, 2], [0, 1, 2, 0, 1]]
     assert beams.tolist() == [[0] * 5, [1, 1, 1, 0, 0]]
     assert (scores[0, 3:] <= STAND_IN_SCORE).all()
-    torch.testing.assert_close(scores[0, :3], logits[0].log_softmax(-1)[[1, 2, 0]])
+    torch.testing.assert_close(scores[0, :3], log_probs[0, [1, 2, 0]])
     torch.testing.assert_close(scores[1], torch.tensor([-0.5, -0.5, -0.5, -1.0, -1.0]) - np.log(3))
 
 

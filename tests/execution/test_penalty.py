@@ -68,4 +68,4 @@ def test_no_memory_without_a_penalty(tmp_path: Path) -> None:
     model, _ = checkpoint(tmp_path)
     driver = driver_of(model, 2, 4, 24)
     driver.run(requests_of([(8, 3), (4, 4)], model.config.vocab_size))
-    assert driver.executor._penalty._seen is None
+    assert driver.executor._processors._counts is None

@@ -14,12 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
-from ifbbench.execution import (
-    cache_windows,
-    cuda_graphs,
-    model_executor,
-    sampling,
-)
+from ifbbench.execution import cache_windows, cuda_graphs, logits_processors, model_executor, packing, sampling
 from ifbbench.kernels import rows
 from ifbbench.model import kernel_llama, tensors
 
@@ -63,7 +58,7 @@ def _record(work: Any) -> Any:
 
 
 def _replace_functions_that_read_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cache_windows, model_executor, sampling, kernel_llama):
+    for module in (cache_windows, logits_processors, model_executor, packing, sampling, kernel_llama):
         monkeypatch.setattr(module, "to_device", _to_device)
     monkeypatch.setattr(cache_windows.CacheWindows, "_tensor", lambda windows, array: _to_device(array, CUDA))
     for module in (cuda_graphs, tensors):

@@ -23,7 +23,10 @@ HIDDEN, FFN, HEAD = 64, 48, 16
 MICRO = ModelConfig(vocab_size=64, hidden_size=HIDDEN, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=HEAD,
                     intermediate_size=FFN, max_position_embeddings=256)
 LENGTHS = [(20, 5), (9, 6), (3, 7)]
-SAMPLED = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, repetition_penalty=1.3)
+SAMPLED = SamplingParams(
+    temperature=0.8, top_k=3, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.1,
+    min_length=3, bad_words=((5,), (6, 7), (6, 7, 8)),
+)  # fmt: skip
 EVERYTHING = OutputOptions(return_log_probs=True, return_context_logits=True, return_generation_logits=True)
 
 
@@ -87,7 +90,7 @@ def test_windows(layout: CacheLayout) -> None:
 @pytest.mark.parametrize("is_contiguous", [False, True])
 def test_beams(is_contiguous: bool) -> None:
     driver = layout_driver(model_of(), layout_of(beams=2, layers=2, is_contiguous=is_contiguous), 2)
-    driver.run(requests_of([(9, 5), (5, 4)], 64, beam_width=2), 7)
+    driver.run(requests_of([(9, 5), (5, 4)], 64, sampling=SAMPLED, beam_width=2), 7)
 
 
 def test_copies_of_blocks(started: list[str]) -> None:

@@ -163,6 +163,14 @@ def test_beams(client: openai.OpenAI) -> None:
         complete(client, n=4, extra_body={"use_beam_search": True})
 
 
+def test_processors_of_logits(client: openai.OpenAI) -> None:
+    assert ids_of(complete(client, logit_bias={"77": 100}).choices[0]) == [77] * 12
+    plain = ids_of(complete(client, max_tokens=40).choices[0])
+    penalised = ids_of(complete(client, max_tokens=40, frequency_penalty=2, presence_penalty=2).choices[0])
+    assert len(set(penalised)) >= len(set(plain))
+    assert complete(client, extra_body={"ignore_eos": False, "min_tokens": 6}).usage.completion_tokens >= 6
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -177,7 +185,7 @@ def test_beams(client: openai.OpenAI) -> None:
         ({"n": 0}, "n:"),
         ({"stop": [""]}, "stop"),
         ({"suffix": "x"}, "suffix"),
-        ({"extra_body": {"logit_bias": {"1": 1}}}, "logit_bias"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
     ],
 )
 def test_bad_fields_are_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:

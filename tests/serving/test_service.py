@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ifbbench.api.batch_manager import BatchManagerFailed
-from ifbbench.api.client import InferenceRequest
 from ifbbench.api.engine import Engine
+from ifbbench.api.request import InferenceRequest
 from ifbbench.clock import MAX_LAG_S, PacedClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
