@@ -71,7 +71,8 @@ class ClientFindings:
         for row in read_lines(find_lines(self.run.data.path, METRICS), ("at_s",)):
             latest = row.get("values") or {}
             if row.get("iterations"):
-                latest = {name: value for name, value in row["iterations"][-1].items() if isinstance(value, int | float)}
+                last = row["iterations"][-1]
+                latest = {name: value for name, value in last.items() if isinstance(value, int | float)}
             for name, value in latest.items():
                 if any(part in name for part in LOAD_GAUGES):
                     values.setdefault(name, []).append(value)
@@ -113,8 +114,9 @@ class ClientFindings:
         found = []
         for row in sorted(self._rows, key=lambda row: (-row["e2e_s"], row["index"]))[:number]:
             part, seconds = max(row["attribution_s"].items(), key=lambda item: item[1])
+            share = seconds / row["e2e_s"] if row["e2e_s"] else 0.0
             found.append({"request_id": row["request_id"], "e2e_s": row["e2e_s"], "ttft_s": row["ttft_s"],
-                          "cause": PART_WORDS[part], "share": seconds / row["e2e_s"] if row["e2e_s"] else 0.0})  # fmt: skip
+                          "cause": PART_WORDS[part], "share": share})  # fmt: skip
         return found
 
     def life(self, request_id: Id) -> dict[str, Any]:

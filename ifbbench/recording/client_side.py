@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class ChunkGaps(TokenGaps):
     def add_chunks(self, times_s: Sequence[float], tokens: Sequence[int]) -> None:
         """Take in an answer."""
         self.gap_s.append(np.nan)
-        self.gap_s.extend([after - before for before, after in zip(times_s, times_s[1:], strict=False)])
+        self.gap_s.extend([after - before for before, after in pairwise(times_s)])
         self.end_s.extend(times_s)
         self.tokens.extend(tokens)
 
@@ -184,7 +185,7 @@ class ClientMetrics:
         """Take in a request that has ended; times_s, tokens: of the chunks of its answer. Sets `slo_met`, the class and
         the priority of its line."""
         name = self._class_of(line.index)
-        priority = DEFAULT_PRIORITY if line.priority is UNSET else float(line.priority)  # type: ignore[arg-type]
+        priority = DEFAULT_PRIORITY if line.priority is UNSET else float(line.priority)
         if name is not None:
             line.request_class = name
         if (population := self._populations.get((name, priority))) is None:
@@ -223,8 +224,7 @@ class ClientMetrics:
         if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
             arrival_s, ttft_s = (np.asarray(whole.columns[name]) for name in ("arrival_s", "ttft_s"))
             found |= traffic(arrival_s, ttft_s, ttft_s, slow_ttft_s(self._objectives))
-        groups = {key: part for key, part in self._populations.items()}
-        found |= by_group(groups, span_s, (), self._objectives, window)
+        found |= by_group(dict(self._populations), span_s, (), self._objectives, window)
         assert isinstance(whole.gaps, ChunkGaps)
         gap_s = np.asarray(whole.gaps.gap_s)
         found["endpoint"] = {
@@ -287,8 +287,8 @@ class ClientRecorder:
 
 
 def _spans(line: ClientRequestLine, times_s: Sequence[float], tokens: Sequence[int]) -> list[ClientSpanLine]:
-    spans, request_id = [], line.request_id
-    sent_s = line.sent_s
+    spans: list[ClientSpanLine] = []
+    request_id, sent_s = line.request_id, line.sent_s
     if sent_s is None:
         return spans
     if sent_s > line.arrival_s:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.json import decode, encode
 
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import DEFAULT_PRIORITY, ENDPOINT_GROUPS, ENDPOINT_REFUSES, ENDPOINT_TAKES, RunConfig, settings
@@ -26,30 +25,27 @@ from ifbbench.recording.client_side import (
     ClientRecorder,
     ClientRequestLine,
 )
-from ifbbench.recording.lines import JsonLinesWriter, number
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.endpoint_api import Answer, EndpointApi, default_model, prompt_form
+from ifbbench.replay.endpoint_answer import Answer, EventLines
+from ifbbench.replay.endpoint_api import EndpointApi, prompt_form
 from ifbbench.replay.endpoint_http import (
     Address,
     Connections,
-    EventLines,
     Exchange,
     RequestFailed,
-    message_of,
     new_event_loop,
 )
+from ifbbench.replay.endpoint_server import KEY_VARIABLES, MetricsPoll, model_name
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
-KEY_VARIABLES = ("IFBBENCH_API_KEY", "OPENAI_API_KEY")
-PROGRESS_INTERVAL_S = POLL_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 1.0
 # Timers of an event loop are this late at most; the rest of a wait is spent looking for events without sleeping.
 TIMER_S = 0.0015
 # The first pause before another attempt, if the server asks for none; each further one is twice as long.
 RETRY_PAUSE_S = 0.5
 DEFAULT_WARM_UP = 2
 WARM_UP_PROMPT_LEN, WARM_UP_OUTPUT_LEN, WARM_UP_ID = 16, 4, 2**62
-TRITON_METRICS_PORT = 8002
 _log = logging.getLogger("ifbbench")
 
 
@@ -108,7 +104,6 @@ class _EndpointReplay:
         self._trace, self._config, self._directory, self._progress = trace, config, directory, progress
         self._clock = WallClock()
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._metric_errors = self._metric_samples = 0
 
     async def run(self) -> dict[str, Any]:
         """The whole run; returns the summary."""
@@ -116,45 +111,14 @@ class _EndpointReplay:
         self._progress.stage("connecting")
         self._address = Address.of(self._config.endpoint)
         key = self._config.endpoint_api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._connections = self._connect(self._address)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._connections = Connections(self._address, headers, self._config.endpoint_timeout, self._clock)
         try:
-            self._api = EndpointApi(self._config, await self._model_name())
+            self._api = EndpointApi(self._config, await model_name(self._connections, self._config))
             await self._warm_up()
             return await self._record()
         finally:
             self._connections.close()
-
-    def _connect(self, address: Address) -> Connections:
-        return Connections(address, self._headers, self._config.endpoint_timeout, self._clock)
-
-    # Before the run.
-
-    async def _model_name(self) -> str:
-        """The name of the model, from the settings or the server. InputError if the server has no such model."""
-        url, given = self._config.endpoint, default_model(self._config)
-        is_triton = self._config.endpoint_type == "triton"
-        path = f"/v2/models/{given}/ready" if is_triton else "/v1/models"
-        try:
-            answer = await self._connections.get(path)
-        except RequestFailed as error:
-            raise InputError(f"--endpoint {url}: {error}. Start the server, or check the address.") from None
-        text = bytes(answer.body).decode(errors="replace")
-        if answer.status in (401, 403):
-            raise InputError(f"--endpoint {url}: status {answer.status}: {message_of(text)} Give the key as "
-                             f"--endpoint_api_key or in {KEY_VARIABLES[0]}.")  # fmt: skip
-        if is_triton:
-            if answer.status != 200:
-                raise InputError(f"--endpoint {url}: Triton has no model {given} that is ready (status "
-                                 f"{answer.status}); give the name of one with generate_stream as --model.")  # fmt: skip
-            return str(given)
-        names = _model_names(text) if answer.status == 200 else []
-        if given is None and not names:
-            raise InputError(f"--endpoint {url}: the server lists no model (/v1/models: status {answer.status}); give "
-                             "its name as --model, and check the address.")  # fmt: skip
-        if given is not None and names and given not in names:
-            raise InputError(f"--model {given}: the server has no such model, but {', '.join(names[:5])}.")
-        return given or names[0]
 
     async def _warm_up(self) -> None:
         """Send the requests before the measured ones. InputError if one fails, because all others would."""
@@ -187,8 +151,11 @@ class _EndpointReplay:
         opened, cpu_s = self._connections.opened, _cpu_s()
         self._clock.restart()
         beside = [asyncio.create_task(self._show_progress())]
+        poll = None
         if config.poll_metrics:
-            beside.append(asyncio.create_task(self._poll_metrics()))
+            name = f"{run_directory.METRICS}.{config.recording_format}"
+            poll = MetricsPoll(self._connections, config, self._directory / name)
+            beside.append(asyncio.create_task(poll.run()))
         try:
             self._offer()
             await self._ended
@@ -201,8 +168,8 @@ class _EndpointReplay:
                 "connections": self._connections.opened - opened, "resent": self._connections.resent,
                 "client_cpu_s": cpu_s, "client_cpu_share": cpu_s / wall_s if wall_s else 0.0,
             }  # fmt: skip
-            if config.poll_metrics:
-                facts |= {"metrics_samples": self._metric_samples, "metrics_errors": self._metric_errors}
+            if poll is not None:
+                facts |= {"metrics_samples": poll.samples, "metrics_errors": poll.errors}
             total = client.submitted if client.done else len(trace)
             summary = self._recorder.close(total, not client.done, lambda found: _add(found, client, facts))
         return summary
@@ -338,37 +305,6 @@ class _EndpointReplay:
             assert self.client is not None
             self._progress.update(self.client.answered, len(self._trace), f"{len(self._in_flight)} in flight")
 
-    async def _poll_metrics(self) -> None:
-        """Write the server's metrics each second."""
-        given, address = self._api.metrics_url, self._address
-        if given is None and self._config.endpoint_type == "triton":
-            given = f"http://{address.host}:{TRITON_METRICS_PORT}/metrics"
-        connections, path = self._connections, "/metrics"
-        if given is not None:
-            target = Address.of(given, "--metrics_url")
-            connections = self._connect(Address(target.host, target.port, "", target.is_secure))
-            path = target.prefix or "/metrics"
-        name = f"{run_directory.METRICS}.{self._config.recording_format}"
-        writer, next_s = JsonLinesWriter(self._directory / name), 0.0
-        try:
-            while True:
-                try:
-                    answer = await connections.get(path)
-                    if answer.status != 200:
-                        raise RequestFailed("metrics", f"status {answer.status}")
-                    writer.write([encode({"at_s": answer.active_s, **_metrics(bytes(answer.body))})])
-                    self._metric_samples += 1
-                except (RequestFailed, ValueError) as error:
-                    if not self._metric_errors:
-                        _log.warning("The server's metrics cannot be read: %s.", error)
-                    self._metric_errors += 1
-                next_s += POLL_INTERVAL_S
-                await asyncio.sleep(max(next_s - self._clock.now(), 0.0))
-        finally:
-            writer.close()
-            if connections is not self._connections:
-                connections.close()
-
     def _description(self) -> dict[str, Any]:
         """The content of run.json: the settings of the client; of the server what is known."""
         config = self._config
@@ -399,24 +335,3 @@ def _add(summary: dict[str, Any], client: ReplayClient, facts: dict[str, Any]) -
 def _cpu_s() -> float:
     times = os.times()
     return times.user + times.system
-
-
-def _model_names(text: str) -> list[str]:
-    try:
-        return [one["id"] for one in decode(text)["data"] if isinstance(one["id"], str)]
-    except (ValueError, KeyError, TypeError):
-        return []
-
-
-def _metrics(body: bytes) -> dict[str, Any]:
-    """The samples of a text for Prometheus, without the buckets of histograms; or a list of iterations in JSON."""
-    if body.lstrip()[:1] in (b"[", b"{"):
-        return {"iterations": decode(body)}
-    values: dict[str, float] = {}
-    for line in body.decode(errors="replace").splitlines():
-        name, _, value = line.rpartition(" ")
-        if name and not line.startswith("#") and "_bucket{" not in name:
-            found = float(value)
-            if np.isfinite(found):
-                values[name] = found
-    return {"values": values}

@@ -5,105 +5,23 @@ tensorrtllm_backend behind Triton's generate extension.
 """
 
 import json
-from array import array
-from collections.abc import Callable, Sequence
-from math import ceil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 from msgspec import DecodeError, Raw, Struct, ValidationError
 from msgspec.json import Decoder, encode
 
 from ifbbench.config import DEFAULT_MODEL, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.recording.client_side import ChunkTokens
+from ifbbench.replay.endpoint_answer import PERHAPS, UNKNOWN, Answer
 from ifbbench.replay.endpoint_http import RequestFailed, message_of
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.texts import load_tokenizer
 from ifbbench.workload.trace import TraceRequest
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 DONE = b"[DONE]"
-# A chunk with text of which the stream does not say how many tokens it has, and one without text that may have one.
-UNKNOWN, PERHAPS = -1, -2
 # Words of one token in common vocabularies, for prompts without a tokenizer.
-WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but".split()
-
-
-class Answer:
-    """What a client has received of one answer.
-
-    chunk_s, chunk_tokens: of each chunk with output, when it arrived and the number of its tokens; UNKNOWN or PERHAPS
-    where the stream does not say. prompt_tokens, output_tokens, cached_tokens: as the server reports them, None if it
-    does not. ids: of the tokens, where the stream has them. is_ended: whether the server said that it is complete.
-    """
-
-    __slots__ = ("cached_tokens", "chunk_s", "chunk_tokens", "has_unknown", "ids", "is_ended", "num_counted",
-                 "output_tokens", "prompt_tokens", "texts")  # fmt: skip
-
-    def __init__(self) -> None:
-        self.chunk_s, self.chunk_tokens = array("d"), array("l")
-        self.texts: list[str] = []
-        self.ids: list[int] = []
-        self.num_counted = 0
-        self.has_unknown = False
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.is_ended = False
-
-    def add(self, now_s: float, tokens: int, text: str) -> None:
-        """A chunk arrives; tokens: UNKNOWN or PERHAPS if it does not say."""
-        self.chunk_s.append(now_s)
-        self.chunk_tokens.append(tokens)
-        self.texts.append(text)
-        if tokens < 0:
-            self.has_unknown = True
-        else:
-            self.num_counted += tokens
-
-    def count(self, tokenizer: "Tokenizer | None") -> tuple[list[float], list[int], ChunkTokens]:
-        """The time and the number of tokens of each chunk that has any, and how these are known."""
-        tokens, source, total = list(self.chunk_tokens), ChunkTokens.STREAM, self.output_tokens
-        if self.has_unknown or (total is not None and total != sum(tokens)):
-            with_text = [number != PERHAPS and number != 0 for number in tokens]
-            source = ChunkTokens.USAGE if total is not None else ChunkTokens.CHUNKS
-            if total == len(tokens):
-                tokens = [1] * len(tokens)
-            elif total in (None, sum(with_text)) and tokenizer is None:
-                tokens = [int(one) for one in with_text]
-            elif tokenizer is not None:
-                weights = _tokens_of(tokenizer, self.texts)
-                tokens = weights if total is None else _divided(total, weights)
-                source = ChunkTokens.TOKENIZER
-            else:
-                tokens = _divided(total or 0, [int(one) for one in with_text])
-                source = ChunkTokens.EVENLY
-        times = [time for time, number in zip(self.chunk_s, tokens, strict=True) if number > 0]
-        return times, [number for number in tokens if number > 0], source
-
-
-def _divided(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` tokens over chunks in proportion to `weights`; the first chunk with a weight has at least one."""
-    whole, ends = sum(weights) or 1, np.cumsum(weights).tolist()
-    before = 0
-    shares = []
-    for end in ends:
-        until = ceil(total * end / whole)
-        shares.append(until - before)
-        before = until
-    return shares
-
-
-def _tokens_of(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[int]:
-    """The number of tokens of the joined text that end in each of its parts."""
-    offsets = tokenizer.encode("".join(texts), add_special_tokens=False).offsets
-    edges = np.cumsum([0, *map(len, texts)])
-    # A token that reaches over an edge arrives with the part that completes it.
-    parts = np.searchsorted(edges, [end for _, end in offsets], side="left") - 1
-    return [int(one) for one in np.bincount(np.clip(parts, 0, None), minlength=len(texts))]
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they")
 
 
 # OpenAI.
@@ -141,7 +59,7 @@ class _Usage(Struct):
 class _Chunk(Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: Raw | None = None
+    error: Any = None
     message: str | None = None
     object: str | None = None
 
@@ -156,7 +74,8 @@ def read_openai(data: bytes, answer: Answer, now_s: float) -> None:
         return
     chunk = _decoded(_decode_chunk, data)
     if chunk.error is not None or chunk.object == "error":
-        raise RequestFailed("server_error", message_of(bytes(chunk.error or data).decode(errors="replace")))
+        text = data if chunk.error is None else encode(chunk.error)
+        raise RequestFailed("server_error", message_of(text.decode(errors="replace")))
     usage, known = chunk.usage, UNKNOWN
     if usage is not None:
         if usage.prompt_tokens is not None:
@@ -247,11 +166,6 @@ class EndpointApi:
         self._extra: dict[str, Any] = json.loads(config.extra_body or "{}")
         vocab_size = config.endpoint_vocab_size if self.tokenizer is None else self.tokenizer.get_vocab_size()
         self._vocab_size = vocab_size
-
-    @property
-    def metrics_url(self) -> str | None:
-        """Where the server's metrics are, if not below its own address."""
-        return self.config.metrics_url
 
     def body(self, row: TraceRequest) -> bytes:
         """The body of one request."""

@@ -1,4 +1,4 @@
-"""HTTP/1.1 to an endpoint: connections that are kept open and reused, and server-sent events as they arrive.
+"""HTTP/1.1 to an endpoint: connections that are kept open and reused.
 
 Made for thousands of streams on one core: a connection parses what it receives in the callback of the event loop, and
 no task or queue stands between the socket and the reader of a stream.
@@ -19,8 +19,8 @@ from ifbbench.errors import IfbbenchError, InputError
 
 # So often it is checked whether the server has been silent for too long.
 TIMEOUT_CHECK_S = 0.25
-MAX_LINE = 64 * 1024 * 1024
 MAX_ERROR_BODY = 64 * 1024
+REFUSED_FOR_NOW = (429, 502, 503, 504)
 
 
 class RequestFailed(IfbbenchError):
@@ -67,36 +67,6 @@ class Address:
 
     def __str__(self) -> str:
         return f"http{'s' if self.is_secure else ''}://{self.host_header}{self.prefix}"
-
-
-class EventLines:
-    """Divides a stream into server-sent events. A part of the stream may end anywhere, within a character too."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, part: bytes) -> list[bytes]:
-        """The data of the events that are complete with `part`. RequestFailed for a line without end."""
-        *lines, self._rest = (self._rest + part if self._rest else part).split(b"\n")
-        if len(self._rest) > MAX_LINE:
-            raise RequestFailed("malformed_stream", "a line of the stream has no end")
-        events = []
-        for line in lines:
-            if line.endswith(b"\r"):
-                line = line[:-1]
-            if not line:
-                if self._data:
-                    events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
-                    self._data = []
-            elif line.startswith(b"data:"):
-                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
-        return events
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is left of an event that did not end."""
-        return not self._data and not self._rest.strip()
 
 
 @dataclass(slots=True)
@@ -251,10 +221,15 @@ class Connections:
         # Where the first connection went, so that the name is looked up once.
         self._peer: tuple[str, int] | None = None
         self._tls = ssl.create_default_context() if address.is_secure else None
+        self._headers = headers
         lines = {"Host": address.host_header, "Accept": "*/*", "User-Agent": "ifbbench", **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._loop = asyncio.get_running_loop()
         self._check = self._loop.call_later(TIMEOUT_CHECK_S, self._check_timeouts)
+
+    def to(self, address: Address) -> "Connections":
+        """Connections to another address, with the same key and clock."""
+        return Connections(address, self._headers, self._timeout_s, self.clock)
 
     async def post(self, path: str, content: bytes, exchange: Exchange) -> None:
         """Send a JSON body; ends when the response is complete. RequestFailed if that fails, or for another status than
@@ -332,10 +307,9 @@ def refusal(exchange: Exchange) -> RequestFailed:
     """What a response of another status than 200 says."""
     status, text = exchange.status, bytes(exchange.body).decode(errors="replace").strip()
     after = exchange.headers.get("retry-after", "")
-    return RequestFailed(
-        f"http_{status}", f"status {status}: {message_of(text) or 'no message'}", may_retry=status in (429, 502, 503, 504),
-        retry_after_s=float(after) if after.isascii() and after.isdigit() else None,
-    )  # fmt: skip
+    retry_after_s = float(after) if after.isascii() and after.isdigit() else None
+    what = f"status {status}: {message_of(text) or 'no message'}"
+    return RequestFailed(f"http_{status}", what, status in REFUSED_FOR_NOW, retry_after_s)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -40,7 +40,6 @@ from ifbbench.report.style import (
 from ifbbench.report.tables import LIMIT_NAMES
 from ifbbench.report.timeline import draw_timeline
 
-
 # Those that need no iterations.
 ENDPOINT_CHARTS = ("timeline", "latency", "ttft", "itl")
 

@@ -30,7 +30,7 @@ def client_figures(run: RunData, window: Window | None = None) -> dict[str, Any]
     spans = run.spans[run.spans["phase"] == "generation"]
     columns = (spans[name].tolist() for name in ("request_id", "chunk_s", "chunks")) if len(spans) else ((), (), ())
     chunks = {request: (times_s, tokens) for request, times_s, tokens in zip(*columns, strict=True)}
-    metrics = ClientMetrics(lambda index: classes.get(index), run.config)  # type: ignore[arg-type,return-value]
+    metrics = ClientMetrics(lambda index: classes.get(index), run.config)
     for line in lines:
         times_s, tokens = chunks.get(str(line.request_id), ((), ()))
         if line.ttft_s is None or times_s:  # a killed run may have written a request and not its spans
@@ -95,8 +95,8 @@ def client_sentences(known: dict[str, Any]) -> list[str]:
         found.append(f"The client took {significant(seen['client_cpu_s_per_request'] * 1e6)} µs of processor time for "
                      f"each request, {percent(seen['client_cpu_share'])} of a core.{late} on "
                      f"{count(seen['connections'])} connections.")  # fmt: skip
-    found.append("Unknown, because the server is not ours: iterations, batches, limits, pauses, KV blocks, and how long "
-                 "requests waited in its queue; TTFT includes that.")  # fmt: skip
+    found.append("Unknown, because the server is not ours: iterations, batches, limits, pauses, KV blocks, and how "
+                 "long requests waited in its queue; TTFT includes that.")  # fmt: skip
     return found
 
 

@@ -78,7 +78,7 @@ def test_files_of_a_run_are_valid(kind: str, tmp_path: Path) -> None:
     summary = run_trace(str(tmp_path / "trace.jsonl"), config).summary
     assert summary["requests"]["failed"] == 1
     assert bool(summary["pauses"]) == (kind == "pauses")
-    assert check(tmp_path / "run") == set(FILES) - {"open_spans.jsonl"}
+    assert check(tmp_path / "run") == set(FILES) - {"open_spans.jsonl", "metrics.jsonl"}
 
 
 def test_lines_of_a_killed_run_are_valid(tmp_path: Path) -> None:
