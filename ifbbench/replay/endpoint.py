@@ -33,6 +33,7 @@ from ifbbench.replay.endpoint_http import (
     Connections,
     Exchange,
     RequestFailed,
+    allow_many_connections,
     new_event_loop,
 )
 from ifbbench.replay.endpoint_server import KEY_VARIABLES, MetricsPoll, model_name
@@ -59,6 +60,7 @@ def run_endpoint(
     of the warm-up. A run that is interrupted keeps what it has.
     """
     _check(trace, config)
+    allow_many_connections()
     replay = _EndpointReplay(trace, config, directory, progress)
     is_frozen = False
     try:

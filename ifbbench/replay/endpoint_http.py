@@ -322,6 +322,16 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def allow_many_connections() -> None:
+    """Raise the limit of open files, often 1,024, to what the process may have."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def message_of(text: str) -> str:
     """The message of an error in JSON, in the forms that servers use; else the beginning of the text."""
     try:

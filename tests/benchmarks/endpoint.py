@@ -23,7 +23,7 @@ from ifbbench.replay.run import run_trace
 
 TICK_S = 0.01
 PROMPT_LEN = 128
-BAR_LATENESS_S = 0.005
+BAR_S = 0.005
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 MODELS = b'{"object":"list","data":[{"id":"mock","object":"model"}]}'
 
@@ -100,7 +100,22 @@ def run_server(connection: Connection, core: int) -> None:
         runner.run(serve(connection))
 
 
+def run_once(port: int, count: int, rate: float, tokens: int, **settings: Any) -> dict[str, Any]:
+    """The summary of a run, with the share of the requests that were sent later than the bar."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace, run = Path(folder) / "trace.jsonl", Path(folder) / "run"
+        rows = ({"request_id": index, "arrival_s": index / rate, "prompt_len": PROMPT_LEN, "output_len": tokens,
+                 "max_new_tokens": tokens} for index in range(count))  # fmt: skip
+        trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = RunConfig(endpoint=f"http://127.0.0.1:{port}", output=str(run), **settings)
+        summary = run_trace(str(trace), config).summary
+        lines = map(json.loads, (run / "requests.jsonl").read_text().splitlines())
+        late = sum(line["sent_s"] - line["arrival_s"] > BAR_S for line in lines)
+    return summary | {"late_share": late / count}
+
+
 def measure(rate: float, duration_s: float, tokens: int) -> dict[str, Any]:
+    """An open loop at `rate`, and a closed loop of as many streams, in which the client never waits for a time."""
     cores = sorted(os.sched_getaffinity(0))
     here, there = multiprocessing.Pipe()
     server = multiprocessing.Process(target=run_server, args=(there, cores[-1]), daemon=True)
@@ -109,27 +124,26 @@ def measure(rate: float, duration_s: float, tokens: int) -> dict[str, Any]:
     count = round(rate * duration_s)
     try:
         port = here.recv()
-        with tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.jsonl"
-            rows = ({"request_id": index, "arrival_s": index / rate, "prompt_len": PROMPT_LEN, "output_len": tokens,
-                     "max_new_tokens": tokens} for index in range(count))  # fmt: skip
-            trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            config = RunConfig(endpoint=f"http://127.0.0.1:{port}", output=str(Path(folder) / "run"))
-            summary = run_trace(str(trace), config).summary
+        opened = run_once(port, count, rate, tokens)
+        closed = run_once(port, count, rate, tokens, concurrency=round(rate * tokens * TICK_S))
     finally:
         server.terminate()
         server.join()
-    seen = summary["endpoint"]
+    delay_s, is_complete = opened["endpoint"]["send_delay_s"], not opened["requests"]["failed"]
     return {
-        "requests": summary["requests"],
-        "rate_per_s": summary["arrivals"]["achieved_rate_per_s"],
-        "chunks_per_s": count * tokens / summary["duration_s"],
-        "send_delay_ms": {name: seen["send_delay_s"][name] * 1000 for name in ("p50", "p99", "p99_9", "max")},
-        "bar_met": seen["send_delay_s"]["max"] <= BAR_LATENESS_S and not summary["requests"]["failed"],
-        "share_later_than_bar": None,
-        "cpu_us_per_request": seen["client_cpu_s_per_request"] * 1e6,
-        "cpu_share": seen["client_cpu_share"],
-        "connections": seen["connections"],
+        "requests": opened["requests"],
+        "rate_per_s": opened["arrivals"]["achieved_rate_per_s"],
+        "chunks_per_s": count * tokens / opened["duration_s"],
+        "send_delay_ms": {name: delay_s[name] * 1000 for name in ("p50", "p99", "p99_9", "max")},
+        "later_than_5_ms": opened["late_share"],
+        "bar_met": delay_s["max"] <= BAR_S and is_complete,
+        "connections": opened["endpoint"]["connections"],
+        "closed_loop": {
+            "rate_per_s": closed["request_throughput_per_s"],
+            "cpu_us_per_request": closed["endpoint"]["client_cpu_s_per_request"] * 1e6,
+            "cpu_share": closed["endpoint"]["client_cpu_share"],
+        },
+        "load_average": os.getloadavg()[0],
         "machine": hardware(),
     }
 

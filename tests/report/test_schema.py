@@ -103,7 +103,7 @@ def test_other_files_have_no_schema() -> None:
 
 def test_a_wrong_type_is_found() -> None:
     line = {"request_id": 1, "phase": "paused", "first_iteration": 0, "last_iteration": 1.5, "tokens": 0, "cause": 2}
-    (error,) = Draft202012Validator(schema_of("spans.jsonl")).iter_errors(line)
+    (error,) = Draft202012Validator(schema_of("open_spans.jsonl")).iter_errors(line)
     assert error.json_path == "$.last_iteration"
 
 
