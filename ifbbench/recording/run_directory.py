@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifbbench.config import RECORDING_FORMATS
 from ifbbench.errors import InputError
-from ifbbench.workload.trace import Trace
+
+if TYPE_CHECKING:
+    from ifbbench.workload.trace import Trace
 
 RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
@@ -77,7 +79,7 @@ def replace_file(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def trace_identity(trace: Trace) -> dict[str, Any]:
+def trace_identity(trace: "Trace") -> dict[str, Any]:
     """What `run.json` says of the trace."""
     return {"name": trace.name, "source": trace.source, "sha256": trace.sha256, "requests": len(trace),
             "skipped_rows": trace.skipped_rows, "notes": list(trace.notes)}  # fmt: skip

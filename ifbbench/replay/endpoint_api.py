@@ -74,8 +74,8 @@ def read_openai(data: bytes, answer: Answer, now_s: float) -> None:
         return
     chunk = _decoded(_decode_chunk, data)
     if chunk.error is not None or chunk.object == "error":
-        text = data if chunk.error is None else encode(chunk.error)
-        raise RequestFailed("server_error", message_of(text.decode(errors="replace")))
+        problem = data if chunk.error is None else encode(chunk.error)
+        raise RequestFailed("server_error", message_of(problem.decode(errors="replace")))
     usage, known = chunk.usage, UNKNOWN
     if usage is not None:
         if usage.prompt_tokens is not None:

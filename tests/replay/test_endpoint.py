@@ -47,8 +47,8 @@ def rows(folder: Path, name: str = "requests") -> list[dict[str, Any]]:
 
 async def three_tokens(_: Received, writer: Writer) -> None:
     await writer.raw(STREAM)
-    for _ in range(3):
-        await writer.event(token())
+    for text in " a", " b", " c":
+        await writer.event(token(text))
     await writer.event(usage(3))
     await writer.event("[DONE]")
     await writer.end()
@@ -330,7 +330,7 @@ def test_triton_text_and_ids(tmp_path: Path) -> None:
             await writer.event({"model_name": "x", "model_version": "1", **ids})
         await writer.end()
 
-    ready = {"v2__models__ensemble__ready": (200, ""), "v2__models__tensorrt_llm__ready": (200, "")}
+    ready: dict[str, Any] = {"v2__models__ensemble__ready": (200, ""), "v2__models__tensorrt_llm__ready": (200, "")}
     with fake_endpoint(answer, **ready) as server:
         summary = replay(server, tmp_path, count=1, endpoint_type="triton")
         assert summary["endpoint"]["chunk_tokens"] == {"chunks": 1}
