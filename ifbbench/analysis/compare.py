@@ -9,6 +9,7 @@ from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.config import settings
 from ifbbench.report.limits import waits_for
 
 
@@ -66,8 +67,15 @@ class Comparison:
         }
 
     @property
+    def has_decisions(self) -> bool:
+        """Whether the decisions of both runs are recorded: those of a server that is not ours are not."""
+        return not (self.a.data.endpoint or self.b.data.endpoint)
+
+    @property
     def same_schedule(self) -> bool:
-        """Whether every iteration decided the same, times aside."""
+        """Whether every iteration decided the same, times aside; False if that is unknown."""
+        if not self.has_decisions:
+            return False
         digests = [run.data.run.get("schedule_digest") for run in (self.a, self.b)]
         if all(digests):
             return digests[0] == digests[1]
@@ -85,7 +93,9 @@ class Comparison:
 
     @cached_property
     def first_divergence(self) -> Divergence | None:
-        """None if all decisions are the same."""
+        """None if all decisions are the same, or unknown."""
+        if not self.has_decisions:
+            return None
         decisions = [set(_decisions(run)) for run in (self.a, self.b)]
         only = [sorted(decisions[0] - decisions[1]), sorted(decisions[1] - decisions[0])]
         if not only[0] and not only[1]:
@@ -107,8 +117,18 @@ class Comparison:
         rows.sort(key=lambda item: item[0])
         gained = [one for difference, one in rows[:count] if difference < 0]
         lost = [one for difference, one in rows[::-1][:count] if difference > 0]
+        if not self.has_decisions:
+            return list(map(self._change_seen, gained)), list(map(self._change_seen, lost))
         heads = HeadsOfLine(self.a, from_spans=True), HeadsOfLine(self.b, from_spans=True)
         return [self._change(one, heads) for one in gained], [self._change(one, heads) for one in lost]
+
+    def _change_seen(self, request_id: Id) -> Change:
+        """The cause as far as a client sees it: before or after the first token."""
+        a, b = self.a.row_of[request_id], self.b.row_of[request_id]
+        until_s, total_s = b["ttft_s"] - a["ttft_s"], b["e2e_s"] - a["e2e_s"]
+        parts = {"until the first token": until_s, "for the other tokens": total_s - until_s}
+        part, seconds = max(parts.items(), key=lambda item: item[1] if total_s > 0 else -item[1])
+        return Change(request_id, a["e2e_s"], b["e2e_s"], f"took {abs(seconds):.3f} s longer {part}")
 
     def _change(self, request_id: Id, heads: tuple[HeadsOfLine, HeadsOfLine]) -> Change:
         rows = self.a.row_of[request_id], self.b.row_of[request_id]
@@ -150,6 +170,9 @@ class Comparison:
         """Settings in which the runs differ, with both values; not where their results go."""
         a, b = self.a.config, self.b.config
         names = [name for name in a | b if name not in ("output", "overwrite", "quiet")]
+        if not self.has_decisions:  # the settings of a server that is not ours are unknown
+            only_own = {one.name for one in settings() if one.group == "endpoint"} | {"model", "warm_up", "streaming"}
+            names = [name for name in names if name in a and name in b and name not in only_own]
         return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
 
 

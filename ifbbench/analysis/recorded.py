@@ -129,10 +129,15 @@ class RecordedRun:
         self.data = data
 
     @classmethod
-    def load(cls, path: Path) -> "RecordedRun":
+    def load(cls, path: Path, or_endpoint: bool = False) -> "RecordedRun":
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
-        yet."""
+        (yet). or_endpoint: also a run against an endpoint, which never has one."""
         run = cls(load_run(path))
+        if run.data.endpoint and or_endpoint:
+            return run
+        if run.data.endpoint:
+            raise InputError(f"{run.data.path}: a run against an endpoint has no iterations; `ifbbench report`, `why`, "
+                             "`compare`, `plot` and `export --format csv` take it.")  # fmt: skip
         path_of_lines = find_iterations(run.data.path)
         iterations = read_rows(path_of_lines, iteration_decoder(path_of_lines))
         if next(chain.from_iterable(iterations), None) is None:

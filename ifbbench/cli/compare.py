@@ -72,7 +72,7 @@ def compare(
             raise click.UsageError("repeats are compared with repeats only: give directories of `run --repeat`.")
         comparisons = [RepeatsComparison(directories[0], other) for other in directories[1:]]
     else:
-        first, *others = [RecordedRun.load(directory) for directory in directories]
+        first, *others = [RecordedRun.load(directory, or_endpoint=True) for directory in directories]
         comparisons = [Comparison(first, other) for other in others]
     reasons = [
         reason for comparison in comparisons for condition in conditions
@@ -187,6 +187,9 @@ def _cells(name: str, figure: "Figure") -> tuple[str, ...]:
 
 def _print_divergence(comparison: "Comparison", console: "Console") -> None:
     divergence = comparison.first_divergence
+    if not comparison.has_decisions:
+        console.print("Decisions are not compared: those of a server that is not ours are unknown.\n")
+        return
     if divergence is None:
         console.print("All decisions are the same; only times differ.\n")
         return

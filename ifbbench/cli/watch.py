@@ -43,7 +43,11 @@ def watch(run: Path, interval: float, once: bool) -> None:
     from ifbbench.views.live import Follower
 
     clock, console = WallClock(), report_console(highlight=False)
-    follower = Follower(run, _read_run(run, clock, 0.0 if once else START_TIMEOUT_S))
+    content = _read_run(run, clock, 0.0 if once else START_TIMEOUT_S)
+    if content.get("endpoint"):
+        raise InputError(f"{run}: a run against an endpoint has no iterations to watch; the run itself shows its "
+                         "progress, and `ifbbench report` what it has done.")  # fmt: skip
+    follower = Follower(run, content)
     first: Snapshot | None = None
     if once:
         now = follower.snapshot()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ifbbench.analysis.bounds import LowerBound
+    from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
     from ifbbench.analysis.findings import Findings
 
@@ -43,12 +44,22 @@ def why(
     if pauses_csv is not None and pauses_csv.exists() and not overwrite:
         raise InputError(f"--pauses-csv {pauses_csv}: already exists; add --overwrite, or give another file.")
 
+    from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import iteration_facts
     from ifbbench.analysis.findings import Findings
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.cli.console import report_console
 
-    recorded = RecordedRun.load(run)
+    recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None)
+    if recorded.data.endpoint:
+        seen = ClientFindings(recorded)
+        if request_id is not None:
+            _print_json(seen.life(recorded.known_id(request_id)))
+        elif as_json:
+            _print_json(seen.as_dict(slowest))
+        else:
+            _print_seen(seen, slowest, report_console(highlight=False))
+        return
     findings = Findings(recorded)
     if pauses_csv is not None:
         try:
@@ -118,6 +129,36 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
     _print_ledger(findings, console)
     _print_lower_bound(findings.lower_bound, console)
     console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
+
+
+def _print_seen(findings: "ClientFindings", slowest: int, console: "Console") -> None:
+    """The findings of a run against an endpoint."""
+    from ifbbench.analysis.client_side import PART_WORDS
+    from ifbbench.report import bar, percent, plain_table, significant
+    from ifbbench.report.tables import settings_line
+
+    run = findings.run.data
+    console.print(f"\n[bold]{run.name}[/bold]  {settings_line(run)}\n\n{findings.text}\n", soft_wrap=True)
+    total = sum(findings.spent_s.values())
+    table = plain_table("Where requests spent their time", numbers=["request-seconds", "share"])
+    table.add_column("")
+    for part, seconds in findings.spent_s.items():
+        share = seconds / total if total else 0.0
+        table.add_row(PART_WORDS[part], significant(seconds), percent(share), f"[cyan]{bar(share)}[/cyan]")
+    console.print(table)
+    console.print()
+    table = plain_table("Slowest", numbers=["E2E s", "TTFT s", "share"])
+    table.add_column("mainly")
+    for one in findings.slowest(slowest):
+        table.add_row(str(one["request_id"]), significant(one["e2e_s"]), significant(one["ttft_s"]),
+                      percent(one["share"]), one["cause"])  # fmt: skip
+    console.print(table)
+    if findings.load:
+        console.print()
+        table = plain_table("The server's metrics", numbers=["mean", "max"])
+        for name, values in findings.load.items():
+            table.add_row(name, significant(values["mean"]), significant(values["max"]))
+        console.print(table)
 
 
 def _print_ledger(findings: "Findings", console: "Console") -> None:

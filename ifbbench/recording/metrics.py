@@ -222,7 +222,7 @@ class Population:
         """All requests of `parts`, in the order in which they completed."""
         if len(parts) == 1:
             return parts[0]
-        whole = cls()
+        whole = type(parts[0])() if parts else cls()
         order = np.argsort([place for part in parts for place in part.places])
         for name in whole.columns:
             of_all = np.concatenate([part.columns[name] for part in parts]) if parts else np.empty(0)

@@ -7,10 +7,13 @@ import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ifbbench.config import RECORDING_FORMATS
 from ifbbench.errors import InputError
+
+if TYPE_CHECKING:
+    from ifbbench.workload.trace import Trace
 
 RESULTS = Path("results")
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
@@ -19,8 +22,10 @@ OPEN_SPANS = "open_spans.jsonl"
 RESULT = "result.json"
 # Of static batches (V1), which `iterations` reports as a whole, the steps: iterations of the token generation loop.
 STEPS = "steps"
+# Metrics of the server of a run against an endpoint.
+METRICS = "metrics"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
-LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace")
+LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace", METRICS)
 # The table of the repeats of a run, beside the mean of their summaries.
 REPEATS_FILE = "repeats.csv"
 # What a sweep was asked to do, as a config file of `ifbbench sweep`.
@@ -80,6 +85,12 @@ def replace_file(path: Path, content: bytes) -> None:
     partial = path.with_suffix(".part")
     partial.write_bytes(content)
     partial.replace(path)
+
+
+def trace_identity(trace: "Trace") -> dict[str, Any]:
+    """What `run.json` says of the trace."""
+    return {"name": trace.name, "source": trace.source, "sha256": trace.sha256, "requests": len(trace),
+            "skipped_rows": trace.skipped_rows, "notes": list(trace.notes)}  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:

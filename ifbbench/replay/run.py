@@ -67,6 +67,8 @@ def run_trace(
     _check_side_outputs(config)
     directory = _output_directory(config, trace)
     run_directory.check(directory, config.overwrite)
+    if config.endpoint is not None:
+        return _run_endpoint(trace, config, directory, progress, on_recorded)
     with engine_for(trace, config, progress, owns_process) as engine:
         run_directory.prepare(directory, config.overwrite)
         progress.stage("writing trace")
@@ -94,7 +96,7 @@ def summarise_run(
     """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
 
     on_end: takes what the summary is made of. InputError and RunFailed as there."""
-    if config.enable_steady_state:  # found in the recorded requests
+    if config.enable_steady_state or config.endpoint is not None:  # found in the recorded requests
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
@@ -111,6 +113,20 @@ def summarise_run(
         summary = _replay(trace, engine, client, recorder, progress, "nothing was recorded")
         on_end(recorder.metrics)
         return summary
+
+
+def _run_endpoint(
+    trace: Trace, config: RunConfig, directory: Path, progress: Progress, on_recorded: Callable[[Path], None] | None
+) -> RunResult:
+    # Imported here because other runs need no HTTP.
+    from ifbbench.replay.endpoint import run_endpoint
+
+    summary, client = run_endpoint(trace, config, directory, progress, on_recorded)
+    if config.enable_steady_state:
+        summary = _steady_summary(directory)
+    if config.responses_json:
+        _write_responses(Path(config.responses_json), trace, client)
+    return RunResult(directory, summary, summary["requests"]["failed"])
 
 
 @contextmanager
@@ -291,14 +307,7 @@ def describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) ->
         "derived": [name for name, value in asked.as_dict().items() if value is None and config[name] is not None],
         "num_kv_blocks": engine.limits.num_blocks,
         "seed": engine.config.seed,
-        "trace": {
-            "name": trace.name,
-            "source": trace.source,
-            "sha256": trace.sha256,
-            "requests": len(trace),
-            "skipped_rows": trace.skipped_rows,
-            "notes": list(trace.notes),
-        },
+        "trace": run_directory.trace_identity(trace),
         "model": engine.describe_model(),
         "versions": run_directory.versions(),
         "hardware": run_directory.hardware(engine.device),

@@ -41,6 +41,8 @@ from ifbbench.report.timeline import draw_timeline
 
 # The axis of KV blocks reaches to the size of the pool if that is up to so many times the blocks in use.
 NEAR = 10
+# Those that need no iterations.
+ENDPOINT_CHARTS = ("timeline", "latency", "ttft", "itl")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,12 @@ def plot_run(
     exact: the timeline with a cell for each request and iteration. There is no chart of blocks of a contiguous cache.
     InputError if the run has no iteration to draw.
     """
-    if run.iterations.empty:
+    if run.endpoint:
+        if unknown := [name for name in only if name not in ENDPOINT_CHARTS]:
+            raise InputError(f"--only {unknown[0]}: a run against an endpoint has no iterations to draw; expected "
+                             f"{', '.join(ENDPOINT_CHARTS)}.")  # fmt: skip
+        only = only or ENDPOINT_CHARTS
+    elif run.iterations.empty:
         raise InputError(
             f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw; expected those of a "
             "run that began its work. Run again, or name another run."

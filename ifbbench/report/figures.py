@@ -18,6 +18,7 @@ from ifbbench.report.load import Floats, RunData, covering
 from ifbbench.report.recorded import producing_spans, recorded_figures
 
 Integers = NDArray[np.int64]
+SECONDS_OF_A_CLIENT = 10_001
 
 
 def figures(run: RunData) -> dict[str, Any]:
@@ -35,7 +36,10 @@ class IterationClock:
 
     @classmethod
     def of(cls, run: RunData) -> "IterationClock":
-        """The clock of `run`."""
+        """The clock of `run`. Against an endpoint, spans have seconds in the place of iterations."""
+        if run.endpoint:
+            seconds = np.linspace(0.0, max(float(run.spans["last_iteration"].max()), 1e-3), SECONDS_OF_A_CLIENT)
+            return cls(seconds, seconds, seconds)
         start = run.iterations["start_s"].to_numpy(dtype=float)
         end = start + run.iterations["latency_ms"].to_numpy(dtype=float) / 1000
         return cls(run.iterations["iteration_counter"].to_numpy(dtype=float), start, end)
@@ -85,6 +89,11 @@ class TokenGaps:
     @classmethod
     def of(cls, run: RunData) -> "TokenGaps":
         """The gaps of `run`."""
+        if run.endpoint:
+            times = list(token_times(run).values())
+            gaps, ends_s = (np.concatenate([np.empty(0), *parts]) for parts in
+                            ([np.diff(one) for one in times], [one[1:] for one in times]))  # fmt: skip
+            return cls(gaps, ends_s, np.zeros(len(gaps), bool))
         spans, clock = producing_spans(run), IterationClock.of(run)
         counts = spans["produced"].to_numpy(dtype=np.int64)
         last = spans["last_iteration"].to_numpy(dtype=np.int64)
@@ -98,6 +107,13 @@ class TokenGaps:
         recomputes = np.repeat((spans["phase"] == "recompute").to_numpy(), counts) & begins
         same = request[1:] == request[:-1]
         return cls(np.diff(times_s)[same], times_s[1:][same], recomputes[1:][same])
+
+
+def token_times(run: RunData) -> dict[str, Floats]:
+    """Of a run against an endpoint, request id to the times of its output tokens (s). Failed requests are left out."""
+    spans = run.spans[(run.spans["phase"] == "generation") & run.spans["request_id"].isin(run.completed["request_id"])]
+    columns = (spans[name].tolist() for name in ("request_id", "chunk_s", "chunks"))
+    return {request: np.repeat(times_s, tokens) for request, times_s, tokens in zip(*columns, strict=True)}
 
 
 def inter_token_gaps(run: RunData) -> Floats:
@@ -152,7 +168,7 @@ def benchmark_lines(run: RunData) -> list[str]:
 
     As there, streaming runs also have the time in the queue, which the CSV does not have."""
     figures = benchmark_figures(run)
-    if run.config.get("streaming"):
+    if run.config.get("streaming") and not run.endpoint:
         figures |= _spread("request_queueing_latency(ms)", run.completed["queue_time_s"] * 1000)
     return [
         f"[BENCHMARK] {name} {value if isinstance(value, int) else format(value, '.2f')}"

@@ -122,7 +122,8 @@ def draw_ttft(run: RunData) -> Figure:
     size, opacity = (22, 0.85) if len(done) <= 400 else (8, 0.5) if len(done) <= 4000 else (4, 0.3)
     for cause, colour in reversed(colours.items()):
         chosen = causes == cause
-        name = "computing" if cause == "none" else limit_name(cause)
+        computing = "computing" if run.endpoint is None else "in the server"
+        name = computing if cause == "none" else limit_name(cause)
         axes.scatter(lengths[chosen], ttft_s[chosen] * scale, s=size, color=colour, alpha=opacity, linewidths=0,
                      label=f"{name} ({percent(chosen.mean())})", rasterized=len(done) > 2000)  # fmt: skip
     axes.set(xlabel="prompt length (tokens)", ylabel=f"TTFT ({unit})")

@@ -83,6 +83,11 @@ class RunData:
         return dict(self.run.get("config") or {})
 
     @property
+    def endpoint(self) -> dict[str, Any] | None:
+        """The server of a run against an endpoint, which has no iterations; None of other runs."""
+        return self.run.get("endpoint")
+
+    @property
     def recorded_every(self) -> int:
         """One of how many iterations is recorded; more than 1 where statistics were thinned."""
         return int(self.config.get("iteration_stats_every") or 1)
@@ -106,10 +111,14 @@ class RunData:
 
     @cached_property
     def spans(self) -> pd.DataFrame:
-        """A row a span, by request and first iteration; of a killed run also those open when it was last flushed."""
+        """A row a span, by request and first iteration; of a killed run also those open when it was last flushed.
+
+        Against an endpoint, the columns of iterations have seconds."""
         paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
         table = _table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), SPAN_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
+        if self.endpoint and len(table):
+            table["first_iteration"], table["last_iteration"] = table["start_s"], table["end_s"]
         # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
         return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)

@@ -11,6 +11,7 @@ from ifbbench.recording.drafts import stretches_of
 from ifbbench.recording.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import write_json
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
+from ifbbench.report.client_side import client_figures
 from ifbbench.report.load import RunData
 
 PART_OF_ATTRIBUTION = "attribution_s."
@@ -21,6 +22,8 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
 
     window: only of the requests, iterations and gaps between tokens that ended in it; rates are over its length. The
     times of iterations that thinned statistics leave out are interpolated: good for charts, not for ITL."""
+    if run.endpoint:
+        return client_figures(run, window)
     requests, iterations, thinned = run.requests, run.iterations, run.recorded_every > 1
     starts_s = iterations["start_s"].to_numpy(dtype=float)
     ends_s = starts_s + iterations["latency_ms"].to_numpy(dtype=float) / 1000
@@ -64,7 +67,9 @@ def steady_figures(run: RunData) -> dict[str, Any]:
     """The figures of the run's steady state, and under `steady_state` its window; where there is none that is None, and
     the figures are those of the whole run."""
     done = run.completed
-    columns = (done[name].to_numpy(dtype=float) for name in ("arrival_s", "queue_time_s", "e2e_s"))
+    # Of a server that is not ours, the time until the first token stands for that in the queue.
+    names = ("arrival_s", "ttft_s" if run.endpoint else "queue_time_s", "e2e_s")
+    columns = (done[name].to_numpy(dtype=float) for name in names)
     window = steady_state(*columns)
     if window is None and run.summary is not None:
         return run.summary | {"steady_state": None}

@@ -6,7 +6,6 @@ from dictionaries: their types are here and in `summary_schema`. A field that ma
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,14 +16,12 @@ from msgspec.structs import fields
 from ifbbench.compressed import content_path
 from ifbbench.config import settings
 from ifbbench.errors import InputError
-from ifbbench.fields import Setting
+from ifbbench.recording.client_side import ClientRequestLine, ClientSpanLine
 from ifbbench.recording.iteration_lines import ExecutorLine, InflightLine, StaticLine
 from ifbbench.recording.lines import RequestLine, SpanLine
 from ifbbench.recording.run_directory import OPEN_SPANS
+from ifbbench.report.config_schema import DRAFT, setting_schema
 from ifbbench.report.summary_schema import Summary
-
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
-JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 class TraceIdentity(Struct):
@@ -86,6 +83,14 @@ class RankFacts(Struct):
     pid: int
 
 
+class Endpoint(Struct):
+    """The server of a run against an endpoint. model: the name that it has there."""
+
+    url: str
+    type: str
+    model: str
+
+
 class RunFile(Struct):
     """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
     settings; left out by older versions. schedule_digest: sha256 of all decisions without times; None until the run has
@@ -97,7 +102,8 @@ class RunFile(Struct):
     num_kv_blocks: int | None
     seed: int
     trace: TraceIdentity
-    model: ModelFacts
+    model: ModelFacts | None
+    endpoint: Endpoint | UnsetType
     versions: dict[str, str | None]
     hardware: Hardware
     git_revision: str | None
@@ -127,14 +133,24 @@ class TraceLine(Struct):
     request_class: str | UnsetType = field(name="class")
 
 
+class MetricsLine(Struct):
+    """A line of `metrics.jsonl`: the metrics of the server of a run against an endpoint, when they were read. Either
+    the samples of a text for Prometheus by name and labels, or the iterations that trtllm-serve lists."""
+
+    at_s: float
+    values: dict[str, float] | UnsetType
+    iterations: list[dict[str, Any]] | UnsetType
+
+
 FILES: dict[str, tuple[type[Struct], ...]] = {
     "run.json": (RunFile,),
     "summary.json": (Summary,),
     "iterations.jsonl": (InflightLine, StaticLine, ExecutorLine),
     "steps.jsonl": (StaticLine, ExecutorLine),
-    "spans.jsonl": (SpanLine,),
+    "spans.jsonl": (SpanLine, ClientSpanLine),
     OPEN_SPANS: (SpanLine,),
-    "requests.jsonl": (RequestLine,),
+    "requests.jsonl": (RequestLine, ClientRequestLine),
+    "metrics.jsonl": (MetricsLine,),
     "trace.jsonl": (TraceLine,),
 }
 
@@ -155,7 +171,7 @@ def schema_of(file: str) -> dict[str, Any]:
         component["description"] = inspect.cleandoc(component["description"])
         component["required"] = [item.encode_name for item in fields(struct) if UnsetType not in get_args(item.type)]
     if name == "run.json":
-        config = {item.name: _setting(item) for item in settings()}
+        config = {item.name: setting_schema(item) for item in settings()}
         components["RunFile"]["properties"]["config"] = {"type": "object", "properties": config}
     root = references[0] if len(references) == 1 else {"anyOf": list(references)}
     return {"$schema": DRAFT, "title": name, **root, "$defs": components}
@@ -169,51 +185,3 @@ def _structs(of: Any) -> Iterator[type[Struct]]:
             yield from _structs(item.type)
     for part in get_args(of):
         yield from _structs(part)
-
-
-def _setting(setting: Setting) -> dict[str, Any]:
-    """The schema of a setting's value in `run.json`: as resolved, or null where it has no meaning."""
-    json_type = JSON_TYPES[setting.type]
-    limits = {"minimum": setting.minimum, "exclusiveMinimum": setting.above, "maximum": setting.maximum}
-    schema: dict[str, Any] = {
-        "description": setting.help,
-        "type": [json_type, "null"] if setting.is_optional else json_type,
-        **{name: limit for name, limit in limits.items() if limit is not None},
-    }
-    if setting.choices and not setting.other_texts:
-        choices: list[str | None] = [*setting.choices]
-        schema["enum"] = choices + [None] * setting.is_optional
-    return schema
-
-
-def config_schema() -> dict[str, Any]:
-    """The schema of a config file: all settings by each of their names, and what commands take besides."""
-    properties: dict[str, Any] = {}
-    for item in settings():
-        found = _setting(replace(item, is_optional=False))
-        if item.unit:
-            found["description"] += f" [{item.unit}]"
-        if item.value_aliases and "enum" in found:
-            found["enum"] = [*found["enum"], *item.value_aliases]
-        if item.is_list:
-            found = {"description": found["description"], "anyOf": [found, {"type": "array", "items": found}]}
-        if item.command_line_default is not None:
-            found["default"] = item.command_line_default
-        properties |= dict.fromkeys((item.name, *item.aliases), found)
-    value = {"type": [*JSON_TYPES.values()]}
-    values = {"anyOf": [value, {"type": "array", "items": value}]}
-    text, count = {"type": "string"}, {"type": "integer", "minimum": 1}
-    keys: dict[str, tuple[str, dict[str, Any]]] = {
-        "trace": ("The trace, where the command names none.", text),
-        "repeat": ("Runs with other seeds: of the command, or of each point of a sweep.", count),
-        "over": ("Of a sweep: the swept settings, each with its values: a list, or a text such as 512..16384:x2.",
-                 {"anyOf": [{"type": "object", "additionalProperties": values}, {"type": "array", "items": text}]}),
-        "zip": ("Of a sweep: pair the values of several settings instead of crossing them.", {"type": "boolean"}),
-        "keep": ("Of a sweep: what is kept of each run.", {"enum": ["run", "summary"]}),
-        "processes": ("Of a sweep: simulated runs at the same time.", count),
-        "executor": ("Of a sweep: where the points run.", {"enum": ["local", "ray"]}),
-    }
-    for name, (help_text, found) in keys.items():
-        properties[name] = {"description": help_text, **found}
-    return {"$schema": DRAFT, "title": "Config file of ifbbench", "type": "object", "properties": properties,
-            "additionalProperties": False}  # fmt: skip

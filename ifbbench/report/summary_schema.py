@@ -87,7 +87,7 @@ class RequestFigures(Struct):
     tpot_s: Distribution
     e2e_s: Distribution
     itl_s: Distribution
-    prefix_hit_rate: float
+    prefix_hit_rate: float | None
     prompt_tokens: int
     output_tokens: int
     per_user_output_speed_tokens_per_s: Distribution | UnsetType
@@ -144,21 +144,42 @@ class SpeculativeDecoding(Struct):
     draft_s: float
 
 
+class EndpointFigures(Struct):
+    """What a client saw of a server that is not ours, and what it took itself. errors, retries: by kind. chunk_tokens:
+    answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending."""
+
+    errors: dict[str, int]
+    retries: dict[str, int]
+    shorter_than_asked: int
+    chunk_tokens: dict[str, int]
+    tokens_per_chunk: Distribution
+    chunk_gap_s: Distribution
+    send_delay_s: Distribution
+    connections: int | UnsetType
+    resent: int | UnsetType
+    client_cpu_s: float | UnsetType
+    client_cpu_share: float | UnsetType
+    client_cpu_s_per_request: float | UnsetType | None
+    metrics_samples: int | UnsetType
+    metrics_errors: int | UnsetType
+
+
 class Summary(RequestFigures):
-    """Every figure of a run."""
+    """Every figure of a run. None is what is unknown of a run against an endpoint."""
 
     duration_s: float
-    iterations: int
-    pauses: int
-    recomputed_tokens: int
-    recomputed_share: float
-    empty_generation_slots: int
-    padding_waste: float
+    iterations: int | None
+    pauses: int | None
+    recomputed_tokens: int | None
+    recomputed_share: float | None
+    empty_generation_slots: int | None
+    padding_waste: float | None
     kv_blocks: KvBlocks
-    kv_tokens: KvTokens
-    peak_scheduled_requests: int
+    kv_tokens: KvTokens | None
+    peak_scheduled_requests: int | None
     bound_by: dict[str, float]
-    schedule_digest: str
+    schedule_digest: str | None
+    endpoint: EndpointFigures | UnsetType
     partial: bool
     bound_by_time: dict[str, float] | UnsetType
     waiting_by_limit: dict[str, float] | UnsetType

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import NOTHING, bar, count, percent, plain_table, significant, time_unit
+from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
 from ifbbench.report.limits import BINDING, limit_name
 from ifbbench.report.load import RunData
@@ -49,7 +50,7 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
         thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
         console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
-    for warning in warnings(known):
+    for warning in [*warnings(known), *(client_warnings(run, known) if run.endpoint else [])]:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     tables = [_throughput_table(known), _bound_table(known), _latency_table(known), _slo_table(known)]
@@ -59,6 +60,8 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
             console.print(table)
             console.print()
     sentences = [bound_sentence(known, run.config), *traffic_sentences(known)]
+    if run.endpoint:
+        sentences = [*client_sentences(known), *traffic_sentences(known)]
     if expected := known.get("expected_error"):
         sentences.append(expected_error_sentence(expected))
     for sentence in sentences:
@@ -89,7 +92,7 @@ def settings_line(run: RunData) -> str:
     chunking = "chunked context" if config.get("enable_chunked_context") else None
     sizes = [f"{name} {config[name]}" for name in ("max_batch_size", "max_num_tokens") if config.get(name)]
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
-    where = " on ".join(str(config[name]) for name in ("model", "device") if config.get(name))
+    where = " on ".join(str(config[name]) for name in ("model", "device", "endpoint") if config.get(name))
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
     gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
     parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, *gpus, engine,
@@ -222,9 +225,11 @@ def _common_unit(groups: Iterable[dict[str, Any]]) -> tuple[str, float]:
     return (unit, scale) if unit == "µs" else ("ms", 1e3)
 
 
-def _bound_table(known: dict[str, Any]) -> Table:
-    """The share of each limit in the time, the waiting and the iterations."""
+def _bound_table(known: dict[str, Any]) -> Table | None:
+    """The share of each limit in the time, the waiting and the iterations; None where they are unknown."""
     shares = {key: values for key in LIMIT_SHARES if (values := known.get(key))}
+    if not shares:
+        return None
     table = plain_table("Bound by")
     for key in shares:
         heading, cells = LIMIT_SHARES[key]

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ifbbench.report import time_unit
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
-from ifbbench.report.figures import IterationClock, span_ends
+from ifbbench.report.figures import IterationClock, span_ends, token_times
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     INK,
@@ -32,6 +32,8 @@ PHASE_NAMES = {
     "waiting": "waiting", "skipped": "generation skipped",
 }  # fmt: skip
 # In a static batch a request that does not run is complete, and its slot is empty.
+# A client cannot tell the queue of a server from its context phase.
+CLIENT_PHASE_NAMES = PHASE_NAMES | {"waiting": "not sent yet", "context": "until the first token"}
 STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
 # Later ones are drawn over earlier ones, so that the common and long phases do not hide the rare and short.
 DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recompute")
@@ -55,10 +57,14 @@ ALIGNED_ROWS, ALIGNED_COLUMNS, REACHED = 500, 700, 99.0
 def draw_timeline(run: RunData) -> Figure:
     """One row a request, one column an iteration; on an axis of time if there are too many of either for letters; of
     many requests how many are in each phase, and what each did from its arrival on."""
-    if fits_cells(run):
+    if run.endpoint is None and fits_cells(run):
         return draw_cells(run)
     requests = request_order(run)
     return _draw_many(run, requests) if _is_large(run, len(requests)) else _draw_bars(run, requests)
+
+
+def _title(run: RunData) -> str:
+    return "Request timeline" if run.endpoint else "Scheduler timeline"
 
 
 def _is_large(run: RunData, requests: int) -> bool:
@@ -72,6 +78,8 @@ def _is_large(run: RunData, requests: int) -> bool:
 def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Patch]:
     """The key of the phases. counts: with the number of pauses."""
     names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
+    if run.endpoint:
+        names = CLIENT_PHASE_NAMES
     pauses = int(run.iterations["pauses"].sum())
     times = {"paused": f" ({pauses:,} time{'s' if pauses > 1 else ''})"} if pauses and counts else {}
     return [Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, "")) for phase, name in names.items()
@@ -86,11 +94,18 @@ def _draw_bars(run: RunData, requests: list[str]) -> Figure:
     draw_bars(phases, bins, run, requests)
     _tokens(tokens, bins, run)
     bins.label(tokens)
-    heading(phases, "Scheduler timeline", run, legend=True)
+    heading(phases, _title(run), run, legend=True)
     return figure
 
 
 def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
+    if run.endpoint:
+        times_s = np.concatenate([np.empty(0), *token_times(run).values()])
+        rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
+        axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
+        axes.set(ylabel="output tokens/s", ylim=(0, float(rates.max()) * 1.1 or 1.0))
+        thousands(axes.yaxis)
+        return
     used = run.iterations["budget_used"].to_numpy(dtype=float)
     context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
     layers = {"generation": bins.means(used - context), "context": bins.means(context)}
@@ -150,7 +165,7 @@ def _draw_many(run: RunData, requests: list[str]) -> Figure:
     _tokens(tokens, bins, run)
     bins.label(tokens)
     _aligned(aligned, run, requests)
-    heading(counts, "Scheduler timeline", run, legend=True)
+    heading(counts, _title(run), run, legend=True)
     figure.align_ylabels()
     return figure
 

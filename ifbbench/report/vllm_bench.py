@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ifbbench.report.figures import IterationClock, figures, token_iterations
+from ifbbench.report.figures import IterationClock, figures, token_iterations, token_times
 from ifbbench.report.load import Floats, RunData
 
 NAME = "ifbbench"
@@ -77,6 +77,8 @@ def _gaps(run: RunData) -> dict[str, Floats] | None:
     """Request id to its gaps between tokens, in seconds; None where statistics were thinned."""
     if run.recorded_every > 1:
         return None
+    if run.endpoint:
+        return {request: np.diff(times_s) for request, times_s in token_times(run).items()}
     clock = IterationClock.of(run)
     return {request: np.diff(clock.ends(produced)) for request, produced in token_iterations(run).items()}
 

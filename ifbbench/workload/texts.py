@@ -17,7 +17,7 @@ class PromptTexts:
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._tokenizer = None if options.tokenizer is None else _load(options.tokenizer)
+        self._tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
         self._has_measured = False
 
     def prompt(self, value: Any, name: str) -> tuple[int, tuple[int, ...] | None]:
@@ -58,7 +58,8 @@ class PromptTexts:
             raise InputError(f"the text {shown(value)} cannot be tokenized ({str(error)[:100]}).") from None
 
 
-def _load(path: str) -> "Tokenizer":
+def load_tokenizer(path: str) -> "Tokenizer":
+    """The tokenizer of a tokenizer.json. InputError if it cannot be read."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

@@ -49,7 +49,9 @@ def test_help_shows_each_setting_with_its_aliases(setting):
 def test_help_has_a_section_for_each_group():
     printed = CliRunner().invoke(main, ["run", "--help"]).output
     headings = re.findall(r"^([A-Z ]+) OPTIONS:$", printed, re.MULTILINE)
-    assert headings == ["COMMAND", "REPLAY", "SCHEDULING", "KV CACHE", "LORA", "EXECUTION", "RECORDING"]
+    assert headings == [
+        "COMMAND", "REPLAY", "ENDPOINT", "SCHEDULING", "KV CACHE", "LORA", "EXECUTION", "RECORDING"
+    ]
 
 
 def test_nothing_given_is_all_defaults(config_of):

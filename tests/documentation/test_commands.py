@@ -58,11 +58,18 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     for name, content in STAND_INS.items():
         Path(name).write_text(content)
+    served: list[str] = []
     for words in filter(is_fast, commands_of(page)):
         if words[0] == "serve":
             answer_one_request(words)
+            served = words[1 : words.index("--record")] if "--record" in words else words[1:]
             continue
-        result = CliRunner().invoke(main, words)
+        if "--endpoint" in words:  # of the server that the page starts
+            with server_process(*served) as server:
+                words[words.index("--endpoint") + 1] = server.url
+                result = CliRunner().invoke(main, words)
+        else:
+            result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, f"ifbbench {' '.join(words)}\n{result.output}"
 
 

@@ -1,0 +1,104 @@
+"""The report of a run against an endpoint: figures from its files, and in words what its client saw."""
+
+from typing import Any
+
+from msgspec import UNSET, convert
+
+from ifbbench.recording.client_side import ChunkTokens, ClientMetrics, ClientRequestLine
+from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.traffic import Window
+from ifbbench.report import count, percent, significant, time_unit
+from ifbbench.report.load import REQUEST_FIELDS, RunData, read_lines
+
+# A client that is later than this is part of what it measures.
+LATE_S = 0.005
+CHUNK_TOKENS_WORDS = {
+    ChunkTokens.STREAM: "the stream itself",
+    ChunkTokens.USAGE: "the usage at the end, one token for each chunk",
+    ChunkTokens.TOKENIZER: "the tokenizer",
+    ChunkTokens.EVENLY: "the usage at the end, divided evenly over the chunks",
+    ChunkTokens.CHUNKS: "nothing: one for each chunk is assumed",
+}
+
+
+def client_figures(run: RunData, window: Window | None = None) -> dict[str, Any]:
+    """The figures of summary.json from the other files. window: of the requests and gaps that ended in it."""
+    lines = [convert(row, ClientRequestLine) for row in read_lines(find_lines(run.path, "requests"), REQUEST_FIELDS)]
+    if window is not None:
+        lines = [one for one in lines if window.start_s <= (one.end_s or one.arrival_s) <= window.end_s]
+    classes = {one.index: one.request_class for one in lines if one.request_class is not UNSET}
+    spans = run.spans[run.spans["phase"] == "generation"]
+    columns = (spans[name].tolist() for name in ("request_id", "chunk_s", "chunks")) if len(spans) else ((), (), ())
+    chunks = {request: (times_s, tokens) for request, times_s, tokens in zip(*columns, strict=True)}
+    metrics = ClientMetrics(lambda index: classes.get(index), run.config)
+    for line in lines:
+        times_s, tokens = chunks.get(str(line.request_id), ((), ()))
+        if line.ttft_s is None or times_s:  # a killed run may have written a request and not its spans
+            metrics.add(line, times_s, tokens)
+    total = len(lines) if window else int((run.run.get("trace") or {}).get("requests") or len(lines))
+    found, summary = metrics.summary(total, run.partial, window), run.summary or {}
+    if "arrivals" in summary:  # in no other file, and of the whole run
+        found["arrivals"] = summary["arrivals"]
+        found["endpoint"] = {**summary["endpoint"], **found["endpoint"]}
+    return found
+
+
+def client_warnings(run: RunData, known: dict[str, Any]) -> list[str]:
+    """What a reader must know before the figures: errors, retries, and a client that was late or busy."""
+    seen, completed = known["endpoint"], known["requests"]["completed"]
+    found = []
+    if seen["errors"]:
+        found.append(f"Errors by kind: {_counts(seen['errors'])}.")
+    if seen["retries"]:
+        found.append(f"Attempts that were repeated, by kind of error: {_counts(seen['retries'])}. Latencies include "
+                     "them.")  # fmt: skip
+    if seen.get("resent"):
+        found.append(f"{count(seen['resent'])} requests were sent again because the server had closed the idle "
+                     "connection.")  # fmt: skip
+    if seen["shorter_than_asked"]:
+        found.append(f"{count(seen['shorter_than_asked'])} of {count(completed)} answers have fewer tokens than were "
+                     "asked for.")  # fmt: skip
+    late_s = seen["send_delay_s"]["p99"]
+    is_closed = run.config.get("concurrency") is not None
+    if late_s is not None and late_s > LATE_S and not is_closed:
+        unit, scale = time_unit([late_s])
+        found.append(f"The client sent 1 % of the requests {significant(late_s, scale)} {unit} or more after their "
+                     "arrival, which is part of their latencies.")  # fmt: skip
+    uncertain = {name: number for name, number in seen["chunk_tokens"].items()
+                 if name in (ChunkTokens.EVENLY, ChunkTokens.CHUNKS)}  # fmt: skip
+    for name, number in uncertain.items():
+        found.append(f"The tokens of each chunk of {count(number)} answers are known from "
+                     f"{CHUNK_TOKENS_WORDS[ChunkTokens(name)]}; --tokenizer counts them.")  # fmt: skip
+    return found
+
+
+def client_sentences(known: dict[str, Any]) -> list[str]:
+    """How the client saw tokens, what it took itself, and what is unknown."""
+    seen = known["endpoint"]
+    found = []
+    sizes, gaps = seen["tokens_per_chunk"], seen["chunk_gap_s"]
+    if sizes["mean"] is not None:
+        words = f"A chunk had {significant(sizes['mean'])} tokens on average, {count(sizes['max'])} at most"
+        if gaps["p50"] is not None:
+            unit, scale = time_unit([gaps["p50"]])
+            words += (f"; between chunks passed {significant(gaps['p50'], scale)} {unit} (p50) and "
+                      f"{significant(gaps['p99'], scale)} {unit} (p99)")  # fmt: skip
+        sources = [CHUNK_TOKENS_WORDS[ChunkTokens(name)] for name in seen["chunk_tokens"]]
+        found.append(f"{words}. Token counts are from {', and '.join(sources)}.")
+    if seen.get("client_cpu_s_per_request") is not None:
+        delay_s = seen["send_delay_s"]
+        late = ""
+        if delay_s["p50"] is not None:
+            unit, scale = time_unit([delay_s["p50"]])
+            late = (f" Requests were sent {significant(delay_s['p50'], scale)} {unit} (p50) and "
+                    f"{significant(delay_s['max'], scale)} {unit} (max) after their arrival,")  # fmt: skip
+        found.append(f"The client took {significant(seen['client_cpu_s_per_request'] * 1e6)} µs of processor time for "
+                     f"each request, {percent(seen['client_cpu_share'])} of a core.{late} on "
+                     f"{count(seen['connections'])} connections.")  # fmt: skip
+    found.append("Unknown, because the server is not ours: iterations, batches, limits, pauses, KV blocks, and how "
+                 "long requests waited in its queue; TTFT includes that.")  # fmt: skip
+    return found
+
+
+def _counts(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count(number)}" for name, number in numbers.items())
