@@ -1,5 +1,6 @@
 """The `ifbbench` command. It starts fast: the module of a command is imported only when the command is called."""
 
+import errno
 import os
 import sys
 import traceback
@@ -12,9 +13,12 @@ import click
 
 from ifbbench import __version__
 from ifbbench.cli.options import DEBUG, debug_option
-from ifbbench.errors import IfbbenchError
+from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.fields import shown
 
 FAILED, INTERRUPTED = 1, 130
+# Of an OSError that is not about the name or the rights of a file.
+DEVICE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EROFS)
 DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
 
 # Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
@@ -60,6 +64,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for arg in args:
+            if not arg or (arg.startswith("--") and arg.endswith("=")):
+                raise click.UsageError(f"The argument {arg!r} is empty; expected a value. Is a shell variable unset?",
+                                       ctx)  # fmt: skip
+            if "\0" in arg or any("\ud800" <= character <= "\udfff" for character in arg):
+                raise click.UsageError(f"The argument {shown(arg)} is not text in UTF-8.", ctx)
+        return super().parse_args(ctx, args)
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _closed_pipe_is_no_error():  # of --help
             return super().make_context(*args, **kwargs)
@@ -78,7 +91,9 @@ class LazyGroup(click.Group):
             _end(ctx, f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
                  "or fewer requests.", FAILED)  # fmt: skip
         except OSError as error:
-            _end(ctx, f"{error.filename or 'a file'}: {error.strerror or error}.", FAILED)
+            place = "" if error.filename is None else f"{shown(str(error.filename))}: "
+            status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
+            _end(ctx, f"{place}{error.strerror or error}.", status)
         except Exception as error:
             _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:

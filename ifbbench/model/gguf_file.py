@@ -184,13 +184,13 @@ class GgufFile:
         return self.value(f"{self.architecture}.{key}", default)
 
     def _integer(self, key: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        return integer(self._of_model(key, default), f"{self.architecture}.{key}", 1, maximum)
+        return integer(self._of_model(key, default), f"{self.architecture}.{key}", 1, maximum, guards=True)
 
     def _number(self, key: str, default: float | None = None) -> float:
         return number(self._of_model(key, default), f"{self.architecture}.{key}", above=0.0)
 
     def _token(self, key: str) -> int:
-        return integer(self.value(f"tokenizer.ggml.{key}"), f"tokenizer.ggml.{key}", 0, MAX_SIZE)
+        return integer(self.value(f"tokenizer.ggml.{key}"), f"tokenizer.ggml.{key}", 0, MAX_SIZE, guards=True)
 
     def _listed(self, key: str, check: Callable[[Any, str], T]) -> list[T]:
         """The list `key` of the tokenizer, each entry checked."""
@@ -203,7 +203,7 @@ class GgufFile:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise InputError("the tensor 'token_embd.weight' is not a matrix.")
-        return integer(int(embedding.shape[1]), "rows of 'token_embd.weight'", 1, MAX_SIZE)
+        return integer(int(embedding.shape[1]), "rows of 'token_embd.weight'", 1, MAX_SIZE, guards=True)
 
 
 def _stored_name(name: str) -> str:

@@ -303,10 +303,10 @@ class _ConfigJson:
         ids = self._values.get("eos_token_id")
         if ids is None or ids == []:
             return ()
-        return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0, MAX_SIZE)
+        return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0)
 
     def _integer(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        return integer(*self._field(name, default), 1, maximum)
+        return integer(*self._field(name, default), 1, maximum, guards=True)
 
     def _number(self, name: str, default: float | None = None) -> float:
         return number(*self._field(name, default), above=0)
