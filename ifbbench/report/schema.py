@@ -147,8 +147,8 @@ class Summary(RequestFigures):
     pauses: int
     recomputed_tokens: int
     recomputed_share: float
-    empty_generation_slots: int
-    padding_waste: float
+    empty_generation_slots: int | None
+    padding_waste: float | None
     kv_blocks: KvBlocks
     kv_tokens: KvTokens
     peak_scheduled_requests: int
@@ -166,7 +166,7 @@ class Summary(RequestFigures):
     bursts: list[Burst] | UnsetType
     slow_requests: int | UnsetType
     slow_ttft_s: float | UnsetType
-    steady_state: Window | UnsetType
+    steady_state: Window | UnsetType | None
     expected_error: ExpectedError | UnsetType
 
 

@@ -61,7 +61,19 @@ def changed(document: Any, draw: random.Random) -> Any:
         if what < 0.15:
             return [*document, document[place]]
         return [*document[:place], changed(document[place], draw), *document[place + 1 :]]
+    if isinstance(document, int | float) and draw.random() < 0.8:
+        return number(document, draw)
+    if isinstance(document, str) and draw.random() < 0.7:
+        return draw.choice(TEXTS)
     return value(draw)
+
+
+def number(before: float, draw: random.Random) -> float:
+    """A number that may be taken in the place of `before`."""
+    kind = draw.random()
+    if kind < 0.4:
+        return before * draw.choice((2, 10, 1000)) + draw.choice((0, 1))
+    return draw.choice(INTEGERS if kind < 0.7 else FLOATS)
 
 
 def changed_bytes(content: bytes, draw: random.Random) -> bytes:
