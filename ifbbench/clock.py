@@ -4,6 +4,7 @@ import time
 from typing import Protocol
 
 NANOSECONDS = 1_000_000_000
+EXACT_NS = 2**53  # 104 days: a float of so many seconds still tells one nanosecond from the next
 # `time.sleep` returns this much too late at most times (measured: 0.15 ms on Linux, 0.5 ms when the host is busy).
 SPIN_S = 0.0005
 # Of a simulated device that serves live clients: a host that is later than this does not catch up.
@@ -82,7 +83,8 @@ class VirtualClock:
         self.now_ns += nanoseconds
 
     def wait_until(self, seconds: float) -> None:
-        self.wait_until_ns(round(seconds * NANOSECONDS))
+        nanoseconds = round(seconds * NANOSECONDS)
+        self.wait_until_ns(nanoseconds if nanoseconds < EXACT_NS else tick(seconds))
 
     def wait_until_ns(self, nanoseconds: int) -> None:
         """`wait_until`, in nanoseconds since the start."""
@@ -117,6 +119,16 @@ class PacedClock(VirtualClock):
             time.sleep(delay)
         elif delay < -MAX_LAG_S:
             self.now_ns = round(self._real.now() * NANOSECONDS)
+
+
+def tick(seconds: float) -> int:
+    """The first whole nanosecond at or after `seconds`, as a VirtualClock tells it: `now()` is not less then."""
+    nanoseconds = round(seconds * NANOSECONDS)
+    if nanoseconds / NANOSECONDS < seconds:
+        # Exactly, because beyond 2^53 ns (104 days) the next nanosecond may be the same float.
+        numerator, denominator = seconds.as_integer_ratio()
+        nanoseconds = -(-numerator * NANOSECONDS // denominator)
+    return nanoseconds
 
 
 class Progress(Protocol):

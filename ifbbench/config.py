@@ -58,6 +58,9 @@ ENDPOINT_REFUSES = (
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
+# Upper bounds of settings, where the general ones of `fields` would make arrays that no memory holds, or never end.
+MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
+MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
 def _device(name: Any) -> Any:
@@ -127,7 +130,8 @@ class RunConfig:
     enable_exp_delays: bool = _replay(
         False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones.")
     burstiness: float | None = _replay(
-        None, "With a rate: gamma-distributed gaps of this shape; 1 is Poisson, below 1 are bursts.", above=0.0)
+        None, "With a rate: gamma-distributed gaps of this shape; 1 is Poisson, below 1 are bursts.",
+        above=0.0, maximum=1e6)
     arrival: str | None = _replay(
         None, "Replace recorded arrivals: all_at_once; with --request_rate constant, poisson or gamma:BURSTINESS; "
         "ramp:FROM:TO:SECONDS[:exponential]; on_off:RATE:ON_SECONDS:OFF_SECONDS. recorded keeps them with "
@@ -136,7 +140,7 @@ class RunConfig:
     rate_schedule: str | None = _replay(
         None, "Replace recorded arrivals by the rates in this CSV file, with the columns start_s and rate.")
     duration: float | None = _replay(
-        None, "No request arrives later than this; the trace is not repeated.", above=0.0, unit="s",
+        None, "No request arrives later than this; the trace is not repeated.", above=0.0, maximum=MAX_SPAN_S, unit="s",
         elsewhere="max_seconds benchmark_duration test_duration")
     reserve: str = _replay(
         "trace", "max_new_tokens of each request: trace (as recorded), actual (its output length), factor:F or "
@@ -152,7 +156,8 @@ class RunConfig:
         elsewhere="data_column_mapper")
     tokenizer: str | None = _replay(None, "tokenizer.json that makes token ids of the prompts of a trace of texts.")
     characters_per_token: float = _replay(
-        4.0, "Characters of a token, for the lengths of texts without --tokenizer.", above=0.0, unit="characters")
+        4.0, "Characters of a token, for the lengths of texts without --tokenizer.",
+        above=0.0, maximum=1e6, unit="characters")
     default_output_len: int | None = _replay(
         None, "Output length of trace rows that record none.", minimum=1, unit="tokens",
         elsewhere="custom_output_len sharegpt_output_len output_len output_tokens_mean osl")
@@ -161,9 +166,10 @@ class RunConfig:
         "arrivals are ignored; a rate or --arrival is not.", minimum=1, unit="requests",
         elsewhere="max_concurrency num_concurrent users num_users")
     wait_sleep: int | None = _replay(
-        None, "While idle, look for requests every N ms. Default: when the next one arrives.", minimum=1, unit="ms")
+        None, "While idle, look for requests every N ms. Default: when the next one arrives.",
+        minimum=1, maximum=MAX_WAIT_MS, unit="ms")
     beam_width: int | None = _replay(
-        None, "Beams of each request. Default: as recorded, else 1.", minimum=1, unit="beams",
+        None, "Beams of each request. Default: as recorded, else 1.", minimum=1, maximum=MAX_BEAMS, unit="beams",
         elsewhere="num_beams best_of use_beam_search")
     streaming: bool = _replay(False, "Requests ask for their tokens as they are generated.")
     return_log_probs: bool = _replay(False, "Requests ask for the log-probabilities of their tokens.")
@@ -179,9 +185,11 @@ class RunConfig:
     pad_id: int | None = _replay(None, "Token id that pads shorter beams in a response.", minimum=0)
     warm_up: int | None = _replay(
         None, "Requests of its own that a device runs before the measured ones. Default: 2; a simulated or null device "
-        "needs none.", minimum=0, unit="requests", elsewhere="num_warmups warmup num_warmup_requests warmup_requests")
+        "needs none.",
+        minimum=0, maximum=MAX_BATCH, unit="requests",
+        elsewhere="num_warmups warmup num_warmup_requests warmup_requests")
     seed: int = _replay(
-        0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, aliases=("random_seed",))
+        0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, maximum=2**63 - 1, aliases=("random_seed",))
 
     slo: str | None = _replay(
         None, "Service level objectives, NAME=TIME,…: a maximum of each request's ttft, tpot, e2e or queue_time "
@@ -234,7 +242,8 @@ class RunConfig:
         others="package.module:ClassName or the name of an installed one", aliases=("scheduler_policy",),
         elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy")
     max_batch_size: int | None = _scheduling(
-        None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.", minimum=1, unit="requests",
+        None, "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.",
+        minimum=1, maximum=MAX_BATCH, unit="requests",
         aliases=("max_num_sequences", "max_num_requests"),
         elsewhere="max_num_seqs max_running_requests batch_size parallel")
     max_queue_size: int | None = _scheduling(
@@ -249,7 +258,8 @@ class RunConfig:
     enable_max_num_tokens_tuning: bool = _scheduling(
         False, "Lower the token budget in each iteration to what the average active request needs.")
     dynamic_batch_moving_average_window: int = _scheduling(
-        128, "With tuning of batch size or tokens: average over the latest N lengths.", minimum=1, unit="requests")
+        128, "With tuning of batch size or tokens: average over the latest N lengths.",
+        minimum=1, maximum=MAX_BATCH, unit="requests")
     enable_chunked_context: bool | None = _scheduling(
         False, "Split prompts into context chunks that fill the token budget; not with --type v1, a contiguous cache, "
         "or --max_num_tokens below one chunk.", command_line_default=None,
@@ -266,7 +276,8 @@ class RunConfig:
         None, "Maximum prompt length. Default: max_seq_len - 1; without chunked context max_num_tokens, if that is "
         "less.", minimum=1, unit="tokens", elsewhere="max_prompt_length max_input_length")
     max_beam_width: int | None = _scheduling(
-        None, "Maximum beam width of a request. Default: the largest of the trace.", minimum=1, unit="beams")
+        None, "Maximum beam width of a request. Default: the largest of the trace.",
+        minimum=1, maximum=MAX_BEAMS, unit="beams")
     enable_trt_overlap: bool = _scheduling(
         False, "Hide the host's work behind the device's: --overlap partitioned, unless --overlap says otherwise.",
         elsewhere="enable_overlap enable_overlap_schedule")
@@ -277,14 +288,15 @@ class RunConfig:
     static_emulated_batch_size: int | None = _scheduling(
         None, "Emulate static batching: hand out N requests when none is running.", minimum=1, unit="requests")
     static_emulated_timeout: int = _scheduling(
-        500, "With --static_emulated_batch_size: how long a request waits for a full batch.", minimum=0, unit="ms")
+        500, "With --static_emulated_batch_size: how long a request waits for a full batch.",
+        minimum=0, maximum=MAX_WAIT_MS, unit="ms")
 
     # KV cache.
     tokens_per_block: int = _cache(
-        DEFAULT_TOKENS_PER_BLOCK, "Tokens in one KV cache block.", minimum=1, unit="tokens",
+        DEFAULT_TOKENS_PER_BLOCK, "Tokens in one KV cache block.", minimum=1, maximum=MAX_BATCH, unit="tokens",
         elsewhere="block_size page_size kv_block_size")
     max_tokens_in_paged_kvcache: int | None = _cache(
-        None, "Size of the paged KV cache. Default: from free memory.", minimum=1, unit="tokens",
+        None, "Size of the paged KV cache. Default: from free memory.", minimum=1, maximum=2**40, unit="tokens",
         aliases=("max_tokens",), elsewhere="max_total_tokens kv_cache_tokens kv_cache_size num_gpu_blocks_override")
     kv_cache_free_gpu_mem_fraction: float = _cache(
         0.9, "Share of free memory for the KV cache.", above=0.0, maximum=0.99, aliases=("free_gpu_memory_fraction",),
@@ -304,7 +316,7 @@ class RunConfig:
     window_mode: str = _cache(
         "cyclic", "Blocks of tokens that have left the window: overwritten, or kept.", choices=WINDOW_MODES)
     kv_host_cache_bytes: int = _cache(
-        0, "KV cache in host memory, for blocks evicted from the device.", minimum=0, unit="bytes",
+        0, "KV cache in host memory, for blocks evicted from the device.", minimum=0, maximum=2**50, unit="bytes",
         aliases=("host_cache_size",), elsewhere="swap_space cpu_offload_gb hicache_size secondary_cache_size")
     kv_cache_dtype: str | None = _cache(
         None, "Data type of the KV cache. Default: that of the weights.", choices=KV_CACHE_DTYPES,
@@ -352,14 +364,15 @@ class RunConfig:
         "capability 8.9 or higher, or a simulated one, int4 a simulated one.", choices=DTYPES,
         elsewhere="data_type precision quantization weight_dtype")
     cpu_threads: int | None = _execution(
-        None, "Threads that compute on a CPU. Default: one per core, at most what a container grants.", minimum=1,
+        None, "Threads that compute on a CPU. Default: one per core, at most what a container grants.",
+        minimum=1, maximum=1024,
         elsewhere="threads num_threads n_threads")
     tp_size: int = _execution(
         1, "GPUs that share each layer (tensor parallelism). On cpu and cuda a process is started for each.",
-        minimum=1, unit="GPUs", elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
+        minimum=1, maximum=MAX_GPUS, unit="GPUs", elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
     pp_size: int = _execution(
         1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism). On cpu and cuda a process "
-        "is started for each.", minimum=1, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+        "is started for each.", minimum=1, maximum=MAX_GPUS, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
     check_ranks: int = _execution(
         1, "With several processes: compare the digests of their schedules every N iterations, and at the end.",
         minimum=1, unit="iterations")
@@ -384,7 +397,7 @@ class RunConfig:
         None, "On devices that compute no tokens: the probability that a draft token is accepted if all before it "
         "were; R1,R2,… by its position in the step, of which the last holds for the rest.", convert=_acceptance,
         elsewhere="draft_acceptance_rate")
-    temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0)
+    temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0, maximum=1e4)
     top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0)
     top_p: float = _execution(
         1.0, "Sample among the most likely tokens of this joint probability.", above=0.0, maximum=1.0)

@@ -12,6 +12,7 @@ import difflib
 import math
 import numbers
 import re
+import reprlib
 import sys
 import types
 import typing
@@ -24,15 +25,24 @@ from ifbbench.errors import InputError
 
 MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = sys.float_info.max
+# Limits of settings from here on only guard against overflow: help texts leave them out.
+TECHNICAL_LIMIT = 10_000
+# Of settings that declare no maximum of their own: larger values would overflow, or take years.
+MAX_INTEGER_SETTING, MAX_NUMBER_SETTING = 2**31 - 1, 1e9
 _LONGEST_NUMBER = 400  # characters; Python refuses to parse integers of more than 4,300 digits
+# Of a file name in bytes; the rest of the 255 that systems allow is left for numbers and suffixes.
+_LONGEST_NAME = 200
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def integer(
     value: Any, name: str, minimum: int = -MAX_INTEGER - 1, maximum: int = MAX_INTEGER, *, unit: str = "",
-    from_text: bool = False,
+    from_text: bool = False, guards: bool = False,
 ) -> int:  # fmt: skip
-    """`value` as an integer from `minimum` to `maximum`. Integers of NumPy are taken; floats such as 2.0 are not."""
+    """`value` as an integer from `minimum` to `maximum`. Integers of NumPy are taken; floats such as 2.0 are not.
+
+    guards: `maximum` only guards against overflow, and is named to a value beyond it only."""
     if type(value) is int and minimum <= value <= maximum:
         return value
     converted: Any = _parsed(value, int) if from_text else value
@@ -41,38 +51,48 @@ def integer(
     is_integer = isinstance(converted, numbers.Integral) and not isinstance(converted, bool)
     if is_integer and minimum <= converted <= maximum:
         return int(converted)
-    # The limit of 64 bits is named only to a value beyond it.
-    upper = maximum if maximum != MAX_INTEGER or (is_integer and converted > maximum) else None
+    is_technical = guards or maximum == MAX_INTEGER
+    upper = None if is_technical and not (is_integer and converted > maximum) else maximum
     lower = minimum if minimum != -MAX_INTEGER - 1 else None
     raise unexpected(name, value, "an integer" + range_in_words(lower, upper, unit=unit))
 
 
 def number(
     value: Any, name: str, minimum: float = -MAX_NUMBER, maximum: float = MAX_NUMBER, *, above: float | None = None,
-    below: float | None = None, unit: str = "", from_text: bool = False,
+    below: float | None = None, unit: str = "", from_text: bool = False, guards: bool = False,
 ) -> float:  # fmt: skip
-    """`value` as a finite float from `minimum` to `maximum`, greater than `above` and less than `below`."""
+    """`value` as a finite float from `minimum` to `maximum`, greater than `above` and less than `below`.
+
+    guards: the limits only guard against overflow, and are named to values beyond them only."""
     converted = _parsed(value, float) if from_text else value
     kind = type(converted)
     if kind is not float and kind is not int:
         is_number = kind is not bool and isinstance(converted, numbers.Real)  # scalars of NumPy, fractions
-        converted = float(converted) if is_number else math.nan
+        converted = _float(converted) if is_number else math.nan
     if (
         minimum <= converted <= maximum  # false for NaN and infinities
         and (above is None or converted > above)
         and (below is None or converted < below)
     ):
         return float(converted)
-    lower = minimum if minimum != -MAX_NUMBER else None
-    upper = maximum if maximum != MAX_NUMBER else None
+    lower = None if minimum == -MAX_NUMBER or (guards and minimum < 0 and not converted < minimum) else minimum
+    upper = None if maximum == MAX_NUMBER or (guards and not converted > maximum) else maximum
     raise unexpected(name, value, "a finite number" + range_in_words(lower, upper, above, below, unit))
 
 
 def text(value: Any, name: str) -> str:
-    """`value`, a text that is not empty."""
-    if isinstance(value, str) and value:
+    """`value`, a text that is not empty, without control characters and lone surrogates, which harm
+    terminals and are in no file name; line breaks and tabs may be in it."""
+    if isinstance(value, str) and value and not _UNPRINTABLE.search(value):
         return value
     raise unexpected(name, value, "a text")
+
+
+def file_name(value: Any, name: str) -> str:
+    """`value`, the name of a file or a directory that is made of it: no path to elsewhere."""
+    if "/" not in text(value, name) and value.strip(". ") and len(value.encode()) <= _LONGEST_NAME:
+        return str(value)
+    raise unexpected(name, value, f"a name of at most {_LONGEST_NAME} bytes without /, because a directory has it")
 
 
 def boolean(value: Any, name: str, *, from_text: bool = False) -> bool:
@@ -137,12 +157,30 @@ def unexpected(name: str, value: Any, expected: str) -> InputError:
 
 
 def shown(value: Any) -> str:
-    """`value` as it stands in a message, cut off after 60 characters."""
+    """`value` as it stands in a message, without control characters, cut off after 60 characters."""
     try:
-        characters = repr(value)
+        characters = _SHORT.repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return "a huge integer"
     return characters if len(characters) <= 60 else characters[:57] + "..."
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` of the beginning of a value. Aliases make YAML documents whose whole `repr` would never end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxother = 4, 80
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 20
+
+    def repr_str(self, value: str, level: int) -> str:
+        return repr(value[:80])
+
+    def repr_int(self, value: int, level: int) -> str:
+        return repr(value)
+
+
+_SHORT = _ShortRepr()
 
 
 def range_in_words(
@@ -179,6 +217,13 @@ def _parsed(value: Any, kind: Callable[[str], Any]) -> Any:
         return kind(value)
     except ValueError:
         return value
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a fraction
+        return math.inf
 
 
 def _folded(word: str) -> str:
@@ -242,17 +287,24 @@ class Setting:
         if self.type is str:
             return text(value, name)
         limits = {name: limit for name in ("minimum", "maximum") if (limit := getattr(self, name)) is not None}
+        guards = self.maximum is not None and self.maximum >= TECHNICAL_LIMIT
         if self.type is int:
-            return integer(value, name, **limits, unit=self.unit, from_text=True)
-        return number(value, name, **limits, above=self.above, unit=self.unit, from_text=True)
+            return integer(value, name, **limits, unit=self.unit, from_text=True, guards=guards)
+        return number(value, name, **limits, above=self.above, unit=self.unit, from_text=True, guards=guards)
 
 
 def settings_of(config_type: type) -> tuple[Setting, ...]:
     """The settings of a dataclass, in its order."""
     hints, found = typing.get_type_hints(config_type), []
+    limits: dict[type, dict[str, float]] = {
+        int: {"maximum": MAX_INTEGER_SETTING}, float: {"minimum": -MAX_NUMBER_SETTING, "maximum": MAX_NUMBER_SETTING}
+    }
     for item in dataclasses.fields(config_type):
         hint, facts = hints[item.name], {"command_line_default": item.default, **item.metadata}
         is_optional = isinstance(hint, types.UnionType)  # int | None, and likewise
         plain_type = typing.get_args(hint)[0] if is_optional else hint
-        found.append(Setting(item.name, plain_type, is_optional, item.default, **facts))
+        guards = limits.get(plain_type, {})
+        if "above" in facts:
+            guards = {name: limit for name, limit in guards.items() if name != "minimum"}
+        found.append(Setting(item.name, plain_type, is_optional, item.default, **guards | facts))
     return tuple(found)

@@ -15,6 +15,7 @@ from ifbbench.engine.kv_cache.sizing import CacheLayout, WindowLayout, blocks_of
 from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
+from ifbbench.execution.host import available_host_bytes
 from ifbbench.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 CPU_MAX_BATCH_SIZE = 16
 GPU_MAX_BATCH_SIZE = 2048
+MAX_BLOCKS = 1 << 24  # each takes some 100 bytes in the engine
+LARGE_BYTES = 1 << 28  # less memory is there always
 WARM_UP_REQUESTS = 2  # the default of gptManagerBenchmark, too
 
 _log = logging.getLogger("ifbbench")
@@ -175,7 +178,7 @@ def batching_config(
                              f"{vocab_size - 1}.")
     first = layout.windows[0]
     is_limited = len(layout.windows) > 1 or first.attention_window.size < _resolved(config.max_seq_len)
-    return BatchingConfig(
+    limits = BatchingConfig(
         batching_type=BatchingType(config.type),
         policy=config.policy,
         max_batch_size=_resolved(config.max_batch_size),
@@ -202,6 +205,11 @@ def batching_config(
         lora=lora,
         drafts=draft_settings(config, layout) if config.draft_len else NO_DRAFTS,
     )
+    if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
+        raise InputError(f"--max_batch_size: the block tables of {limits.num_slots:,} requests of at most "
+                         f"{limits.max_seq_len:,} tokens take {limits.table_bytes:,} bytes, but {free:,} are free; "
+                         "lower it, --max_seq_len or --max_beam_width, or raise --tokens_per_block.")
+    return limits
 
 
 def _resolved(limit: int | None) -> int:
@@ -243,11 +251,16 @@ def cache_layout(
             size, window, longest, config.sink_token_len if is_limited else 0, config.max_beam_width or 1,
             is_cyclic=config.window_mode == "cyclic" or not is_limited,
         )  # fmt: skip
-        wanted = full_batch * attention.max_blocks_per_sequence if max_tokens is None else ceil_div(max_tokens, size)
+        for_full_batch = min(full_batch * attention.max_blocks_per_sequence, MAX_BLOCKS)
+        wanted = for_full_batch if max_tokens is None else ceil_div(max_tokens, size)
         blocks = wanted if available is None else min(wanted, available[window].primary)
         if max_tokens is not None and blocks < wanted:
             _log.warning("--max_tokens_in_paged_kvcache %d: memory has room for %d blocks of %d tokens only.",
                          max_tokens, blocks, size)  # fmt: skip
+        if max(blocks, host[window].secondary) > MAX_BLOCKS:
+            raise InputError(f"the KV cache has {max(blocks, host[window].secondary):,} blocks; expected at most "
+                             f"{MAX_BLOCKS:,}. Lower --max_tokens_in_paged_kvcache or --kv_host_cache_bytes, or raise "
+                             "--tokens_per_block.")  # fmt: skip
         windows.append(WindowLayout(tuple(members), attention, blocks, host[window].secondary))
     if min(window.num_blocks for window in windows) < 1:
         raise InputError(f"no memory for a single KV cache block of {size} tokens; raise "

@@ -1,5 +1,6 @@
 """The `ifbbench` command. It starts fast: the module of a command is imported only when the command is called."""
 
+import errno
 import os
 import sys
 import traceback
@@ -12,9 +13,13 @@ import click
 
 from ifbbench import __version__
 from ifbbench.cli.options import DEBUG, debug_option
-from ifbbench.errors import IfbbenchError
+from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.fields import shown
 
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
+# Of an OSError that is not about the name or the rights of a file.
+DEVICE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EROFS)
+DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
 
 # Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
 COMMANDS = {
@@ -60,6 +65,15 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for arg in args:
+            if not arg or (arg.startswith("--") and arg.endswith("=")):
+                raise click.UsageError(f"The argument {arg!r} is empty; expected a value. Is a shell variable unset?",
+                                       ctx)  # fmt: skip
+            if "\0" in arg or any("\ud800" <= character <= "\udfff" for character in arg):
+                raise click.UsageError(f"The argument {shown(arg)} is not text in UTF-8.", ctx)
+        return super().parse_args(ctx, args)
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _closed_pipe_is_no_error():  # of --help
             return super().make_context(*args, **kwargs)
@@ -70,14 +84,30 @@ class LazyGroup(click.Group):
                 value = super().invoke(ctx)
                 sys.stdout.flush()
                 return value
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
+            raise
         except IfbbenchError as error:
-            if ctx.meta.get(DEBUG):
-                click.echo(traceback.format_exc(), err=True, nl=False)
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_status)
+            _end(ctx, str(error), error.exit_status)
+        except MemoryError as error:
+            _end(ctx, f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
+                 "or fewer requests.", FAILED)  # fmt: skip
+        except OSError as error:
+            place = "" if error.filename is None else f"{shown(str(error.filename))}: "
+            status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
+            _end(ctx, f"{place}{error.strerror or error}.", status)
+        except Exception as error:
+            _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:
             click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _end(ctx: click.Context, message: str, status: int) -> None:
+    """End the command because of the exception that is handled."""
+    if ctx.meta.get(DEBUG):
+        click.echo(traceback.format_exc(), err=True, nl=False)
+    click.echo(f"Error: {message}", err=True)
+    ctx.exit(status)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import click
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import Setting, boolean, located
+from ifbbench.fields import TECHNICAL_LIMIT, Setting, boolean, located
 from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
@@ -154,7 +154,8 @@ class SettingsCommand(Command):
 def _help_text(setting: Setting) -> str:
     """The setting's help with its values, range and default: `[tokens, at least 1; default: 32]`."""
     limits = {"above": setting.above, "at least": setting.minimum, "at most": setting.maximum}
-    in_words = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
+    in_words = [f"{words} {limit:g}" for words, limit in limits.items()
+                if limit is not None and abs(limit) < TECHNICAL_LIMIT]  # fmt: skip
     facts = [", ".join(setting.choices or [word for word in (setting.unit, *in_words) if word])]
     if setting.others:
         facts.append(f"or {setting.others}")
@@ -253,17 +254,24 @@ def parse_config_file(path: Path) -> Any:
         raise InputError(f"the config file cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise InputError("the config file is not UTF-8 text.") from error
-    if path.suffix == ".toml":
+    try:
+        return _parse(path.suffix, text)
+    except RecursionError as error:
+        raise InputError("the config file has values nested too deeply; expected a flat table.") from error
+
+
+def _parse(suffix: str, text: str) -> Any:
+    if suffix == ".toml":
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise InputError(f"not valid TOML: {error}.") from error
-    if path.suffix == ".json":
+    if suffix == ".json":
         try:
             return json.loads(text)
         except ValueError as error:
             raise InputError(f"not valid JSON: {error}.") from error
-    if path.suffix not in CONFIG_SUFFIXES:
+    if suffix not in CONFIG_SUFFIXES:
         raise InputError("the name of a config file must end in .toml, .yaml or .yml, or be run.json.")
     import yaml
 

@@ -46,7 +46,7 @@ def run(
     """
     config = given_config(config_file, options)
     keys = read_command_keys(config_file, RUN_KEYS, "run")
-    trace = trace or keys.get("trace")
+    trace = keys.get("trace") if trace is None else trace
     repeat = repeat or integer(keys.get("repeat", 1), "repeat", 1, from_text=True)
     if repeat > 1:
         _repeat(context, trace, config, repeat, as_json)

@@ -49,7 +49,8 @@ def tune(
     """
     config = given_config(config_file, options)
     from_file = read_config_file(config_file) if config_file else {}
-    trace = trace or read_command_keys(config_file, ("trace",), "tune").get("trace")
+    keys = read_command_keys(config_file, ("trace",), "tune")
+    trace = keys.get("trace") if trace is None else trace
     if config_file and config_file.suffix not in CONFIG_SUFFIXES:  # that of a run has the defaults, too
         usual = from_mapping({}, command_line=True).as_dict()
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}

@@ -17,6 +17,7 @@ UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
 # Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
 LOOK_AHEAD = 8
+BLOCK_ID_BYTES = 4
 V1_POLICY = "guaranteed_no_evict"
 CONTIGUOUS_POLICY = "max_requests"
 
@@ -176,6 +177,12 @@ class BatchingConfig:
         if self.windows:
             return tuple((window.attention_window, window.num_blocks) for window in self.windows)
         return ((self.attention_window, self.num_blocks),)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables of blocks, of all slots."""
+        blocks = sum(window.max_blocks_per_sequence for window, _ in self.pools)
+        return self.num_slots * self.max_beam_width * blocks * BLOCK_ID_BYTES
 
     def make_cache(self) -> KvCache:
         cache = self._make_cache()

@@ -7,6 +7,8 @@ from ifbbench.errors import InputError
 LLAMA = "llama"
 GPT2 = "gpt2"
 DEFAULT_ROPE_THETA = 10_000.0
+# Upper bounds of what model files say, far above any model: numbers beyond them would overflow or never end.
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from msgspec.json import Decoder
 from msgspec.structs import fields
 from numpy.typing import NDArray
 
-from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.compressed import DamagedFile, content_path, read_pieces
 from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.errors import InputError
 from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
 from ifbbench.recording.lines import RequestLine, SpanLine
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.report.checking import check_line, check_object
 
 Floats = NDArray[np.float64]
 
@@ -171,9 +172,12 @@ def find_runs(path: Path) -> list[Path]:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; InputError if it is not one."""
     try:
-        return _object(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{path}: {error}; expected one JSON object. Restore the file, or run again.") from error
+        values = _object(path.read_bytes())
+        check_object(path.name, values)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {error}; expected one JSON object as `ifbbench run` writes it. Restore the file, "
+                         "or run again.") from error
+    return values
 
 
 def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -208,7 +212,8 @@ def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> 
         for name in required:
             if name not in row:
                 raise ValueError(f"field {name!r} is missing")
-    except ValueError as error:
+        check_line(content_path(path).name, row)
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path}, line {line_number}: {error}; expected a JSON object with {', '.join(required)}. "
             "Restore the file, or remove the line to continue without it."

@@ -192,7 +192,7 @@ class Summary(RequestFigures):
     bursts: list[Burst] | UnsetType
     slow_requests: int | UnsetType
     slow_ttft_s: float | UnsetType
-    steady_state: Window | UnsetType
+    steady_state: Window | UnsetType | None
     expected_error: ExpectedError | UnsetType
     lora: Lora | UnsetType
     speculative_decoding: SpeculativeDecoding | UnsetType

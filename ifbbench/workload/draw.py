@@ -45,7 +45,7 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     turns = draw_turns(classes, seed, count)
     gaps_s = np.zeros(count)  # since the turn before; of a first turn, since 0
     gaps_s[turns.first_turns] = spec.arrival.draw(generator(seed, Stream.ARRIVAL), len(turns.first_turns))
-    prompt_len, reserved, output_len = (np.empty(count, dtype=np.int32) for _ in range(3))
+    prompt_len, reserved, output_len = (np.empty(count, dtype=np.int64) for _ in range(3))
     origin = np.arange(count)
     drawn, position = [], np.empty(count, dtype=np.int64)
     first_id = 0

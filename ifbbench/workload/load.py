@@ -10,9 +10,9 @@ import numpy as np
 
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT
-from ifbbench.config import RECORDING_FORMATS, RunConfig
+from ifbbench.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.fields import did_you_mean
+from ifbbench.fields import did_you_mean, text
 from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.draw import draw_trace
@@ -81,7 +81,7 @@ def in_memory(trace: Trace) -> Trace:
 
 def _find(source: str | Path | None) -> tuple[Path, bool]:
     """The file, and whether a run recorded it."""
-    name = str(source or DEFAULT_DATASET)
+    name = DEFAULT_DATASET if source is None else text(str(source), "TRACE")
     path = Path(name)
     if name == STANDARD_INPUT or (source is not None and path.exists() and not path.is_dir()):
         return path, False
@@ -105,7 +105,17 @@ def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns
     if config.max_prompt_len is not None:
         prompts = integers(np.minimum(prompts, config.max_prompt_len))
     columns = replace(columns, prompt_len=prompts, max_new_tokens=reserved, output_len=outputs)
-    return _until(config.duration, _with_arrivals(columns, config), config.keeps_arrivals)
+    return _until(config.duration, _in_time(_with_arrivals(columns, config)), config.keeps_arrivals)
+
+
+def _in_time(columns: RequestColumns) -> RequestColumns:
+    """`columns`, if all requests arrive within MAX_SPAN_S: later times would lose the precision of latencies."""
+    arrivals_s, think_s = np.asarray(columns.arrival_s), np.asarray(columns.think_s or (0.0,))
+    last_s = float(arrivals_s.max()) + float(think_s.sum())
+    if last_s <= MAX_SPAN_S and arrivals_s.min() >= 0:  # false for NaN
+        return columns
+    raise InputError(f"the last request arrives {last_s:.3g} s after the first; expected at most {MAX_SPAN_S:.3g} s "
+                     "(100 years). Correct the arrivals, or give a higher rate or a smaller --time_scale.")
 
 
 def _with_arrivals(columns: RequestColumns, config: RunConfig) -> RequestColumns:

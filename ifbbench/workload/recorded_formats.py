@@ -11,15 +11,14 @@ from typing import Any
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
-from ifbbench.fields import did_you_mean, integer, integers, number, text, unexpected
+from ifbbench.fields import did_you_mean, integer, integers, number, shown, text, unexpected
 from ifbbench.workload.formats import ReadOptions, Row, TraceFormat
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.texts import PromptTexts
-from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest
+from ifbbench.workload.trace import EPOCH_S, MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest
 
 MILLISECONDS = 1_000
 NANOSECONDS = 1_000_000_000
-EPOCH_S = 1e8  # seconds above which a time is a time stamp since 1970, not a time since the start of a recording
 OTHER_FIELDS = ("request_id", "max_new_tokens", "priority", "class", "lora_task_id")
 UNITS = {"arrival_s": 1, "arrival_ms": MILLISECONDS, "arrival_us": 1_000_000, "arrival_ns": NANOSECONDS}
 
@@ -232,7 +231,7 @@ def table_format(columns: str, keys: Collection[str]) -> type[TableFormat]:
             fields = ", ".join(dict.fromkeys(known))
             raise InputError(f"--columns has the field {field!r}; expected {fields}.{did_you_mean(field, known)}")
         if keys and name not in keys:
-            there = ", ".join(sorted(keys))[:300]
+            there = ", ".join(shown(key)[1:-1] for key in sorted(keys))[:300]
             hint = did_you_mean(name, list(keys))
             raise InputError(f"--columns names the column {name!r}; the file has {there}.{hint}")
         named[field] = name

@@ -35,6 +35,7 @@ REQUIRED_KEYS = ("num_requests",)
 LENGTH_KEYS = ("prompt_len", "output_len")
 KIND_NAMES: dict[Any, str] = {kind: name for kinds in (LENGTHS, DURATIONS, ARRIVALS) for name, kind in kinds.items()}
 MAX_POOLS = 10_000_000
+MAX_REQUESTS = 1_000_000_000
 FROM_ARRIVAL, FROM_ANSWER = "arrival", "answer"
 ALL_AT_ONCE = AllAtOnce()
 
@@ -104,7 +105,7 @@ class WorkloadSpec(Limited):
     """
 
     name: str
-    num_requests: Annotated[int, {"minimum": 1}]
+    num_requests: Annotated[int, {"minimum": 1, "maximum": MAX_REQUESTS, "guards": True}]
     prompt_len: LengthDistribution | None = None
     output_len: LengthDistribution | None = None
     arrival: ArrivalProcess = ALL_AT_ONCE
@@ -153,8 +154,8 @@ def read_spec(path: Path) -> WorkloadSpec:
             document = tomllib.loads(text) if path.suffix.lower() == ".toml" else yaml.safe_load(text)
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}.") from error
-        except (ValueError, yaml.YAMLError) as error:
-            raise InputError(f"not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}.") from error
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise InputError(f"not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())[:300]}.") from error
         return parse_spec(document, default_name=path.stem)
 
 
@@ -164,7 +165,7 @@ def parse_spec(document: Any, default_name: str) -> WorkloadSpec:
     required = REQUIRED_KEYS if "classes" in given else (*REQUIRED_KEYS, *LENGTH_KEYS)
     values = {"name": default_name} | fields.table(given, "the specification", None, required)
     return WorkloadSpec(
-        name=fields.text(values["name"], "name"),
+        name=fields.file_name(values["name"], "name"),
         num_requests=values["num_requests"],
         arrival=_chosen(values["arrival"], ARRIVALS, "arrival", "process") if "arrival" in values else ALL_AT_ONCE,
         **({"classes": _classes(values)} if "classes" in values else _class_facts(values)),

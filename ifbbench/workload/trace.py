@@ -17,6 +17,7 @@ from ifbbench.errors import InputError
 PREFIX_BLOCK = 512
 MAX_LENGTH = 2**31 - 1
 MAX_ID = 2**63 - 1
+EPOCH_S = 1e8  # seconds above which a time is a time stamp since 1970, not a time since the start of a recording
 
 PrefixRun: TypeAlias = tuple[int, int]
 """A prefix id, and how many of its first tokens."""
@@ -83,20 +84,15 @@ class TraceRequest:
         """The request with at most the first `max_prompt_len` tokens of its prompt; shared prefixes stay shared."""
         if self.prompt_len <= max_prompt_len:
             return self
-        tokens, ids, lens = self.prompt_tokens, self.prefix_ids, self.prefix_lens
+        ids, lens = self.prefix_ids, self.prefix_lens
         if lens is not None:
             starts = np.cumsum((0, *lens)).tolist()
             kept = (min(length, max_prompt_len - start) for start, length in zip(starts, lens, strict=False))
             lens = tuple(length for length in kept if length > 0)
         if ids is not None:
             ids = ids[: num_blocks(max_prompt_len) if lens is None else len(lens)]
-        return replace(
-            self,
-            prompt_len=max_prompt_len,
-            prompt_tokens=None if tokens is None else tokens[:max_prompt_len],
-            prefix_ids=ids,
-            prefix_lens=lens,
-        )
+        tokens = None if self.prompt_tokens is None else self.prompt_tokens[:max_prompt_len]
+        return replace(self, prompt_len=max_prompt_len, prompt_tokens=tokens, prefix_ids=ids, prefix_lens=lens)
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -137,10 +133,12 @@ Recall: TypeAlias = Callable[[int], TraceRequest]
 NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
-
 def integers(values: ArrayLike) -> Integers:
-    """A column of lengths in tokens."""
-    return array(LENGTH, np.asarray(values, np.int32).tobytes())
+    """A column of lengths in tokens; InputError for one beyond MAX_LENGTH."""
+    lengths = np.asarray(values)
+    if lengths.size and (longest := int(lengths.max())) > MAX_LENGTH:
+        raise InputError(f"a request has {longest} tokens; expected at most {MAX_LENGTH}. Give smaller lengths.")
+    return array(LENGTH, lengths.astype(np.int32).tobytes())
 
 
 def identifiers(values: ArrayLike) -> Integers:
@@ -211,16 +209,14 @@ class RequestColumns(Sequence[TraceRequest]):
         if self.after is not None and self.think_s is not None and self.after[index] != NO_REQUEST:
             session = {"after": self.after[index], "think_s": self.think_s[index]}
         return replace(
-            self.recall(origin).shortened(self.prompt_len[index]),
-            request_id=self.request_id[index],
-            arrival_s=self.arrival_s[index],
-            max_new_tokens=self.max_new_tokens[index],
-            output_len=self.output_len[index],
-            **session,
-        )
+            self.recall(origin).shortened(self.prompt_len[index]), request_id=self.request_id[index],
+            arrival_s=self.arrival_s[index], max_new_tokens=self.max_new_tokens[index],
+            output_len=self.output_len[index], **session,
+        )  # fmt: skip
 
     def by_arrival(self) -> "RequestColumns":
-        """The requests in order of arrival, equal ones as they are here; moved to start at 0 if they start before."""
+        """The requests in order of arrival, equal ones as they are here; moved to start at 0 if they start before, or
+        at a time stamp since 1970."""
         if not len(self):
             return self
         arrivals_s = np.asarray(self.arrival_s)
@@ -232,7 +228,9 @@ class RequestColumns(Sequence[TraceRequest]):
                 columns[name] = array(column.typecode, np.asarray(column)[order].tobytes())
             ordered = replace(self, **columns)
         start_s = ordered.arrival_s[0]
-        return ordered if start_s >= 0 else replace(ordered, arrival_s=seconds(np.asarray(ordered.arrival_s) - start_s))
+        if 0 <= start_s < EPOCH_S:
+            return ordered
+        return replace(ordered, arrival_s=seconds(np.asarray(ordered.arrival_s) - start_s))
 
 
 class ColumnsBuilder:

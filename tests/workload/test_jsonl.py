@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ifbbench.errors import InputError
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.reading import read_trace
-from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, TraceRequest
+from ifbbench.workload.trace import EPOCH_S, MAX_ID, MAX_LENGTH, TraceRequest
 
 GOOD = {"arrival_s": 0.5, "prompt_len": 7, "max_new_tokens": 9, "output_len": 4}
 
@@ -103,7 +103,7 @@ lengths = st.integers(1, MAX_LENGTH)
 requests_of_lengths = st.builds(
     TraceRequest,
     request_id=st.integers(0, MAX_ID),
-    arrival_s=st.floats(0, allow_infinity=False, allow_nan=False),
+    arrival_s=st.floats(0, EPOCH_S, exclude_max=True),
     prompt_len=lengths,
     max_new_tokens=lengths,
     output_len=lengths,
