@@ -243,8 +243,8 @@ class TokenGenerationLoop:
         context = batches[0].context if batches else ()
         padding = 0
         if self._is_static and context:
-            longest = max(chunk.length for chunk in context)
-            padding = sum(longest - chunk.length for chunk in context)
+            lengths = [chunk.length for chunk in context]
+            padding = max(lengths) * len(lengths) - sum(lengths)
         tokens = num_generation = len(plan.rows)
         if self.table.any_wide_steps:
             tokens = int(self.table.step_tokens[plan.rows].sum())
@@ -317,6 +317,8 @@ class TokenGenerationLoop:
         self._observer.iteration(iteration.record)
         if self.adapters is not None:
             self.adapters.forget_device()
+            for later in self._in_flight if iteration.record.loads else ():  # may need what was not copied
+                later.error = error
         rows = [chunk.request.slot for batch in iteration.batches for chunk in batch.context]
         rows += [slot for batch in iteration.batches for slot in batch.slots.tolist()]
         for row in rows:  # -1 if the request has left

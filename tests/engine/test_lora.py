@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import Batch, NullExecutor
-from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, NullExecutor, StepOutputs
+from ifbbench.engine.config import BatchingConfig, Overlap
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.lora import AdapterCache, AdapterLoad, AdapterSize, LoraConfig
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
@@ -153,6 +153,20 @@ class Recording(NullExecutor):
         self.batches.append(batch)
 
 
+class FailingWhenCollected(Recording):
+    """Fails when the iterations of `failing` are collected, while others are in flight."""
+
+    def __init__(self, failing: Sequence[int]) -> None:
+        super().__init__()
+        self._fails, self._collected = failing, 0
+
+    def collect(self) -> StepOutputs:
+        self._collected += 1
+        if self.batches[self._collected - 1].iteration in self._fails:
+            raise RuntimeError("no memory")
+        return NO_OUTPUTS
+
+
 class Records:
     """An observer that keeps the records."""
 
@@ -259,3 +273,18 @@ def test_after_an_error_adapters_are_loaded_again() -> None:
     assert answers[1].error is None
     loads = [batch.adapters.loads for batch in executor.batches if batch.adapters]
     assert [len(each) for each in loads] == [1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"overlap": Overlap.PARTITIONED}, {"overlap": Overlap.ASYNC}, {"pp_size": 2}], ids=str
+)
+def test_what_is_in_flight_behind_a_failed_load_fails_too(changes: dict[str, Any]) -> None:
+    """Iteration 1 needs the adapter that iteration 0 was to copy."""
+    lora = LoraConfig(FakeSource({5: 1}), 2, 100, 40, 4)
+    limits = replace(CONFIG, max_batch_size=2, **changes)
+    executor = FailingWhenCollected([0])
+    _, _, answers = run(limits, [request_with(5, index) for index in range(3 * limits.max_active)], lora, executor)
+    failed = [index for index, response in answers.items() if response.error is not None]
+    assert failed == list(range(limits.max_active))
+    loads = [batch.iteration for batch in executor.batches if batch.adapters and batch.adapters.loads]
+    assert loads == [0, 2, 3], "after each failure what the device holds is unknown"

@@ -61,7 +61,7 @@ def test_as_many_are_announced_as_are_refused(seed: int, tmp_path: Path, caplog:
     [
         ({"prompt_len": 64}, ["--no_enable_chunked_context", "--max_num_tokens", "32"], "--enable_chunked_context"),
         ({"prompt_len": 64}, ["--max_num_tokens", "31"], "A larger --max_num_tokens"),
-        ({"prompt_len": 64}, ["--type", "v1", "--max_num_tokens", "60"], "A larger --max_num_tokens"),
+        ({"prompt_len": 64}, ["--type", "v1", "--max_input_len", "60"], "A larger --max_input_len"),
         ({"prompt_len": 64}, ["--max_input_len", "60"], "A larger --max_input_len"),
         ({"prompt_len": 64}, ["--max_seq_len", "60"], "A larger --max_seq_len"),
         ({"prompt_len": 64}, ["--max_tokens_in_paged_kvcache", "64"], "--max_tokens_in_paged_kvcache"),

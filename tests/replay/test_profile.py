@@ -21,7 +21,9 @@ def run(directory: Path, **changes: Any) -> list[dict[str, Any]]:
     """What the lines of a short run say under "ifbbench"."""
     settings = {"device": "cpu", "time_scale": 0, "max_batch_size": 4, "max_num_tokens": 64, "profile": True}
     run_trace("documentation", RunConfig(**{**settings, "output": str(directory), **changes}))
-    return [json.loads(line)["ifbbench"] for line in (directory / "iterations.jsonl").read_text().splitlines()]
+    # Static batches have their steps in a file of their own.
+    name = "steps.jsonl" if changes.get("type") == "v1" else "iterations.jsonl"
+    return [json.loads(line)["ifbbench"] for line in (directory / name).read_text().splitlines()]
 
 
 def report(directory: Path) -> str:
