@@ -174,9 +174,11 @@ class TokenGenerationLoop:
 
     @property
     def _has_empty_turn(self) -> bool:
-        """Whether an iteration without requests is run: the turn of a micro batch while others are in flight."""
-        is_one_of_several = self._num_micro_batches > 1 and len(self.active) > 0
-        return is_one_of_several and any(iteration.batches for iteration in self._in_flight)
+        """Whether an iteration without requests is run: the turn of a micro batch while others are in flight, or wait
+        for their turn because their iterations were collected before a pause, or after an error."""
+        if self._num_micro_batches == 1 or not len(self.active):
+            return False
+        return self.table.num_in_flight > 0 or any(iteration.batches for iteration in self._in_flight)
 
     def _forget_empty_turns(self) -> None:
         """No request is active: the turns of micro batches without requests since the last one ended did not happen."""

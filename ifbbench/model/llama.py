@@ -147,7 +147,7 @@ class LlamaModel:
         """Input of the first layer, [tokens, hidden]."""
         embedding, part = self._weights.embedding, self.part
         hidden = embedding.index_select(0, inputs.tokens) if part is None else part.embedded(embedding, inputs.tokens)
-        if (virtual := inputs.virtual) is not None:
+        if (virtual := inputs.virtual) is not None and (part is None or part.is_first):
             hidden.index_copy_(0, virtual.rows, virtual.embeddings.to(hidden.dtype))
         return hidden
 
