@@ -4,9 +4,11 @@ between the processes (gloo)."""
 import os
 import pickle
 import platform
-from collections import deque
+import struct
+import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -26,19 +28,38 @@ from ifbbench.model.part import ModelPart
 START_TIMEOUT_S = 1800.0
 SHORTEST_RENDEZVOUS_S = 60.0
 DEFAULT_TIMEOUT_S = 300.0
-# Bytes of the first piece of a message, its length included. A longer message has a second piece.
-FIRST_PIECE, LENGTH_BYTES = 1024, 8
+# Bytes of the first piece of a message, its header included. A longer message has a second piece.
+FIRST_PIECE = 1024
+# The length of the message, the run, and the number of the message in that run from this rank to the other.
+HEADER = struct.Struct("<QQQ")
+ROOM = FIRST_PIECE - HEADER.size
 # Messages and hidden states that were sent and may not have arrived.
 MAX_PENDING = 16
 TIMED_OUT_TEXTS = ("timed out", "timeout")
+# Where a rank stores why it ends.
+FAILURE = "ifbbench/failure"
 
 Group = Any  # torch.distributed's type is not public
 
 
 class RankLost(RankFailed):
-    """Another rank did not answer in time, or its process has ended."""
+    """Another rank does not answer: its process has ended, or hangs."""
 
     is_lost = True
+
+
+class RankTimedOut(RankLost):
+    """Another rank did not answer in time."""
+
+
+class MessageOutOfOrder(RankFailed):
+    """A message of another run, or another one of this run, than the one that is expected."""
+
+    def __init__(self, rank: int, source: int, found: list[int], expected: list[int]) -> None:
+        super().__init__(
+            f"rank {rank} received message {found[1]} of run {found[0]} from rank {source}, and expected message "
+            f"{expected[1]} of run {expected[0]}. All ranks must run the same version of ifbbench."
+        )
 
 
 class Communicator:
@@ -76,6 +97,9 @@ class Communicator:
         self._next = pairs[self.rank] if self.stage < pp_size - 1 else None
         self._previous = pairs[self.rank - tp_size] if self.stage else None
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._run = 0
+        # Messages of this run to and from each rank.
+        self._num_sent, self._num_received = Counter[int](), Counter[int]()
         own = {"rank": self.rank, "stage": self.stage, "tp_rank": self.tp_rank, "device": str(self.device),
                "host": platform.node(), "pid": os.getpid()}  # fmt: skip
         self.ranks: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
@@ -84,6 +108,13 @@ class Communicator:
     def part(self, model: ModelConfig) -> ModelPart:
         """This rank's part of `model`. InputError if the ranks cannot share it."""
         return ModelPart(model, self, self.tp_size, self.tp_rank, self.pp_size, self.stage)
+
+    def begin_run(self, run: int) -> None:
+        """Messages from now on are of this run. Those of another run are refused."""
+        self._wait_for_pending(0)
+        self._run = run
+        self._num_sent.clear()
+        self._num_received.clear()
 
     def close(self) -> None:
         """Leave: other ranks get an error as soon as they wait for this one."""
@@ -143,17 +174,21 @@ class Communicator:
         self._wait_for_pending(0)
 
     def receive_message(self, source: int) -> bytes:
-        """The next message from this rank."""
+        """The next message from this rank. MessageOutOfOrder if it is another than the one that is expected."""
         first = torch.empty(FIRST_PIECE, dtype=torch.uint8)
         with self._answered(f"rank {source}"):
             dist.recv(first, source, group=self._messages)
             packed = first.numpy().tobytes()
-            length = int.from_bytes(packed[:LENGTH_BYTES], "little")
-            if length <= FIRST_PIECE - LENGTH_BYTES:
-                return packed[LENGTH_BYTES : LENGTH_BYTES + length]
-            rest = torch.empty(length - (FIRST_PIECE - LENGTH_BYTES), dtype=torch.uint8)
+            length, *found = HEADER.unpack_from(packed)
+            expected = [self._run, self._num_received[source]]
+            if found != expected:
+                raise MessageOutOfOrder(self.rank, source, found, expected)
+            self._num_received[source] += 1
+            if length <= ROOM:
+                return packed[HEADER.size : HEADER.size + length]
+            rest = torch.empty(length - ROOM, dtype=torch.uint8)
             dist.recv(rest, source, group=self._messages)
-        return packed[LENGTH_BYTES:] + rest.numpy().tobytes()
+        return packed[HEADER.size :] + rest.numpy().tobytes()
 
     @property
     def _last_rank(self) -> int:
@@ -161,14 +196,14 @@ class Communicator:
         return self.world_size - self.tp_size
 
     def _send_message(self, message: bytes, ranks: Sequence[int]) -> None:
-        packed = len(message).to_bytes(LENGTH_BYTES, "little") + message
-        pieces = [packed[:FIRST_PIECE].ljust(FIRST_PIECE, b"\0")]
-        if len(packed) > FIRST_PIECE:
-            pieces.append(packed[FIRST_PIECE:])
-        for piece in pieces:
-            tensor = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-            for rank in ranks:
-                self._send(tensor, rank, self._messages)
+        first = message[:ROOM].ljust(ROOM, b"\0")
+        rest = torch.frombuffer(bytearray(message[ROOM:]), dtype=torch.uint8) if len(message) > ROOM else None
+        for rank in ranks:
+            header = HEADER.pack(len(message), self._run, self._num_sent[rank])
+            self._num_sent[rank] += 1
+            self._send(torch.frombuffer(bytearray(header + first), dtype=torch.uint8), rank, self._messages)
+            if rest is not None:
+                self._send(rest, rank, self._messages)
 
     def _send(self, tensor: Tensor, rank: int, group: Group) -> None:
         """Send without waiting. The memory is kept until the tensor has been sent."""
@@ -192,8 +227,12 @@ class Communicator:
             if is_out_of_memory(error):
                 raise
             timed_out = any(text in str(error).lower() for text in TIMED_OUT_TEXTS)
-            what = f"no answer for {self.timeout_s:g} s (--rank_timeout)" if timed_out else "the connection is lost"
-            raise RankLost(f"rank {self.rank} waits for {by}: {what}") from error
+            if timed_out:
+                if self.rank == 0:
+                    report_failure("no answer in time")
+                raise RankTimedOut(f"rank {self.rank} waits for {by}: no answer for {self.timeout_s:g} s "
+                                   "(--rank_timeout)") from error  # fmt: skip
+            raise _lost(f"rank {self.rank} waits for {by}: the connection is lost") from error
 
 
 def _new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Group:
@@ -244,8 +283,48 @@ def communicator_for(tp_size: int, pp_size: int, device: str, timeout_s: float) 
 
 
 def communicator_of(config: RunConfig) -> Communicator:
-    """The communicator of a run with `config`."""
-    return communicator_for(config.tp_size, config.pp_size, config.device, config.rank_timeout)
+    """The communicator of a run with `config`. RankLost if a rank fails to make it."""
+    try:
+        return communicator_for(config.tp_size, config.pp_size, config.device, config.rank_timeout)
+    except RuntimeError as error:
+        raise _lost(f"rank {dist.get_rank()} cannot connect to the others: {error}") from error
+
+
+def leave() -> None:
+    """Close all connections to other ranks. At exit PyTorch would do so too late, and abort the process."""
+    dist.destroy_process_group()
+
+
+def report_failure(reason: str) -> bool:
+    """Store why this rank ends, for rank 0, before the connections of this rank are closed. Whether that succeeded."""
+    with suppress(RuntimeError, ValueError):
+        _store().set(FAILURE, f"in rank {dist.get_rank()}, {reason}")
+        return _store().check([FAILURE])
+    return False
+
+
+def rank_0_reports(within_s: float) -> bool:
+    """Whether rank 0 has noticed a failure."""
+    noticed = threading.Event()
+
+    def look() -> None:
+        while not _store().check([FAILURE]):
+            noticed.wait(within_s / 20)
+        noticed.set()
+
+    threading.Thread(target=look, daemon=True).start()  # for ever, if the process of rank 0 is stopped
+    return noticed.wait(within_s)
+
+
+def _lost(reason: str) -> RankLost:
+    """The error of a lost connection: on rank 0, what a rank has reported before it closed its own; else `reason`."""
+    if dist.get_rank() == 0 and _store().check([FAILURE]):
+        reason = _store().get(FAILURE).decode()
+    return RankLost(reason)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 @cache
@@ -259,5 +338,5 @@ def share(content: Any) -> Any:
     try:
         dist.broadcast_object_list(message, src=0, group=_world())
     except RuntimeError as error:
-        raise RankLost("the connection to rank 0 is lost") from error
+        raise _lost("the connection to another rank is lost") from error
     return pickle.loads(message[0])

@@ -1,11 +1,9 @@
 """Runs in several processes, one a rank: starts them, waits for rank 0's result, and ends all when one has failed.
 
-Under torchrun or mpirun, which start the processes, each rank does the same without this parent.
+What the ranks do, also without this parent under torchrun or mpirun: see `rank_runs`.
 """
 
-import atexit
 import ctypes
-import logging
 import os
 import platform
 import signal
@@ -15,25 +13,20 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.execution.ranks import Place, cause_of, launched_place, num_ranks
+from ifbbench.execution.ranks import Place, cause_of, num_ranks
 from ifbbench.model.config import check_ranks
 from ifbbench.model.named_models import load_model_config
-
-if TYPE_CHECKING:
-    from ifbbench.api.ranks import RankLoop
-    from ifbbench.execution.communicator import Communicator
+from ifbbench.replay.rank_runs import follow
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
 REPORT_S, WRITE_S = 2.0, 20.0
@@ -41,7 +34,6 @@ POLL_S = 0.2
 WRITING = "writing results"
 PR_SET_PDEATHSIG = 1
 START = "from ifbbench.replay.rank_processes import work; work()"
-_log = logging.getLogger("ifbbench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +220,6 @@ def work() -> None:
         job = connection.recv()
         threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
         if isinstance(job, RunConfig):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            _log.setLevel(logging.CRITICAL)  # rank 0 logs the same
             follow(job)
         else:
             connection.send(("result", _do(job, connection)))
@@ -264,59 +254,3 @@ def _sendable(error: BaseException, cause: BaseException) -> BaseException:
     if isinstance(error, InputError):
         return InputError(str(error))
     return IfbbenchError(str(cause) or repr(cause))
-
-
-# Every rank of a launcher, this module's or another.
-
-
-def starts_ranks(config: RunConfig) -> bool:
-    """Whether a run needs processes that no launcher has started. Other ranks than 0 of a launcher take part in its
-    runs, and end here (SystemExit)."""
-    place = launched_place(config)
-    if place is not None and place.rank:
-        follow(config)
-        raise SystemExit(0)
-    return place is None and num_ranks(config) > 1
-
-
-def lead(config: RunConfig, beam_width: int) -> "Communicator | None":
-    """The communicator of rank 0 for a run, for which the other ranks make their engines; None for a single process."""
-    if num_ranks(config) == 1:
-        return None
-    # Imported here because it imports torch.
-    from ifbbench.execution.communicator import communicator_of, join, share
-
-    join(config.rank_timeout)
-    if not _is_leading:
-        _is_leading.append(True)
-        atexit.register(share, None)
-    share((config, beam_width))
-    return communicator_of(config)
-
-
-_is_leading: list[bool] = []
-
-
-def loop_maker(engine: Engine) -> "Callable[..., RankLoop]":
-    """The class of the loop of an engine with a communicator."""
-    from ifbbench.api.ranks import RankLoop
-
-    assert engine.communicator is not None
-    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
-
-
-def follow(config: RunConfig) -> None:
-    """Take part in the runs of rank 0, until it ends. config: of the first."""
-    from ifbbench.execution.communicator import communicator_of, join, share
-
-    join(config.rank_timeout)
-    while (job := share(None)) is not None:
-        config, beam_width = job
-        communicator = communicator_of(config)
-        engine = build_engine(config, beam_width, owns_process=True, communicator=communicator)
-        try:
-            warm_up(engine)
-            loop_maker(engine)(engine.limits, engine.executor, engine.clock, next_change=lambda now_s: None,
-                               next_priority=lambda: None).follow()  # fmt: skip
-        finally:
-            engine.executor.close()

@@ -20,7 +20,8 @@ from ifbbench.errors import InputError, RunFailed
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.rank_processes import WRITING, lead, loop_maker, run_in_ranks, starts_ranks
+from ifbbench.replay.rank_processes import WRITING, run_in_ranks
+from ifbbench.replay.rank_runs import leading, loop_maker, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
@@ -53,7 +54,7 @@ def run_trace(
     on_recording: Callable[[Path], None] | None = None, on_recorded: Callable[[Path], None] | None = None,
 ) -> RunResult:  # fmt: skip
     """Replay `source` (see `load_trace`) with `config`, in several processes if it needs them: unless a launcher has
-    started them, they are started here. Ranks of a launcher other than 0 do not return (SystemExit).
+    started them, they are started here. Ranks of a launcher other than 0 do not return.
 
     owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
     on_recorded: is called with the run directory when the recording has ended, also
@@ -136,18 +137,18 @@ def engine_for(
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
     beam_width = columns_of(trace.requests).max_beam_width
-    communicator = None if config.makes_no_tokens else lead(config, beam_width)
-    engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
-    try:
-        for refusal, count in expected_refusals(trace, engine.config, engine.limits):
-            share = f"{count:,} of {len(trace):,}"
-            _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice(refusal, engine.config))
-        if engine.makes_tokens:
-            check_vocabulary(trace, engine.model.vocab_size)
-        warm_up(engine, progress)
-        yield engine
-    finally:
-        engine.executor.close()
+    with leading(config, beam_width) as communicator:
+        engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
+        try:
+            for refusal, count in expected_refusals(trace, engine.config, engine.limits):
+                share = f"{count:,} of {len(trace):,}"
+                _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice(refusal, engine.config))
+            if engine.makes_tokens:
+                check_vocabulary(trace, engine.model.vocab_size)
+            warm_up(engine, progress)
+            yield engine
+        finally:
+            engine.executor.close()
 
 
 def _steady_summary(directory: Path) -> dict[str, Any]:

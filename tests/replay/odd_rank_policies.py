@@ -9,7 +9,7 @@ from ifbbench.engine.policies import CapacityDecision
 from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
 
 A_WHILE = 40  # decisions
-RANK = int(os.environ.get("RANK", "0"))
+RANK = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 
 
 class _Odd(GuaranteedNoEvict):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -20,41 +19,15 @@ from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.ranks import launched_place, place_in_environment
-from ifbbench.replay.run import RunResult, run_trace, summarise_run
+from ifbbench.replay.run import run_trace, summarise_run
+from tests.replay.ranked_runs import ROOT, SIZES, run, simulated_digest, write_trace
 
-ROOT = Path(__file__).parents[2]
-SIZES: dict[str, Any] = {
-    "device": "cpu", "time_scale": 0.0, "max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 128,
-    "max_tokens_in_paged_kvcache": 512, "enable_chunked_context": True, "warm_up": 0,
-}  # fmt: skip
 START_S, END_S = 60.0, 60.0
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 requests; every other one shares a prefix with others."""
-    draw = random.Random(1)
-    prefix = [draw.randrange(4096) for _ in range(40)]
-    rows = []
-    for number in range(64):
-        prompt = [draw.randrange(4096) for _ in range(draw.randint(5, 60))]
-        output_len = draw.randint(4, 20)
-        rows.append({
-            "request_id": number, "arrival_s": 0.0, "prompt_tokens": prefix[: 40 * (number % 2)] + prompt,
-            "prompt_len": 40 * (number % 2) + len(prompt), "output_len": output_len,
-            "max_new_tokens": output_len + draw.randint(0, 8),
-        })  # fmt: skip
-    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def run(trace: Path, directory: Path, **settings: Any) -> tuple[RunResult, list[Any]]:
-    """The result and the tokens of a run into `directory`."""
-    tokens = directory.with_suffix(".tokens.json")
-    paths = {"output": str(directory), "responses_json": str(tokens), "overwrite": True}
-    result = run_trace(str(trace), RunConfig(**SIZES | settings | paths))
-    return result, json.loads(tokens.read_text())
+    return write_trace(tmp_path_factory.mktemp("trace") / "trace.jsonl")
 
 
 class Notes:
@@ -87,100 +60,6 @@ def test_tensor_parallelism(trace: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len({row["pid"] for row in ranks} | {os.getpid()}) == 3
     assert simulated_digest(trace, tmp_path, tp_size=2) == two.summary["schedule_digest"]
-
-
-def test_pipeline_parallelism(trace: Path, tmp_path: Path) -> None:
-    _, expected = run(trace, tmp_path / "one")
-    two, tokens = run(trace, tmp_path / "pp2", pp_size=2, check_ranks=7)
-    assert tokens == expected
-    lines = [json.loads(line) for line in (two.directory / "iterations.jsonl").read_text().splitlines()]
-    assert {line["MicroBatch ID"] for line in lines} == {0, 1}
-    assert simulated_digest(trace, tmp_path, pp_size=2) == two.summary["schedule_digest"]
-
-
-def simulated_digest(trace: Path, tmp_path: Path, **sizes: int) -> str:
-    settings = SIZES | {"device": "sim:cpu", "output": str(tmp_path / "simulated")} | sizes
-    return str(run_trace(str(trace), RunConfig(**settings)).summary["schedule_digest"])
-
-
-def launch(script: str, arguments: list[str], world_size: int, **more: str) -> list[subprocess.Popen[str]]:
-    """Processes with the environment of Open MPI's mpirun."""
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more | {
-                f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
-                (("RANK", rank), ("SIZE", world_size), ("LOCAL_RANK", rank), ("LOCAL_SIZE", world_size))
-            },
-        ) for rank in range(world_size)
-    ]  # fmt: skip
-
-
-# Several runs in the processes of one launcher.
-MATRIX = """
-import json, sys
-from ifbbench.config import RunConfig
-from ifbbench.replay.run import run_trace
-for settings in json.loads(sys.argv[2]):
-    run_trace(sys.argv[1], RunConfig(**settings))
-"""
-POLICIES: list[dict[str, Any]] = [
-    {"policy": "guaranteed_no_evict", "max_batch_size": 16, "max_num_tokens": 128},
-    {"policy": "max_utilization", "max_tokens_in_paged_kvcache": 256},
-    {"policy": "max_utilization", "enable_chunked_context": False, "max_num_tokens": 128, "enable_kv_cache_reuse": True,
-     "max_tokens_in_paged_kvcache": 384, "max_batch_size": 16, "tokens_per_block": 8},
-]  # fmt: skip
-MORE: list[dict[str, Any]] = [
-    {"type": "v1", "max_num_tokens": 128}, {"type": "inflight_unfused"}, {"enable_trt_overlap": True},
-    {"kv_cache_type": "contiguous", "enable_chunked_context": False, "max_num_tokens": 128},
-    {"max_attention_window": "24"}, {"temperature": 0.8, "seed": 5}, {"max_beam_width": 2, "beam_width": 2},
-    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8},
-    {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
-]  # fmt: skip
-
-
-def check_all(trace: Path, directory: Path, cases: list[tuple[dict[str, Any], dict[str, int]]]) -> list[dict[str, Any]]:
-    """Each (settings, split) gives the tokens of one process. All splits need as many ranks. Returns the summaries."""
-    expected: dict[str, Any] = {}
-    runs = []
-    for number, (given, split) in enumerate(cases):
-        name = f"{number}-{given}-{split}".replace("/", "")
-        if str(given) not in expected:
-            expected[str(given)] = run(trace, directory / f"{number}-one", **given)[1]
-        paths = {"output": str(directory / str(number)), "responses_json": str(directory / f"{number}.json")}
-        runs.append((number, name, SIZES | given | split | paths))
-    _, split = cases[0]
-    world_size = split.get("tp_size", 1) * split.get("pp_size", 1)
-    processes = launch(MATRIX, [str(trace), json.dumps([config for _, _, config in runs])], world_size)
-    for process in processes:
-        output, _ = process.communicate(timeout=900)
-        assert process.returncode == 0, output
-    summaries = [json.loads((directory / str(number) / "summary.json").read_text()) for number, _, _ in runs]
-    for (number, name, _), (given, _), summary in zip(runs, cases, summaries, strict=True):
-        tokens = json.loads((directory / f"{number}.json").read_text())
-        assert summary["requests"]["completed"] == len(tokens) == 64, name
-        # In 16 bits a sum of parts is rounded otherwise than a whole one.
-        assert tokens == expected[str(given)] or given.get("dtype") == "bf16", name
-    return summaries
-
-
-def test_four_ranks_of_a_launcher(trace: Path, tmp_path: Path) -> None:
-    """Pauses, reuse, whole prompts, LoRA, and tensor parallelism within pipeline stages."""
-    settings = POLICIES[2] | {"num_loras": 3, "lora_rank": 8}
-    (summary,) = check_all(trace, tmp_path, [(settings, {"tp_size": 2, "pp_size": 2})])
-    assert summary["pauses"] > 0
-    assert summary["prefix_hit_rate"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", [
-    {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"pp_size": 4},
-], ids=str)  # fmt: skip
-def test_all_settings(trace: Path, tmp_path: Path, split: dict[str, int]) -> None:
-    settings = [*POLICIES, *MORE]
-    if "pp_size" in split:  # V1 runs in no pipeline
-        settings.remove(MORE[0])
-    check_all(trace, tmp_path, [(given, split) for given in settings])
 
 
 @pytest.mark.slow
@@ -272,14 +151,6 @@ def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
     check_readable(tmp_path / "run")
 
 
-def test_a_rank_that_decides_otherwise(trace: Path, tmp_path: Path) -> None:
-    policy = "tests.replay.odd_rank_policies:Differs"
-    with started(trace, tmp_path / "run", "--policy", policy, status=1):
-        pass
-    assert re.search(r"rank 1 decided otherwise than rank 0 in iteration \d+\.", message_of(tmp_path / "run"))
-    check_readable(tmp_path / "run")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "sign"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (-1, signal.SIGKILL),
                                             (-1, signal.SIGTERM)])  # fmt: skip
@@ -296,6 +167,7 @@ def test_other_processes_that_die_or_hang(trace: Path, tmp_path: Path, rank: int
 @pytest.mark.parametrize(("policy", "message"), [
     ("OutOfMemory", r"in rank 1, policy .* failed: .*no memory for a list of requests"),
     ("Hangs", r"rank 0 did not answer for 2 s"),
+    ("Differs", r"rank 1 decided otherwise than rank 0 in iteration \d+\."),
 ])  # fmt: skip
 def test_a_rank_that_fails_or_hangs_in_a_policy(trace: Path, tmp_path: Path, policy: str, message: str) -> None:
     options = ["--policy", f"tests.replay.odd_rank_policies:{policy}", "--rank_timeout", "2"]

@@ -1,0 +1,157 @@
+"""Runs in processes that are there already, started by a launcher or by `rank_processes`: rank 0 leads, others follow.
+
+Before each run all ranks agree upon its number and settings. A run that fails ends the other ranks; under a launcher,
+rank 0 alone says why.
+"""
+
+import atexit
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.execution.ranks import STORE, cause_of, launched_place, num_ranks
+
+if TYPE_CHECKING:
+    from ifbbench.api.ranks import RankLoop
+    from ifbbench.execution.communicator import Communicator
+
+# How long another rank waits for rank 0 to report that a rank does not answer.
+REPORT_S = 2.0
+_log = logging.getLogger("ifbbench")
+
+
+def starts_ranks(config: RunConfig) -> bool:
+    """Whether a run needs processes that no launcher has started. Other ranks than 0 of a launcher take part in its
+    runs, and do not return."""
+    place = launched_place(config)
+    if place is None:
+        return num_ranks(config) > 1
+    if place.rank:
+        _follow_and_exit(config, place.rank)
+    if not _has_parent():
+        _led.meet(config)  # so that others are not left waiting if nothing comes of the run
+    return False
+
+
+def _has_parent() -> bool:
+    """Whether `rank_processes` started the ranks, reports their failures and ends them."""
+    return STORE in os.environ
+
+
+# Rank 0.
+
+
+@dataclass(slots=True)
+class _Led:
+    """The runs of rank 0 in this process. is_unfinished: the latest one has begun and not ended as it should."""
+
+    num_runs: int = 0
+    is_unfinished: bool = False
+    has_met: bool = False
+
+    def meet(self, config: RunConfig) -> None:
+        """Find the other ranks, at the first call. They wait until this process begins a run, or exits."""
+        # Imported here because it imports torch.
+        from ifbbench.execution.communicator import join
+
+        join(config.rank_timeout)
+        if not self.has_met:
+            self.has_met = True
+            atexit.register(self._end_others)
+
+    def _end_others(self) -> None:
+        from ifbbench.execution.communicator import leave, share
+
+        if not self.is_unfinished:  # else they do not wait for this, but have lost the connection
+            share(None)
+        leave()
+
+
+_led = _Led()
+
+
+@contextmanager
+def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator | None]":
+    """Lead a run in rank 0 that lasts until the end of the block, in which the other ranks make their engines; None for
+    a single process. InputError after a run that failed, which has ended the others."""
+    if num_ranks(config) == 1:
+        yield None
+        return
+    from ifbbench.execution.communicator import communicator_of, share
+
+    _led.meet(config)
+    if _led.is_unfinished:
+        raise InputError("an earlier run of these ranks failed, which has ended the other ranks; launch all again.")
+    _led.num_runs += 1
+    _led.is_unfinished = True
+    share((_led.num_runs, config, beam_width))
+    communicator = communicator_of(config)
+    communicator.begin_run(_led.num_runs)
+    try:
+        yield communicator
+    except BaseException:
+        if not _has_parent():
+            communicator.close()
+        raise
+    _led.is_unfinished = False
+
+
+def loop_maker(engine: Engine) -> "Callable[..., RankLoop]":
+    """The class of the loop of an engine with a communicator."""
+    from ifbbench.api.ranks import RankLoop
+
+    assert engine.communicator is not None
+    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
+
+
+# Other ranks.
+
+
+def follow(config: RunConfig) -> None:
+    """Take part in the runs of rank 0, until it ends. config: of the first."""
+    from ifbbench.execution.communicator import communicator_of, join, share
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the run
+    _log.setLevel(logging.CRITICAL)  # rank 0 logs the same
+    join(config.rank_timeout)
+    while (job := share(None)) is not None:
+        number, config, beam_width = job
+        communicator = communicator_of(config)
+        communicator.begin_run(number)
+        engine = build_engine(config, beam_width, owns_process=True, communicator=communicator)
+        try:
+            warm_up(engine)
+            loop_maker(engine)(engine.limits, engine.executor, engine.clock, next_change=lambda now_s: None,
+                               next_priority=lambda: None).follow()  # fmt: skip
+        finally:
+            engine.executor.close()
+
+
+def _follow_and_exit(config: RunConfig, number: int) -> NoReturn:
+    """Follow rank 0 in the process of rank `number` of a launcher. A failure is reported by rank 0, if it still does
+    anything; by rank 1 if rank 0 hangs; by the launcher if it has died."""
+    status = 0
+    try:
+        follow(config)
+    except BaseException as error:
+        from ifbbench.execution.communicator import RankLost, RankTimedOut, rank_0_reports, report_failure
+
+        status, cause = 1, cause_of(error)
+        if isinstance(cause, RankTimedOut):
+            is_reported = number != 1 or rank_0_reports(REPORT_S)
+        else:
+            is_reported = isinstance(cause, RankLost) or report_failure(str(cause) or repr(cause))
+        if not is_reported:
+            print(f"Error: {cause}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Without the destructors of torch.distributed, which wait for other ranks.
+    os._exit(status)
