@@ -18,6 +18,7 @@ from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.recording import run_directory
+from ifbbench.replay.endpoint_http import new_event_loop
 from ifbbench.serving.app import Endpoints
 from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.metrics import ServerMetrics
@@ -54,7 +55,7 @@ def serve(
         raise
     try:
         warm_up(engine, progress)
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_serve(engine, config, server, listener, on_started, stop))
     finally:
         listener.close()
@@ -182,13 +183,3 @@ def _listen(server: ServerConfig) -> socket.socket:
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """That of uvloop, which is twice as fast, where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
