@@ -6,6 +6,8 @@ from typing import Protocol
 NANOSECONDS = 1_000_000_000
 # `time.sleep` returns this much too late at most times (measured: 0.15 ms on Linux, 0.5 ms when the host is busy).
 SPIN_S = 0.0005
+# Of a simulated device that serves live clients: a host that is later than this does not catch up.
+MAX_LAG_S = 0.05
 
 
 class Clock(Protocol):
@@ -39,6 +41,8 @@ class WallClock:
 
     def now(self) -> float:
         return time.perf_counter() - self._zero
+
+    real_now = now
 
     def timestamp(self) -> float:
         return time.time()
@@ -83,6 +87,36 @@ class VirtualClock:
     def wait_until_ns(self, nanoseconds: int) -> None:
         """`wait_until`, in nanoseconds since the start."""
         self.now_ns = max(self.now_ns, nanoseconds)
+
+
+class PacedClock(VirtualClock):
+    """Simulated time that is not ahead of real time, for a simulated device that serves live clients.
+
+    Waiting for a simulated time also waits for it in reality. While the host keeps up, simulated times are exactly
+    those of a VirtualClock, because a wait that ends late does not delay the next one. A host that is more than
+    MAX_LAG_S late moves the simulated time on to the real one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(epoch_s=round(time.time()))
+        self._real = WallClock()
+
+    def restart(self) -> None:
+        super().restart()
+        self._real.restart()
+        self.epoch_s = round(time.time())
+
+    def real_now(self) -> float:
+        """Real seconds since the start of the run. May be called from any thread."""
+        return self._real.now()
+
+    def wait_until_ns(self, nanoseconds: int) -> None:
+        super().wait_until_ns(nanoseconds)
+        delay = self.now_ns / NANOSECONDS - self._real.now()
+        if delay > 0:
+            time.sleep(delay)
+        elif delay < -MAX_LAG_S:
+            self.now_ns = round(self._real.now() * NANOSECONDS)
 
 
 class Progress(Protocol):

@@ -3,7 +3,8 @@
 import atexit
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,16 +17,16 @@ from ifbbench.api.client import (
     ReturnStats,
     SendResponse,
 )
-from ifbbench.api.engine import build_engine
+from ifbbench.api.engine import Engine, build_engine
 from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
-from ifbbench.clock import WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Executor
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.records import IterationStatistics
+from ifbbench.engine.records import IterationStatistics, Observer
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import integer
@@ -81,17 +82,47 @@ class BatchManager:
     ) -> None:
         settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params or {})
         limits, executor = _engine(executor_or_model, settings)
-        self._owned_executor = None if executor is executor_or_model else executor
         statistics = IterationStatistics(limits.batching_type, limits.max_active)
-        self._callbacks = Callbacks(
+        callbacks = Callbacks(
             get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, statistics,
             may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size,
         )  # fmt: skip
+        self._begin(limits, executor, callbacks, owns_executor=executor is not executor_or_model, start=start)
+
+    @classmethod
+    def of_engine(
+        cls, engine: Engine, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
+        poll_stop_signals: PollStopSignals, observer: Observer, queued: Callable[[], int],
+        wait_for_requests: Callable[[], object],
+    ) -> "BatchManager":  # fmt: skip
+        """A manager of an engine that exists, which the caller closes; on the engine's clock.
+
+        observer: is notified of each iteration, and of each request that ends without being complete. queued: number of
+        requests that have arrived and were not returned yet. wait_for_requests: is called while no request is active;
+        returns when one has arrived, and soon after a call of `close()` or `abort()`."""
+        limits = engine.limits
+        statistics = IterationStatistics(limits.batching_type, limits.max_active)
+        callbacks = Callbacks(
+            get_inference_requests, send_response, poll_stop_signals, None, statistics,
+            may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size, observer=observer,
+        )  # fmt: skip
+        manager = cls.__new__(cls)
+        manager._begin(limits, engine.executor, callbacks, engine.clock, queued, wait_for_requests)
+        return manager
+
+    def _begin(
+        self, limits: BatchingConfig, executor: Executor, callbacks: Callbacks, clock: Clock | None = None,
+        queued: Callable[[], int] = lambda: 0, wait_for_requests: Callable[[], object] | None = None,
+        *, owns_executor: bool = False, start: bool = True,
+    ) -> None:  # fmt: skip
+        self._owned_executor = executor if owns_executor else None
+        self._callbacks = callbacks
         self._loop = TokenGenerationLoop(
-            limits, executor, WallClock(), self._callbacks.get_requests, self._callbacks.send, self._callbacks,
-            poll_stop_signals=self._callbacks.poll,
+            limits, executor, clock or WallClock(), callbacks.get_requests, callbacks.send, callbacks, queued,
+            poll_stop_signals=callbacks.poll,
         )  # fmt: skip
         self._closing, self._aborting, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._wait_for_requests = wait_for_requests or partial(self._wake.wait, IDLE_POLL_S)
         self._failures = 0
         self._truncations: SimpleQueue[tuple[Request, int]] = SimpleQueue()
         self._in_step = self._ended = False
@@ -199,7 +230,7 @@ class BatchManager:
                     continue
                 if closing:
                     return
-                self._wake.wait(IDLE_POLL_S)
+                self._wait_for_requests()
             self._loop.abort("the batch manager was aborted")
         except BaseException as error:  # also SystemExit, which would end the thread silently
             self._fail(error)

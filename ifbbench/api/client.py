@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch, Unobserved
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError
 
@@ -88,15 +88,17 @@ class Callbacks:
         self, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
         poll_stop_signals: PollStopSignals | None, return_batch_manager_stats: ReturnStats | None,
         statistics: IterationStatistics, may_stream: bool, vocab_size: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """may_stream: whether requests may stream. Static batches (V1) respond at their end. vocab_size: of the model,
-        None if it is not known."""
+        None if it is not known. observer: is notified of all that the loop reports."""
         self._get = get_inference_requests
         self._send = send_response
         self._poll = poll_stop_signals
         self._return_stats = return_batch_manager_stats
         self._statistics = statistics
         self._may_stream = may_stream
+        self._observer = observer or Unobserved()
         self._vocab_size = vocab_size
         # Set when a callback has failed too often. Checked between iterations, where the loop's state is consistent.
         self.failure: CallbackFailed | None = None
@@ -152,6 +154,7 @@ class Callbacks:
     def iteration(self, record: IterationRecord) -> None:
         """Pass the iteration's statistics to the client."""
         self.num_iterations += 1
+        self._observer.iteration(record)
         if self._return_stats is None:
             return
         for reported in self._statistics.reported(record):
@@ -164,7 +167,8 @@ class Callbacks:
             self.iteration(record)
 
     def left(self, request: Request, error: str | None) -> None:
-        """Nothing: the request's final response says the same."""
+        """Pass it on; to the client, the request's final response says the same."""
+        self._observer.left(request, error)
 
     def _fetch(self, max_requests: int) -> list[InferenceRequest] | None:
         """The client's requests, None if the callback raises. Items of another type are left out and count as a

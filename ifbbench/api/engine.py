@@ -1,7 +1,7 @@
 """The engine of a run: an executor, its clock and the resolved limits, built from the settings."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,17 +71,20 @@ class Engine:
         }
 
 
-def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool = False) -> Engine:
+def build_engine(
+    config: RunConfig, beam_width: int = 1, *, owns_process: bool = False,
+    make_simulated_clock: Callable[[], VirtualClock] = VirtualClock,
+) -> Engine:  # fmt: skip
     """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
 
     beam_width: the largest of any request, where the settings do not say. owns_process: whether a CPU engine may set
     malloc options and the number of threads for the whole process; without it only the number that `config` asks for
-    is set."""
+    is set. make_simulated_clock: makes the clock of a simulated device."""
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
     if config.makes_no_tokens:
-        return _engine_without_model(config, model, beam_width)
+        return _engine_without_model(config, model, beam_width, make_simulated_clock)
 
     # Imported here because torch takes seconds to load; other devices and invalid settings do not need it.
     import torch
@@ -114,9 +117,11 @@ def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool =
                   makes_tokens=True, profile=profile)  # fmt: skip
 
 
-def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int) -> Engine:
-    """Device null, or simulated hardware with a virtual clock. InputError if that is unknown or the model does not
-    fit."""
+def _engine_without_model(
+    config: RunConfig, model: ModelConfig, beam_width: int, make_clock: Callable[[], VirtualClock]
+) -> Engine:
+    """Device null, or simulated hardware with a clock of `make_clock`. InputError if the hardware is unknown or the
+    model does not fit."""
     hardware = None if config.hardware is None else load_hardware(config.hardware)
     # Nothing is computed, so sequences may be longer than the model's positions.
     longest = max(model.max_position_embeddings, config.max_seq_len or 0)
@@ -128,12 +133,12 @@ def _engine_without_model(config: RunConfig, model: ModelConfig, beam_width: int
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
-        clock = VirtualClock()
+        clock = simulated_clock = make_clock()
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
         cost_model = CostModel(shard, hardware)
-        executor = SimulatedExecutor(cost_model, clock, windows_of_layers(layout, model))
+        executor = SimulatedExecutor(cost_model, simulated_clock, windows_of_layers(layout, model))
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,
                   overhead=overhead)  # fmt: skip
 

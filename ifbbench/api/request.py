@@ -105,6 +105,7 @@ def engine_request(request: InferenceRequest, vocab_size: int | None = None) -> 
         len(tokens),
         integer(request.max_new_tokens, "max_new_tokens"),
         prompt_tokens=tokens,
+        index=request.request_id,
         priority=number(request.priority, "priority"),
         beam_width=integer(request.beam_width, "beam_width"),
         lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id"),

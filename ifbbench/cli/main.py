@@ -19,6 +19,7 @@ INTERRUPTED = 130
 # Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
 COMMANDS = {
     "run": ("run", "Replay a trace and report what happened."),
+    "serve": ("serve", "Serve a model or a simulated device to OpenAI clients."),
     "generate": ("generate", "Print what a model answers to a prompt."),
     "bench": ("bench", "Run with trtllm-bench's options and report."),
     "sweep": ("run", "Run once for each combination of settings."),

@@ -195,9 +195,10 @@ class TextTokenizer:
         """first_tokens: put before every text, where `tokenizer` does not add them itself."""
         self._tokenizer, self._first_tokens = tokenizer, first_tokens
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the model expects at the beginning."""
-        return [*self._first_tokens, *self._tokenizer.encode(text).ids]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects at the beginning unless told not to."""
+        first_tokens = self._first_tokens if add_special_tokens else ()
+        return [*first_tokens, *self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

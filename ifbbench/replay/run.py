@@ -155,7 +155,7 @@ def _recorder(
         printed = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
         make_recorder = partial(_PrintingRecorder, printed=printed)
     return make_recorder(
-        directory, _describe(trace, engine, directory, asked), len(trace), statistics, client.arrival_s,
+        directory, describe(trace, engine, directory, asked), len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
@@ -257,7 +257,7 @@ def _loop(
         pass
 
 
-def _describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -> dict[str, Any]:
+def describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -> dict[str, Any]:
     """The content of run.json. asked: the settings before they were resolved."""
     profile, config = engine.profile, engine.config.as_dict() | {"device": engine.device}
     limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None

@@ -1,15 +1,18 @@
 """Every `ifbbench` command of the README and of the pages in docs/ runs."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
+from tests.serving.clients import server_process
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,8 +59,21 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
     for name, content in STAND_INS.items():
         Path(name).write_text(content)
     for words in filter(is_fast, commands_of(page)):
+        if words[0] == "serve":
+            answer_one_request(words)
+            continue
         result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, f"ifbbench {' '.join(words)}\n{result.output}"
+
+
+def answer_one_request(words: list[str]) -> None:
+    """Start a server as documented, but on a free port, send it a request, and end it."""
+    with server_process(*words[1:]) as server:
+        body = b'{"prompt": "Hello", "max_tokens": 4}'
+        with urllib.request.urlopen(f"{server.url}/v1/completions", body, timeout=30) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 4
+        status, printed = server.end()
+    assert status == 0, printed
 
 
 @pytest.mark.slow

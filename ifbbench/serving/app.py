@@ -1,0 +1,267 @@
+"""The HTTP application: endpoints, limits, errors and clients that go away."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ifbbench.clock import WallClock
+from ifbbench.engine.records import IterationStatistics
+from ifbbench.errors import InputError
+from ifbbench.recording.lines import IterationEncoder
+from ifbbench.serving.answers import Answer, Choice, GenerationFailed, echoes_of, encode, error_object
+from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.metrics import CONTENT_TYPE, ServerMetrics
+from ifbbench.serving.openapi import openapi
+from ifbbench.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Generating,
+    check_supported,
+    engine_requests,
+)
+from ifbbench.serving.service import QueueFull, Service, ServiceEnded
+from ifbbench.serving.texts import Texts
+
+JSON = "application/json"
+CLIENT_LEFT = 499
+RETRY_AFTER_S = 1
+# Longer bodies are read in a thread, so that other clients need not wait for it.
+LONG_BODY = 100_000
+Result = TypeVar("Result")
+
+
+class BadRequest(Exception):
+    """A response with an error instead of an answer. param: the field that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param = status, message, kind, param
+
+
+@dataclass
+class Endpoints:
+    """The endpoints of one service. key: what clients must send, None if they need not; created: when it started, in
+    seconds since the Unix epoch."""
+
+    service: Service
+    texts: Texts
+    config: ServerConfig
+    metrics: ServerMetrics
+    model: str
+    key: str | None
+    created: int
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", self._guarded(self.models)),
+            Route("/v1/models/{name:path}", self._guarded(self.model_of_name)),
+            Route("/health", self.health),
+            Route("/metrics", self.scrape),
+            Route("/iterations", self.iterations),
+            Route("/openapi.json", self.description),
+        ]
+        handlers: dict[Any, Any] = {BadRequest: _bad_request, HTTPException: _http_error, Exception: _defect}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, CompletionRequest)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, ChatRequest)
+
+    async def models(self, _request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model_of_name(self, request: Request) -> Response:
+        if request.path_params["name"] != self.model:
+            raise BadRequest(404, f"there is no such model; this server has {self.model}.", param="model")
+        return _json(self._model())
+
+    async def health(self, _request: Request) -> Response:
+        if self.service.is_running:
+            return _json({"status": "ok"})
+        return _json({"status": "the engine has ended"}, 503)
+
+    async def scrape(self, _request: Request) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def iterations(self, _request: Request) -> Response:
+        """The statistics of the latest iterations, oldest first, in the form of TensorRT-LLM's executor."""
+        limits = self.service.engine.limits
+        statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
+        encoder = IterationEncoder(statistics, as_executor=True)
+        latest = list(self.service.statistics.latest)
+        lines = [line for record, limit in latest for line in encoder.record(record, limit)]
+        return Response(b"[" + b",".join(lines) + b"]", media_type=JSON)
+
+    async def description(self, _request: Request) -> Response:
+        return _json(openapi())
+
+    def _model(self) -> dict[str, Any]:
+        longest = self.service.engine.limits.max_seq_len
+        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "ifbbench",
+                "max_model_len": longest}  # fmt: skip
+
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """`endpoint` for clients that send the key."""
+
+        async def checked(request: Request) -> Response:
+            if self.key is not None:
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                is_right = hmac.compare_digest(given.strip().encode(), self.key.encode())
+                if scheme.lower() != "bearer" or not is_right:
+                    raise BadRequest(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                                     "authentication_error")  # fmt: skip
+            return await endpoint(request)
+
+        return checked
+
+    async def _generate(self, request: Request, body_type: type[Generating]) -> Response:
+        content = await self._content(request)
+        try:
+            if len(content) > LONG_BODY:
+                body, prompts = await asyncio.to_thread(self._read, content, body_type)
+            else:
+                body, prompts = self._read(content, body_type)
+            answer = self._submit(body, prompts)
+        except InputError as error:
+            param, colon, _ = str(error).partition(":")
+            raise BadRequest(400, str(error), param=param if colon and param.isidentifier() else None) from None
+        except QueueFull as error:
+            self.service.statistics.refused += 1
+            raise BadRequest(429, str(error), "rate_limit_error") from None
+        except ServiceEnded as error:
+            raise BadRequest(503, str(error), "server_error") from None
+        if body.stream:
+            return EventStream(answer, self.service)
+        try:
+            result = await while_connected(request.receive, answer.complete())
+        except GenerationFailed as error:
+            raise BadRequest(500, str(error), "server_error") from None
+        finally:
+            self.service.cancel(answer.generations)
+        return Response(status_code=CLIENT_LEFT) if result is None else _json(result)
+
+    async def _content(self, request: Request) -> bytes:
+        """The body of a request, of limited size."""
+        limit, content = self.config.max_body_bytes, bytearray()
+        try:
+            async for piece in request.stream():
+                content += piece
+                if len(content) > limit:
+                    raise BadRequest(413, f"the body has more than {limit} bytes (--max_body_bytes); send a shorter "
+                                     "prompt.")  # fmt: skip
+        except ClientDisconnect:
+            raise BadRequest(CLIENT_LEFT, "the client left.") from None
+        return bytes(content)
+
+    def _read(self, content: bytes, body_type: type[Generating]) -> tuple[Generating, list[list[int]]]:
+        """The body and the token ids of its prompts. InputError if it is not valid."""
+        try:
+            body = msgspec.json.decode(content, type=body_type)
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:  # also ValidationError
+            problem, _, place = str(error).partition(" - at `$")
+            raise InputError(f"{place.strip('.`') or 'body'}: {problem[:300]}.") from None
+        check_supported(body, self.service.engine.makes_tokens)
+        return body, body.prompts(self.texts)
+
+    def _submit(self, body: Generating, prompts: list[list[int]]) -> Answer:
+        engine, tokenizer = self.service.engine, self.texts.tokenizer
+        requests = engine_requests(
+            body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
+            engine.limits.vocab_size,
+        )  # fmt: skip
+        for one in requests:
+            self.service.check(one)
+        choices, index = [], 0
+        for generation in self.service.submit(requests):
+            one = generation.request
+            longest = min(one.max_new_tokens, engine.limits.max_seq_len - len(one.input_ids))
+            choices.append(Choice(index, generation, tokenizer, body.stops, longest, body.top_log_probs or 0))
+            index += one.beam_width
+        return Answer(
+            body, self.model, int(WallClock().timestamp()), choices, sum(map(len, prompts)),
+            echoes_of(body, prompts, tokenizer), self.service.cancel,
+        )  # fmt: skip
+
+
+class EventStream(Response):
+    """The answer as server-sent events, until it is complete or the client goes away."""
+
+    def __init__(self, answer: Answer, service: Service) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._answer = answer
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        finally:
+            self._service.cancel(self._answer.generations)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        events: AsyncIterator[bytes] = self._answer.events()
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result | None:
+    """The result of `work`; None, with the work cancelled, if the client goes away before."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, GenerationFailed, OSError):
+                await task
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(content), status, headers, JSON)
+
+
+async def _bad_request(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, BadRequest)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 429 else None
+    if error.status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    content = error_object(error.message, error.kind, error.status, error.param)
+    return _json({"error": content}, error.status, headers)
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    """An unknown path or method."""
+    assert isinstance(error, HTTPException)
+    content = error_object(error.detail, "invalid_request_error", error.status_code)
+    return _json({"error": content}, error.status_code, dict(error.headers or {}))
+
+
+async def _defect(_request: Request, error: Exception) -> Response:
+    content = error_object("a defect of the server; its log has more", "server_error", 500)
+    return _json({"error": content}, 500)

@@ -1,0 +1,114 @@
+"""Recording of live traffic: a run directory like that of `ifbbench run`, with the traffic as its trace."""
+
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+from ifbbench.api.engine import Engine
+from ifbbench.api.request import InferenceRequest
+from ifbbench.clock import WallClock
+from ifbbench.compressed import open_to_read
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch
+from ifbbench.engine.request import Request
+from ifbbench.recording import run_directory
+from ifbbench.recording.lines import JsonLinesWriter
+from ifbbench.recording.recorder import FLUSH_INTERVAL_S, Recorder
+from ifbbench.replay.run import describe
+from ifbbench.workload.formats import trace_lines, write_lines
+from ifbbench.workload.trace import Trace, TraceRequest
+
+SOURCE = "live traffic"
+
+
+class TrafficRecording(Observer):
+    """Writes the run directory of a server: an Observer.
+
+    A request becomes a row of the trace when it ends, because its output length is known only then; `close` puts the
+    rows in order of arrival. lengths_only: rows have no tokens.
+
+    All is called in the batch manager's thread, `close` after its end.
+    """
+
+    def __init__(self, directory: Path, engine: Engine, *, overwrite: bool, lengths_only: bool) -> None:
+        self.directory = run_directory.prepare(directory, overwrite)
+        self._lengths_only = lengths_only
+        self._num_arrived = 0
+        self._arrivals_s: dict[int, float] = {}
+        self._flushed_s, self._is_flushed, self._clock = 0.0, True, WallClock()
+        config = engine.config
+        self._trace_path = directory / f"trace.{config.recording_format}"
+        self._trace = JsonLinesWriter(self._trace_path)
+        self._description = describe(
+            Trace(directory.name, [], "", SOURCE), engine, directory, engine.config
+        )
+        self._recorder = Recorder(
+            directory, self._description, 0, IterationStatistics(engine.limits.batching_type,
+                                                                 engine.limits.max_active),
+            self._arrival_s, config.recording_format, config.iteration_stats_every,
+            profile=engine.profile.steps if engine.profile else None,
+            iteration_stats_format=config.iteration_stats_format,
+        )  # fmt: skip
+
+    def arrived(self, request: InferenceRequest, arrival_s: float) -> None:
+        """A request will be handed to the engine, or was withdrawn before."""
+        self._arrivals_s[request.request_id] = arrival_s
+        self._num_arrived += 1
+
+    def iteration(self, record: IterationRecord) -> None:
+        self._recorder.iteration(record)
+        for request in record.finished:
+            self._write_row(request)
+        self._is_flushed = False
+        if self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
+            self._flush()
+
+    def stretch(self, stretch: Stretch) -> None:
+        for record in stretch.records():
+            self.iteration(record)
+
+    def left(self, request: Request, error: str | None) -> None:
+        self._recorder.left(request, error)
+        self._write_row(request)
+
+    def idle(self) -> None:
+        """Nothing is active."""
+        if not self._is_flushed:
+            self._flush()
+
+    def close(self, partial: bool) -> dict[str, Any]:
+        """End the recording; returns the summary. partial: the engine failed."""
+        self._trace.close()
+        self._order_rows()
+        trace = self._description["trace"]
+        with self._trace_path.open("rb") as file:
+            trace |= {"requests": self._num_arrived, "sha256": file_digest(file, "sha256").hexdigest()}
+        self._recorder.metrics.total = self._num_arrived
+        return self._recorder.close(partial)
+
+    def _arrival_s(self, request: Request) -> float:
+        return self._arrivals_s[request.request_id]
+
+    def _flush(self) -> None:
+        self._trace.flush()
+        self._recorder.flush()
+        self._flushed_s, self._is_flushed = self._clock.now(), True
+
+    def _write_row(self, request: Request) -> None:
+        """Write the trace's row of a request that has ended."""
+        tokens, prompt_len = request.prompt_tokens, request.original_prompt_len
+        requested = request.max_new_tokens + request.prompt_len - prompt_len
+        has_tokens = tokens is not None and not self._lengths_only
+        row = TraceRequest(
+            request.request_id, self._arrivals_s.pop(request.request_id), prompt_len, requested,
+            # A request that was stopped before its first token would have had one.
+            max(request.num_outputs, 1),
+            prompt_tokens=tuple(tokens[:prompt_len].tolist()) if has_tokens and tokens is not None else None,
+            priority=request.priority, beam_width=request.beam_width, lora_task_id=request.lora_task_id,
+        )  # fmt: skip
+        self._trace.write(line.rstrip("\n").encode() for line in trace_lines([row]))
+
+    def _order_rows(self) -> None:
+        """Put the rows of the trace in order of arrival, which is that of their ids."""
+        with open_to_read(self._trace_path) as file:
+            rows = sorted((int(line.partition(b":")[2].partition(b",")[0]), line) for line in file)
+        write_lines((line.decode() for _, line in rows), self._trace_path, overwrite=True)

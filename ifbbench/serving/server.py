@@ -1,0 +1,194 @@
+"""The server: an engine, its service and its recording behind uvicorn, from start to drain."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
+from ifbbench.config import RunConfig
+from ifbbench.errors import InputError
+from ifbbench.recording import run_directory
+from ifbbench.serving.app import Endpoints
+from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.metrics import ServerMetrics
+from ifbbench.serving.recording import TrafficRecording
+from ifbbench.serving.service import Service, SyntheticTokens
+from ifbbench.serving.statistics import LiveStatistics
+from ifbbench.serving.texts import SAMPLE_TEXT, Texts
+
+API_KEY_VARIABLE = "IFBBENCH_API_KEY"
+BACKLOG = 4096
+DEFAULT_MAX_QUEUE_SIZE = 1024
+WATCH_INTERVAL_S = 0.5
+# How long the engine's thread waits for the interpreter while the event loop runs; Python's default is 5 ms, as long as
+# an iteration of a GPU.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def serve(
+    config: RunConfig, server: ServerConfig, progress: Progress = NO_PROGRESS,
+    on_started: Callable[[str], None] = lambda url: None, stop: asyncio.Event | None = None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Serve until SIGTERM or SIGINT, then drain; returns the summary of the recording, None without one.
+
+    on_started: is called with the address when requests are taken. stop: ends the server too, for a caller outside of
+    the main thread. InputError before anything is written if the settings are bad or the port is taken.
+    """
+    listener = _listen(server)
+    try:
+        if server.record is not None:
+            run_directory.check(Path(server.record), config.overwrite)
+        engine = serving_engine(config, progress)
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        warm_up(engine, progress)
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            return runner.run(_serve(engine, config, server, listener, on_started, stop))
+    finally:
+        listener.close()
+        engine.executor.close()
+
+
+def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Engine:
+    """The engine of `config` for live traffic. A simulated device keeps the pace of real time, and has the tokens of a
+    sample text."""
+    progress.stage("loading model")
+    # The service refuses what exceeds the queue before the engine has it.
+    engine = build_engine(config.with_values(max_queue_size=None), owns_process=True, make_simulated_clock=PacedClock)
+    if engine.makes_tokens:
+        return engine
+    sample = Texts(config.model, engine.model.vocab_size).tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
+    return replace(engine, executor=SyntheticTokens(engine.executor, sample, engine.limits.num_slots))
+
+
+async def _serve(
+    engine: Engine, config: RunConfig, server: ServerConfig, listener: socket.socket,
+    on_started: Callable[[str], None], stop: asyncio.Event | None,
+) -> dict[str, Any] | None:  # fmt: skip
+    recording = None
+    if server.record is not None:
+        recording = TrafficRecording(
+            Path(server.record), engine, overwrite=config.overwrite, lengths_only=server.record_lengths_only
+        )
+    statistics = LiveStatistics(recording)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    max_queue_size = DEFAULT_MAX_QUEUE_SIZE if config.max_queue_size is None else config.max_queue_size
+    service = Service(engine, statistics, max_queue_size, recording)
+    is_partial = True
+    try:
+        app = _endpoints(service, config, server).app()
+        application = _Server(uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, backlog=BACKLOG,
+            limit_concurrency=server.max_clients + 1, timeout_graceful_shutdown=round(server.drain_timeout),
+            server_header=False,
+        ))  # fmt: skip
+        async with _watched(service, application, stop):
+            listener.listen(BACKLOG)
+            on_started(_address(listener))
+            await application.serve([listener])
+        is_partial = not service.is_running
+        await service.close()
+    finally:
+        sys.setswitchinterval(interval_s)
+        if is_partial:
+            with suppress(Exception):
+                await service.close()
+        summary = None if recording is None else recording.close(is_partial)
+    return summary
+
+
+def _endpoints(service: Service, config: RunConfig, server: ServerConfig) -> Endpoints:
+    engine = service.engine
+    name = server.served_model_name or Path(config.model).name
+    metrics = ServerMetrics(
+        engine, service.statistics, name, server.metrics_names, lambda: service.num_live, lambda: service.num_queued
+    )
+    return Endpoints(
+        service, Texts(config.model, engine.model.vocab_size), server, metrics, name,
+        server.api_key or os.environ.get(API_KEY_VARIABLE) or None, int(WallClock().timestamp()),
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def _watched(service: Service, application: uvicorn.Server, stop: asyncio.Event | None) -> AsyncIterator[None]:
+    """Ends the server when `stop` is set, and what waits for an engine that has failed."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            service.fail_queued()
+
+    async def wait(stop: asyncio.Event) -> None:
+        await stop.wait()
+        application.should_exit = True
+
+    tasks = [asyncio.create_task(watch())]
+    if stop is not None:
+        tasks.append(asyncio.create_task(wait(stop)))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that does not raise the signal again that has ended it, so that the recording is completed."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT begin the drain, a second SIGINT ends it."""
+        loop, installed = asyncio.get_running_loop(), []
+        for one in (signal.SIGTERM, signal.SIGINT):
+            with suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(one, self.handle_exit, one, None)
+                installed.append(one)
+        try:
+            yield
+        finally:
+            for one in installed:
+                loop.remove_signal_handler(one)
+
+
+def _listen(server: ServerConfig) -> socket.socket:
+    """A socket on the address of `server`. InputError if it cannot be had."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        raise InputError(f"--port: {server.host}:{server.port} cannot be listened on ({error.strerror}); give another "
+                         "--port or --host.") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """That of uvloop, which is twice as fast, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -1,0 +1,183 @@
+"""The service without HTTP: failing engines, requests stopped in the queue, the paced clock, synthetic tokens."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from ifbbench.api.batch_manager import BatchManagerFailed
+from ifbbench.api.engine import Engine
+from ifbbench.api.request import InferenceRequest
+from ifbbench.clock import MAX_LAG_S, PacedClock
+from ifbbench.config import RunConfig
+from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
+from ifbbench.errors import InputError
+from ifbbench.serving.server import serving_engine
+from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded, SyntheticTokens
+from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, Histogram, LiveStatistics
+
+PROMPT = InferenceRequest(0, [1, 2, 3], 6, exclude_input_from_output=True)
+NULL = RunConfig(device="null", max_batch_size=2, max_tokens_in_paged_kvcache=4096)
+
+
+class Failing(NullExecutor):
+    """Fails in every batch, and waits for `may_fail` before."""
+
+    def __init__(self) -> None:
+        self.may_fail = False
+
+    def collect(self) -> StepOutputs:
+        while not self.may_fail:
+            time.sleep(0.001)
+        raise RuntimeError("the device is gone")
+
+
+class Waiting(NullExecutor):
+    """Takes a moment for each batch."""
+
+    def submit(self, batch: Batch) -> None:
+        time.sleep(0.002)
+
+
+def slow_engine() -> Engine:
+    engine = serving_engine(NULL.with_values(max_batch_size=1))
+    return replace(engine, executor=SyntheticTokens(Waiting(), [65], engine.limits.num_slots))
+
+
+def run(use: Callable[[Service], Awaitable[None]], engine: Engine, max_queue_size: int = 10) -> LiveStatistics:
+    """`use` a service of `engine`, and close it."""
+    statistics = LiveStatistics()
+
+    async def main() -> None:
+        service = Service(engine, statistics, max_queue_size)
+        try:
+            await use(service)
+        finally:
+            await service.close()
+
+    asyncio.run(main())
+    return statistics
+
+
+async def ended(generations: list[Generation]) -> None:
+    for _ in range(1000):
+        if all(one.is_done for one in generations):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("requests have not ended")
+
+
+def test_requests_run_to_their_end() -> None:
+    async def use(service: Service) -> None:
+        generations = service.submit([PROMPT, replace(PROMPT, streaming=True)])
+        await ended(generations)
+        whole, streamed = ([token for tokens in one.take() for token in tokens.ids] for one in generations)
+        assert bytes(whole) == bytes(streamed) == b"This i"
+        assert service.num_live == service.num_queued == 0
+
+    statistics = run(use, serving_engine(NULL))
+    assert statistics.finished[LENGTH] == 2
+    assert statistics.generation_tokens == 12
+
+
+def test_a_failed_engine_answers_all_and_takes_no_more() -> None:
+    executor = Failing()
+    engine = replace(serving_engine(NULL), executor=executor)
+
+    async def use(service: Service) -> None:
+        generations = service.submit([PROMPT] * 20)
+        executor.may_fail = True
+        while service.is_running:
+            await asyncio.sleep(0.005)
+        service.fail_queued()
+        await ended(generations)
+        assert all(one.error for one in generations)
+        with pytest.raises(ServiceEnded):
+            service.submit([PROMPT])
+
+    with pytest.raises(BatchManagerFailed, match="the device is gone"):
+        run(use, engine, max_queue_size=100)
+
+
+def test_requests_stopped_in_the_queue_never_run() -> None:
+    engine = slow_engine()
+
+    async def use(service: Service) -> None:
+        (running,) = service.submit([replace(PROMPT, max_new_tokens=200)])
+        waiting = service.submit([PROMPT] * 15)
+        service.cancel(waiting)
+        await ended(waiting)
+        assert not running.is_done
+        assert all(not one.take() and not one.error for one in waiting)
+        service.cancel([running])
+        service.cancel([running])
+        await ended([running])
+
+    statistics = run(use, engine, max_queue_size=20)
+    assert statistics.finished[ABORT] == 16
+    assert statistics.finished[ERROR] == statistics.finished[LENGTH] == 0
+    assert statistics.num_waiting == 0
+    assert sum(statistics.ttft_s.counts) <= 1
+
+
+def test_closing_stops_what_runs_and_what_waits() -> None:
+    engine = slow_engine()
+    generations: list[Generation] = []
+
+    async def use(service: Service) -> None:
+        generations.extend(service.submit([replace(PROMPT, max_new_tokens=1000)] * 12))
+
+    statistics = run(use, engine, max_queue_size=20)
+    assert statistics.finished[ABORT] == 12
+
+
+def test_limits() -> None:
+    async def use(service: Service) -> None:
+        with pytest.raises(QueueFull, match="--max_queue_size is 2"):
+            service.submit([PROMPT] * 3)
+        with pytest.raises(InputError, match="max_input_len"):
+            service.check(replace(PROMPT, input_ids=[1] * 9000))
+
+    assert run(use, serving_engine(NULL.with_values(max_seq_len=20_000)), max_queue_size=2).finished[LENGTH] == 0
+
+
+@pytest.fixture
+def wall(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The real time, which only sleeping and the test move on."""
+    now = [100.0]
+    monkeypatch.setattr("ifbbench.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ifbbench.clock.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+def test_a_paced_clock_waits_for_real_time_and_keeps_to_its_own(wall: list[float]) -> None:
+    clock = PacedClock()
+    clock.advance(3_000_000)
+    assert clock.real_now() == 0.0, "the time of the host is not waited for"
+    clock.wait_until_ns(10_000_000)
+    assert clock.real_now() == pytest.approx(0.01)
+    wall[0] += 0.004  # the host needs time
+    clock.wait_until_ns(20_000_000)
+    assert clock.real_now() == pytest.approx(0.02), "a host that is quick enough does not delay the device"
+    assert clock.now_ns == 20_000_000
+
+
+def test_a_paced_clock_moves_on_when_the_host_is_too_late(wall: list[float]) -> None:
+    clock = PacedClock()
+    wall[0] += MAX_LAG_S / 2
+    clock.wait_until_ns(1_000_000)
+    assert clock.now_ns == 1_000_000
+    wall[0] += MAX_LAG_S
+    clock.wait_until_ns(2_000_000)
+    assert clock.now() == pytest.approx(clock.real_now())
+
+
+def test_buckets_of_a_histogram_are_cumulative() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.add(value)
+    histogram.add(2.0, times=3)
+    assert histogram.cumulative() == [("1.0", 2.0), ("2.0", 6.0), ("+Inf", 7.0)]
+    assert histogram.sum == pytest.approx(16.0)

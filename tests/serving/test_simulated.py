@@ -1,0 +1,196 @@
+"""A server in front of a simulated device: pace, limits, clients that go away, drain, kill, metrics, recordings."""
+
+import asyncio
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from ifbbench.cli.main import main
+from ifbbench.config import RunConfig
+from ifbbench.replay.run import run_trace
+from ifbbench.serving.config import ServerConfig
+from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
+
+MODEL = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b"]
+SIMULATED = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", enable_chunked_context=True)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scrape(server: ServerProcess) -> dict[str, float]:
+    """Each sample by its name and the values of its labels other than the model's."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    found = {}
+    for sample in [one for family in families for one in family.samples]:
+        own = sorted(set(sample.labels) - {"model", "version", "model_name"})
+        found[" ".join([sample.name, *(sample.labels[label] for label in own)])] = sample.value
+    return found
+
+
+def post(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def wait_until_idle(server: ServerProcess) -> dict[str, float]:
+    for _ in range(100):
+        found = scrape(server)
+        if not found["nv_trt_llm_request_metrics active"] and not found["nv_trt_llm_request_metrics waiting"]:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(found)
+
+
+async def until(server: ServerProcess, request_type: str, count: int) -> None:
+    """Wait until so many requests are `active` or `waiting`."""
+    for _ in range(200):
+        if (await asyncio.to_thread(scrape, server))[f"nv_trt_llm_request_metrics {request_type}"] == count:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(scrape(server))
+
+
+async def several(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) -> list[Stream]:
+    return await asyncio.gather(*(stream_completion(server.port, body, **options) for body in bodies))
+
+
+def test_the_recording_replays_to_the_same_schedule_and_metrics_agree_with_it(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    bodies = [{"prompt": [1] * (40 + 30 * index), "max_tokens": 5 + index, "stream_options": {"include_usage": True}}
+              for index in range(24)]  # fmt: skip
+    with server_process(*MODEL, "--max_batch_size", "8", "--record", str(recorded)) as server:
+        streams = asyncio.run(several(server, bodies))
+        assert [stream.tokens for stream in streams] == [5 + index for index in range(24)]
+        assert all(stream.text == "This is synthetic text from a simulated"[: stream.tokens] for stream in streams)
+        left = asyncio.run(several(server, [{"prompt": "abc", "max_tokens": 5000}], leave_after=3))
+        assert len(left[0].chunk_s) == 3
+        found = wait_until_idle(server)
+        status, printed = server.end()
+    assert status == 0, printed
+    assert "24 of 25 requests completed" in printed
+
+    summary = json.loads((recorded / "summary.json").read_text())
+    assert found["nv_inference_request_success_total"] == summary["requests"]["completed"] == 24
+    assert found["nv_inference_request_failure_total CANCELED"] == 1
+    assert found["nv_llm_output_token_len_sum"] == summary["output_tokens"] == sum(range(5, 29))
+    assert found["nv_llm_input_token_len_sum"] == summary["prompt_tokens"] + 3
+    assert found["nv_inference_first_response_histogram_ms_count"] == 25
+    assert found["nv_trt_llm_kv_cache_block_metrics used"] == 0
+    assert found["nv_trt_llm_kv_cache_block_metrics free"] == found["nv_trt_llm_kv_cache_block_metrics max"]
+
+    requests = {row["request_id"]: row for row in lines(recorded / "requests.jsonl")}
+    trace = lines(recorded / "trace.jsonl")
+    assert [row["request_id"] for row in trace] == list(range(25))
+    assert [requests[index]["outcome"] for index in range(25)] == ["completed"] * 24 + ["stopped"]
+    assert 3 <= trace[24]["output_len"] < 5000
+    config = SIMULATED.with_values(max_batch_size=8, output=str(tmp_path / "replayed"))
+    replayed = run_trace(str(recorded), config).summary
+    ratio = replayed["request_throughput_per_s"] * 24 / 25 / summary["request_throughput_per_s"]
+    assert ratio == pytest.approx(1, abs=0.1), "the stopped request is complete in the replay"
+
+
+def test_vllm_names() -> None:
+    with server_process(*MODEL, "--metrics_names", "vllm", "--served_model_name", "mock") as server:
+        assert post(server, {"prompt": "hello", "max_tokens": 7})["model"] == "mock"
+        found = scrape(server)
+    assert found["vllm:num_requests_running"] == 0
+    assert found["vllm:generation_tokens_total"] == 7
+    assert found["vllm:prompt_tokens_total"] == 5
+    assert found["vllm:request_success_total length"] == 1
+    assert found["vllm:time_to_first_token_seconds_count"] == 1
+    assert found["vllm:inter_token_latency_seconds_count"] == 6
+
+
+def test_a_full_queue_refuses_until_a_client_goes_away() -> None:
+    with server_process(*MODEL, "--max_batch_size", "1", "--max_queue_size", "2", "--max_clients", "6") as server:
+        long = {"prompt": "a", "max_tokens": 100_000}
+
+        async def overload() -> list[int]:
+            running = [asyncio.create_task(stream_completion(server.port, long))]
+            await until(server, "active", 1)
+            running += [asyncio.create_task(stream_completion(server.port, long)) for _ in range(2)]
+            await until(server, "waiting", 2)
+            statuses = []
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                refused = await client.post("/v1/completions", json={"prompt": "a", "n": 1})
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+                statuses.append(refused.status_code)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            return statuses
+
+        assert asyncio.run(overload()) == [429]
+        found = wait_until_idle(server)
+        assert found["nv_inference_request_failure_total REJECTED"] == 1
+        assert found["nv_inference_request_failure_total CANCELED"] == 3
+        assert found["nv_trt_llm_kv_cache_block_metrics used"] == 0
+        assert post(server, {"prompt": "a", "max_tokens": 3})["usage"]["completion_tokens"] == 3
+
+
+def test_sigterm_answers_what_was_accepted(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    with server_process(*MODEL, "--record", str(recorded), "--record_lengths_only") as server:
+
+        async def drain() -> tuple[Stream, int]:
+            body = {"prompt": "abc", "max_tokens": 150, "stream_options": {"include_usage": True}}
+            task = asyncio.create_task(stream_completion(server.port, body))
+            await until(server, "active", 1)
+            server.process.send_signal(signal.SIGTERM)
+            stream = await task
+            return stream, await asyncio.to_thread(server.process.wait, 30)
+
+        stream, status = asyncio.run(drain())
+    assert status == 0
+    assert stream.tokens == len(stream.text) == 150
+    assert not json.loads((recorded / "summary.json").read_text())["partial"]
+    (row,) = lines(recorded / "trace.jsonl")
+    assert row == {"request_id": 0, "arrival_s": row["arrival_s"], "prompt_len": 3, "max_new_tokens": 150,
+                   "output_len": 150}  # fmt: skip
+
+
+def test_a_killed_server_leaves_a_readable_run(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    with server_process(*MODEL, "--record", str(recorded)) as server:
+        for _ in range(3):
+            post(server, {"prompt": "abc", "max_tokens": 5})
+        asyncio.run(several(server, [{"prompt": "abc", "max_tokens": 20_000}], leave_after=200))
+        time.sleep(0.2)
+        server.end(signal.SIGKILL)
+    result = CliRunner().invoke(main, ["report", str(recorded)])
+    assert result.exit_code == 0, result.output
+    assert run_trace(str(recorded), SIMULATED.with_values(output=str(tmp_path / "replayed"))).failed == 0
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    def message(*options: str) -> str:
+        result = CliRunner().invoke(main, ["serve", *options])
+        assert result.exit_code == 2
+        return result.output
+
+    (tmp_path / "file").write_text("")
+    assert "--port" in message("--port", "70000")
+    assert "--record_lengths_only" in message("--record_lengths_only")
+    assert "is a file" in message("--port", "0", "--record", str(tmp_path / "file"))
+    assert "No such option" in message("--time_scale", "0")
+    with server_process(*MODEL) as server:
+        assert "cannot be listened on" in message(*MODEL, "--port", str(server.port))
+
+
+def test_a_server_listens_to_its_machine_alone_unless_told_otherwise() -> None:
+    assert ServerConfig().host == "127.0.0.1"

@@ -1,0 +1,94 @@
+"""Many clients of which some go away, read slowly, or send what is no request: nothing leaks, all agree on what was."""
+
+import asyncio
+import json
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.clients import ServerProcess, server_process, stream_completion
+from tests.serving.test_simulated import MODEL, lines, scrape, wait_until_idle
+
+STREAMS, SECONDS = 200, float(os.environ.get("IFBBENCH_STORM_SECONDS", "600"))
+MAX_GROWTH_BYTES = 40_000_000
+
+
+async def client(server: ServerProcess, draw: random.Random, seconds: float, seen: Counter[str]) -> None:
+    """One client after another in the same place, until the time is over."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        kind = draw.choices(["reads", "leaves", "slow", "malformed", "oversized"], [60, 20, 10, 5, 5])[0]
+        body: dict[str, Any] = {
+            "prompt": [draw.randrange(200) for _ in range(draw.randint(1, 800))], "max_tokens": draw.randint(1, 200),
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        options: dict[str, Any] = {}
+        if kind == "leaves":
+            options["leave_after"] = draw.randint(0, 50)
+        elif kind == "slow":
+            options["pause_s"] = 0.02
+        elif kind == "malformed":
+            body = {"prompt": draw.choice([None, [[]], {"a": 1}]), "max_tokens": draw.choice([-1, "x", 2**40])}
+        elif kind == "oversized":
+            body["prompt"] = [1] * 140_000
+        stream = await stream_completion(server.port, body, **options)
+        if kind in ("reads", "slow"):
+            assert (stream.status, stream.tokens, stream.error) == (200, body["max_tokens"], "")
+            assert len(stream.text) == body["max_tokens"]
+        elif kind != "leaves":
+            assert stream.status == 400
+        seen[kind] += 1
+
+
+async def storm(server: ServerProcess, seconds: float, seen: Counter[str]) -> None:
+    await asyncio.gather(*(client(server, random.Random(seed), seconds, seen) for seed in range(STREAMS)))
+
+
+def check(seconds: float, recorded: Path) -> dict[str, Any]:
+    """A storm of so many seconds; returns figures of it."""
+    seen: Counter[str] = Counter()
+    with server_process(*MODEL, "--max_batch_size", "128", "--record", str(recorded)) as server:
+        asyncio.run(storm(server, min(seconds / 4, 10), seen))
+        before = wait_until_idle(server)
+        asyncio.run(storm(server, seconds, seen))
+        after = wait_until_idle(server)
+        threads = len(os.listdir(f"/proc/{server.process.pid}/task"))
+        files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+        assert scrape(server)["nv_trt_llm_kv_cache_block_metrics used"] == 0
+        status, printed = server.end()
+    assert status == 0, printed
+    assert "Traceback" not in printed
+    assert "ERROR" not in printed
+
+    memory = [found["nv_trt_llm_runtime_memory_metrics cpu"] for found in (before, after)]
+    assert memory[1] - memory[0] < MAX_GROWTH_BYTES
+    assert files < 40
+    requests = lines(recorded / "requests.jsonl")
+    outcomes = Counter(row["outcome"] for row in requests)
+    ids = sorted(row["request_id"] for row in requests)
+    assert ids == list(range(len(requests))), "each request ends exactly once"
+    assert len(lines(recorded / "trace.jsonl")) == len(requests)
+    assert outcomes["failed"] == 0
+    assert outcomes["completed"] == after["nv_inference_request_success_total"]
+    assert outcomes["stopped"] == after["nv_inference_request_failure_total CANCELED"]
+    # A client may leave when its answer is already complete.
+    assert seen["reads"] + seen["slow"] <= outcomes["completed"] <= seen["reads"] + seen["slow"] + seen["leaves"]
+    summary = json.loads((recorded / "summary.json").read_text())
+    done = [row for row in requests if row["outcome"] == "completed"]
+    assert after["nv_llm_output_token_len_sum"] == summary["output_tokens"] == sum(row["output_len"] for row in done)
+    return {"requests": dict(seen), "outcomes": dict(outcomes), "memory": memory, "threads": threads, "files": files,
+            "request_throughput_per_s": summary["request_throughput_per_s"]}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_storm_leaves_nothing_behind(tmp_path: Path) -> None:
+    print(json.dumps(check(SECONDS, tmp_path / "recorded")))
+
+
+def test_a_short_storm_leaves_nothing_behind(tmp_path: Path) -> None:
+    check(2.0, tmp_path / "recorded")
