@@ -7,6 +7,8 @@ import asyncio
 import ctypes
 import json
 import math
+import os
+import signal
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -26,7 +28,7 @@ from ifbbench.serving.metrics import ServerMetrics
 from ifbbench.serving.server import running_service, serving_engine
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
 from ifbbench.serving.statistics import TOKENS
-from ifbbench.serving.triton_repository import OUTPUTS, STOP, TritonConfig, read_parameters
+from ifbbench.serving.triton_repository import OUTPUTS, PIPE_VARIABLE, STOP, TritonConfig, read_parameters
 
 GAUGES_PREFIX = "nv_trt_llm_"
 USED_CAPSULE = ctypes.c_char_p(b"used_dltensor")
@@ -125,6 +127,8 @@ class FrontDoor:
         self._metrics = TritonMetrics(service, labels)
         self._ending = ending
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._update())]
+        if pipe := os.environ.get(PIPE_VARIABLE):
+            asyncio.get_running_loop().add_reader(int(pipe), self._end_process, int(pipe), os.getppid())
 
     @classmethod
     async def open(
@@ -136,9 +140,23 @@ class FrontDoor:
             service = await stack.enter_async_context(running_service(engine, config, triton))
             return cls(service, triton, labels, stack.pop_all())
 
+    def _end_process(self, pipe: int, triton: int) -> None:
+        """`ifbbench triton` has ended, or waits no longer for Triton: end the service, and Triton."""
+        asyncio.get_running_loop().remove_reader(pipe)
+
+        async def end() -> None:
+            try:
+                await self.close()
+            finally:
+                if os.getppid() == triton:
+                    os.kill(triton, signal.SIGKILL)
+                os._exit(0)
+
+        self._tasks.append(asyncio.create_task(end()))
+
     async def close(self) -> None:
         """End the service, and its engine."""
-        for task in self._tasks:
+        for task in self._tasks[:2]:
             task.cancel()
         await self._ending.aclose()
 
@@ -254,7 +272,8 @@ class TritonMetrics:
 def _histogram(name: str, labels: dict[str, str]) -> tuple[Any, Any]:
     """A family for the lengths of inputs or outputs, and its metric."""
     family = pb.MetricFamily(f"nv_llm_{name}_token_len", f"Lengths of {name}s in tokens.", pb.MetricFamily.HISTOGRAM)
-    return family, family.Metric(labels={"response_metric_type": f"total_{name}_tokens", **labels}, buckets=list(TOKENS))
+    labels = {"response_metric_type": f"total_{name}_tokens", **labels}
+    return family, family.Metric(labels=labels, buckets=list(TOKENS))
 
 
 def send(sender: Any, response: Any, is_final: bool) -> None:

@@ -16,17 +16,19 @@ from ifbbench.settings import from_mapping
 
 MODEL_NAME, VERSION = "tensorrt_llm", "1"
 STOP = "stop"
+# The file descriptor of a pipe from `ifbbench triton`, whose end of file ends the model's process.
+PIPE_VARIABLE = "IFBBENCH_TRITON_PIPE"
 # Prompts of one Triton request.
 MAX_PROMPTS = 256
 REQUIRED = ("input_ids", "request_output_len")
 TRITON_TYPES = {"int32": "INT32", "uint64": "UINT64", "float16": "FP16", "float32": "FP32", "bool": "BOOL"}
 # Where the backend has another type than the documentation of the batch manager.
 OTHER_TYPES = {"early_stopping": "BOOL"}
-# Outputs by name: type, and number of dimensions after that of the prompts.
+# Outputs by name: type and dimensions.
 OUTPUTS = {
-    "output_ids": ("INT32", 2), "sequence_length": ("INT32", 1), "cum_log_probs": ("FP32", 1),
-    "output_log_probs": ("FP32", 2), "context_logits": ("FP32", 2), "generation_logits": ("FP32", 3),
-    "batch_index": ("INT32", 1),
+    "output_ids": ("INT32", [-1, -1]), "sequence_length": ("INT32", [-1]), "cum_log_probs": ("FP32", [-1]),
+    "output_log_probs": ("FP32", [-1, -1]), "context_logits": ("FP32", [-1, -1]),
+    "generation_logits": ("FP32", [-1, -1, -1]), "batch_index": ("INT32", [1]),
 }  # fmt: skip
 
 _server, _model = partial(declare, "server"), partial(declare, "model of triton")
@@ -89,7 +91,7 @@ def model_config(config: RunConfig, triton: TritonConfig) -> str:
                 [int(size) if size.isdigit() else -1 for size in tensor.shape], is_optional=name not in REQUIRED)
         for name, tensor in TENSORS.items()
     ] + [_tensor(STOP, "BOOL", [1], is_optional=True)]  # fmt: skip
-    outputs = [_tensor(name, dtype, [-1] * dimensions) for name, (dtype, dimensions) in OUTPUTS.items()]
+    outputs = [_tensor(name, dtype, dims) for name, (dtype, dims) in OUTPUTS.items()]
     return (
         f'name: "{triton.triton_model_name}"\nbackend: "python"\nmax_batch_size: {MAX_PROMPTS}\n'
         f"model_transaction_policy {{ decoupled: {str(triton.decoupled_mode).lower()} }}\n"

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import sysconfig
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,12 +25,13 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.recording import run_directory
-from ifbbench.serving.triton_repository import TritonConfig, write_repository
+from ifbbench.serving.triton_repository import PIPE_VARIABLE, TritonConfig, write_repository
 
+LOG = "triton.log"
 INSTALL = "pip install 'ifbbench[triton]'"
 POLL_S = 0.1
-# After the drain, how long Triton may take to unload the model, which completes the recording.
-UNLOAD_S = 60.0
+# After the drain, how long Triton may take to end, and then the process of the model to complete the recording.
+END_S, COMPLETE_S = 1.0, 60.0
 PR_SET_PDEATHSIG = 1
 LOAD_ERROR = re.compile(r"\"failed to load '.*?' version \d+: \w+(?: \w+)*: (?:TritonModelException: )?(.*)\"$")
 
@@ -52,22 +54,23 @@ def serve_triton(
         write_repository(work / "models", config, triton)
         command, environment = triton_command(work, config, triton)
         progress.stage("starting Triton")
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
+        # The model's process reads `held`, and completes the recording when this process closes `alive` or dies.
+        held, alive = os.pipe()
+        process = subprocess.Popen(command, env=environment | {PIPE_VARIABLE: str(held)}, pass_fds=(held,),
+                                   start_new_session=True, preexec_fn=_end_with_parent)  # fmt: skip
+        os.close(held)
         try:
             with _ending_by_signals(process) as ending:
                 if _wait_until_ready(process, triton, ending):
                     on_started(triton)
-                status = process.wait()
+                status = _wait_until_ended(process, triton, ending, alive)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if status and not ending:
             raise _failure(status, work / LOG)
     return None if triton.record is None else _summary(Path(triton.record))
-
-
-LOG = "triton.log"
 
 
 def triton_command(work: Path, config: RunConfig, triton: TritonConfig) -> tuple[list[str], dict[str, str]]:
@@ -159,12 +162,12 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _ending_by_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT end Triton, which then drains. Yields the signals that have arrived."""
+    """SIGTERM and SIGINT end Triton, which then drains; another one ends the drain. Yields those that have arrived."""
     arrived: list[int] = []
 
     def end(number: int, frame: object) -> None:
+        process.send_signal(signal.SIGKILL if arrived else signal.SIGTERM)
         arrived.append(number)
-        process.send_signal(signal.SIGTERM)
 
     previous = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -184,6 +187,21 @@ def _wait_until_ready(process: subprocess.Popen[bytes], triton: TritonConfig, en
         except (urllib.error.URLError, OSError):
             clock.wait_until(clock.now() + POLL_S)
     return False
+
+
+def _wait_until_ended(process: subprocess.Popen[bytes], triton: TritonConfig, ending: list[int], alive: int) -> int:
+    """The exit status of Triton. Without a limit it would wait for streams of gRPC that clients leave open; so after
+    the drain the model's process completes the recording and ends Triton. alive: is closed then."""
+    clock, deadline = WallClock(), math.inf
+    while (status := process.poll()) is None and clock.now() < deadline:
+        if ending:
+            deadline = min(deadline, clock.now() + triton.drain_timeout + END_S)
+        clock.wait_until(clock.now() + POLL_S)
+    os.close(alive)
+    try:
+        return process.wait(COMPLETE_S) if status is None else status
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL  # as it will be
 
 
 def address(triton: TritonConfig) -> str:
