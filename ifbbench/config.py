@@ -372,7 +372,8 @@ class RunConfig:
         minimum=1, maximum=MAX_GPUS, unit="GPUs", elsewhere="tp tensor_parallel_size tensor_parallel num_gpus")
     pp_size: int = _execution(
         1, "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism). On cpu and cuda a process "
-        "is started for each.", minimum=1, maximum=MAX_GPUS, unit="GPUs", elsewhere="pp pipeline_parallel_size pipeline_parallel")
+        "is started for each.", minimum=1, maximum=MAX_GPUS, unit="GPUs",
+        elsewhere="pp pipeline_parallel_size pipeline_parallel")
     check_ranks: int = _execution(
         1, "With several processes: compare the digests of their schedules every N iterations, and at the end.",
         minimum=1, unit="iterations")

@@ -14,6 +14,8 @@ from ifbbench.fields import did_you_mean, unexpected
 INTEGERS, FLOATS, BOOLEANS = "iu", "f", "b"  # kinds of NumPy's data types
 ONE = ("1",)
 END_OF_OFFSETS = -1
+# No field: input_ids are cut to this length, because those of a batch are padded to the longest.
+INPUT_LENGTH = "input_length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def _sampling(field: str, dtype: str, kinds: str, shape: tuple[str, ...] = ONE) 
 
 TENSORS = {
     "input_ids": _Tensor("input_ids", "int32", ("length",), INTEGERS),
+    "input_lengths": _Tensor(INPUT_LENGTH, "int32", ONE, INTEGERS),
     "request_output_len": _Tensor("max_new_tokens", "int32", ONE, INTEGERS),
     "beam_width": _Tensor("beam_width", "int32", ONE, INTEGERS),
     "end_id": _Tensor("end_id", "int32", ONE, INTEGERS),
@@ -78,8 +81,10 @@ TENSORS = {
     "return_context_logits": _Tensor("return_context_logits", "bool", ONE, BOOLEANS),
     "return_generation_logits": _Tensor("return_generation_logits", "bool", ONE, BOOLEANS),
     "streaming": _Tensor("streaming", "bool", ONE, BOOLEANS),
+    "exclude_input_in_output": _Tensor("exclude_input_from_output", "bool", ONE, BOOLEANS),
     "prompt_embedding_table": _Tensor("prompt_embedding_table", "float16", ("virtual tokens", "hidden size"), FLOATS),
     "prompt_vocab_size": _Tensor("prompt_vocab_size", "int32", ONE, INTEGERS),
+    "prompt_table_extra_ids": _Tensor("token_extra_ids", "uint64", ("length",), INTEGERS),
     "lora_task_id": _Tensor("lora_task_id", "uint64", ONE, INTEGERS),
     "lora_weights": _Tensor("lora_weights", "float16", ("modules and layers", "values"), FLOATS),
     "lora_config": _Tensor("lora_config", "int32", ("modules and layers", "3"), INTEGERS),
@@ -112,6 +117,14 @@ def fields_of_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     for name in REQUIRED:
         if name not in tensors:
             raise InputError(f"tensor {name} is missing; expected {TENSORS[name].expected}.")
+    length = fields.pop(INPUT_LENGTH, None)
+    if length is not None:
+        tokens = fields["input_ids"]
+        if not 0 <= length <= len(tokens):
+            raise InputError(f"input_lengths: {length}, but input_ids has {len(tokens)}; expected 0 to {len(tokens)}.")
+        fields["input_ids"] = tokens[:length]
+        if "token_extra_ids" in fields:
+            fields["token_extra_ids"] = fields["token_extra_ids"][:length]
     if "early_stopping" in sampling:
         names = {0: EarlyStopping.HEURISTIC, 1: EarlyStopping.ALWAYS}
         sampling["early_stopping"] = names.get(int(sampling["early_stopping"]), EarlyStopping.NEVER)

@@ -25,6 +25,7 @@ DEFECT = "This is a defect of ifbbench: please report it with the command; --deb
 COMMANDS = {
     "run": ("run", "Replay a trace and report what happened."),
     "serve": ("serve", "Serve a model or a simulated device to OpenAI clients."),
+    "triton": ("triton", "Serve them through NVIDIA Triton Inference Server."),
     "generate": ("generate", "Print what a model answers to a prompt."),
     "bench": ("bench", "Run with trtllm-bench's options and report."),
     "sweep": ("run", "Run once for each combination of settings."),

@@ -13,10 +13,29 @@ _server, _limits, _live = (partial(declare, group) for group in ("server", "limi
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """All settings of a server. Values are checked on construction."""
+class FrontDoorConfig:
+    """The settings that every server of live traffic has. Values are checked on construction."""
 
     host: str = _server(LOOPBACK, "Address to listen on; 0.0.0.0 is every network of the machine.")
+    drain_timeout: float = _server(
+        30.0, "On SIGTERM or Ctrl-C: answer requests that were accepted for so long, then end the others.",
+        minimum=0.0, unit="s")
+
+    record: str | None = _live(
+        None, "Write a run directory with the live traffic as its trace; `ifbbench run DIRECTORY` replays it.")
+    record_lengths_only: bool = _live(False, "With --record: the trace has the lengths of prompts, not their tokens.")
+
+    def __post_init__(self) -> None:
+        for setting in settings_of(type(self)):
+            object.__setattr__(self, setting.name, setting.check(getattr(self, setting.name)))
+        if self.record_lengths_only and self.record is None:
+            raise InputError("--record_lengths_only: nothing is recorded; add --record DIRECTORY, or leave it out.")
+
+
+@dataclass(frozen=True)
+class ServerConfig(FrontDoorConfig):
+    """All settings of the HTTP server."""
+
     port: int = _server(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
     api_key: str | None = _server(
         None, "Requests to /v1 need this key as a bearer token. Default: the environment variable IFBBENCH_API_KEY, "
@@ -28,25 +47,12 @@ class ServerConfig:
     default_max_tokens: int = _server(
         1024, "Output tokens of a chat request that gives no limit; a text completion then has 16.", minimum=1,
         unit="tokens")
-    drain_timeout: float = _server(
-        30.0, "On SIGTERM or Ctrl-C: answer requests that were accepted for so long, then end the others.",
-        minimum=0.0, unit="s")
 
     max_clients: int = _limits(
         4096, "Open connections; more are refused with status 503.", minimum=1, unit="connections")
     max_body_bytes: int = _limits(
         16 * 1024 * 1024, "Largest body of a request; a larger one is refused with status 413.", minimum=1,
         unit="bytes")
-
-    record: str | None = _live(
-        None, "Write a run directory with the live traffic as its trace; `ifbbench run DIRECTORY` replays it.")
-    record_lengths_only: bool = _live(False, "With --record: the trace has the lengths of prompts, not their tokens.")
-
-    def __post_init__(self) -> None:
-        for setting in server_settings():
-            object.__setattr__(self, setting.name, setting.check(getattr(self, setting.name)))
-        if self.record_lengths_only and self.record is None:
-            raise InputError("--record_lengths_only: nothing is recorded; add --record DIRECTORY, or leave it out.")
 
 
 @cache

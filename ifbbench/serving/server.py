@@ -20,7 +20,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording import run_directory
 from ifbbench.replay.endpoint_http import new_event_loop
 from ifbbench.serving.app import Endpoints
-from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.metrics import ServerMetrics
 from ifbbench.serving.recording import TrafficRecording
 from ifbbench.serving.service import Service, SyntheticTokens
@@ -78,37 +78,61 @@ async def _serve(
     engine: Engine, config: RunConfig, server: ServerConfig, listener: socket.socket,
     on_started: Callable[[str], None], stop: asyncio.Event | None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    recording = None
-    if server.record is not None:
-        recording = TrafficRecording(
-            Path(server.record), engine, overwrite=config.overwrite, lengths_only=server.record_lengths_only
-        )
-    statistics = LiveStatistics(recording)
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    max_queue_size = DEFAULT_MAX_QUEUE_SIZE if config.max_queue_size is None else config.max_queue_size
-    service = Service(engine, statistics, max_queue_size, recording)
-    is_partial = True
-    try:
+    async with running_service(engine, config, server) as service:
         app = _endpoints(service, config, server).app()
         application = _Server(uvicorn.Config(
             app, lifespan="off", log_level="warning", access_log=False, backlog=BACKLOG,
             limit_concurrency=server.max_clients + 1, timeout_graceful_shutdown=round(server.drain_timeout),
             server_header=False,
         ))  # fmt: skip
-        async with _watched(service, application, stop):
-            listener.listen(BACKLOG)
-            on_started(_address(listener))
-            await application.serve([listener])
+        stopping = asyncio.create_task(_stopped(application, stop)) if stop is not None else None
+        listener.listen(BACKLOG)
+        on_started(_address(listener))
+        await application.serve([listener])
+        if stopping is not None:
+            stopping.cancel()
+    return service.summary
+
+
+@asynccontextmanager
+async def running_service(engine: Engine, config: RunConfig, door: FrontDoorConfig) -> AsyncIterator[Service]:
+    """A service of `engine`, which ends with the block; then it has the summary of the recording that `door` asks
+    for."""
+    recording = None
+    if door.record is not None:
+        recording = TrafficRecording(
+            Path(door.record), engine, overwrite=config.overwrite, lengths_only=door.record_lengths_only
+        )
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    max_queue_size = DEFAULT_MAX_QUEUE_SIZE if config.max_queue_size is None else config.max_queue_size
+    service = Service(engine, LiveStatistics(recording), max_queue_size, recording)
+    watching = asyncio.create_task(_watch(service))
+    is_partial = True
+    try:
+        yield service
         is_partial = not service.is_running
         await service.close()
     finally:
+        watching.cancel()
         sys.setswitchinterval(interval_s)
         if is_partial:
             with suppress(Exception):
                 await service.close()
-        summary = None if recording is None else recording.close(is_partial)
-    return summary
+        service.summary = None if recording is None else recording.close(is_partial)
+
+
+async def _watch(service: Service) -> None:
+    """End what waits for an engine that has failed."""
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        service.fail_queued()
+
+
+async def _stopped(application: uvicorn.Server, stop: asyncio.Event) -> None:
+    """End the server when `stop` is set."""
+    await stop.wait()
+    application.should_exit = True
 
 
 def _endpoints(service: Service, config: RunConfig, server: ServerConfig) -> Endpoints:
@@ -121,30 +145,6 @@ def _endpoints(service: Service, config: RunConfig, server: ServerConfig) -> End
         service, Texts(config.model, engine.model.vocab_size), server, metrics, name,
         server.api_key or os.environ.get(API_KEY_VARIABLE) or None, int(WallClock().timestamp()),
     )  # fmt: skip
-
-
-@asynccontextmanager
-async def _watched(service: Service, application: uvicorn.Server, stop: asyncio.Event | None) -> AsyncIterator[None]:
-    """Ends the server when `stop` is set, and what waits for an engine that has failed."""
-
-    async def watch() -> None:
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            service.fail_queued()
-
-    async def wait(stop: asyncio.Event) -> None:
-        await stop.wait()
-        application.should_exit = True
-
-    tasks = [asyncio.create_task(watch())]
-    if stop is not None:
-        tasks.append(asyncio.create_task(wait(stop)))
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):

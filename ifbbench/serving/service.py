@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
@@ -147,6 +147,8 @@ class Service:
     ) -> None:
         self.engine = engine
         self.statistics = statistics
+        # Of the recording, once it is complete.
+        self.summary: dict[str, Any] | None = None
         self._recording = recording
         self._max_queue_size = max_queue_size
         self._limits = AdmissionLimits(engine.limits)
@@ -191,9 +193,11 @@ class Service:
         if problem is not None:
             raise InputError(problem)
 
-    def submit(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
+    def submit(
+        self, requests: Sequence[InferenceRequest], make: Callable[..., Generation] = Generation
+    ) -> list[Generation]:
         """Hand over `requests`, which `check` has passed, with new ids. QueueFull if not all of them have room in the
-        queue, ServiceEnded if the batch manager has ended."""
+        queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
         # A request that runs at once has waited for a moment, too.
@@ -205,7 +209,7 @@ class Service:
         arrival_s = round(self._clock.real_now() * NANOSECONDS) / NANOSECONDS
         changed = asyncio.Event()
         generations = [
-            Generation(replace(request, request_id=next(self._ids)), arrival_s, changed) for request in requests
+            make(replace(request, request_id=next(self._ids)), arrival_s, changed) for request in requests
         ]
         self._live.update((one.request.request_id, one) for one in generations)
         with self._lock:

@@ -24,6 +24,7 @@ def array(value: Any, dtype: Any) -> np.ndarray:
 # Every documented tensor, in its documented shape without the dimension of the batch, and the fields that it becomes.
 DOCUMENTED: dict[str, np.ndarray] = {
     "input_ids": array([5, 6, 4097, 8], np.int32),
+    "input_lengths": array([4], np.int32),
     "request_output_len": array([6], np.int32),
     "beam_width": array([2], np.int32),
     "end_id": array([2], np.int32),
@@ -45,8 +46,10 @@ DOCUMENTED: dict[str, np.ndarray] = {
     "return_context_logits": array([True], np.bool_),
     "return_generation_logits": array([True], np.bool_),
     "streaming": array([False], np.bool_),
+    "exclude_input_in_output": array([False], np.bool_),
     "prompt_embedding_table": TABLE,
     "prompt_vocab_size": array([2], np.int32),
+    "prompt_table_extra_ids": array([0, 0, 7, 0], np.uint64),
     "lora_task_id": array([9], np.uint64),
     "lora_weights": np.zeros((2, 40), np.float16),
     "lora_config": array([[0, 0, 4], [0, 1, 4]], np.int32),
@@ -83,6 +86,16 @@ def test_all_tensors_together(batched):
         0.5, 7, 0.75, 2**63 + 5, 1.5, 0.25, EarlyStopping.ALWAYS, 0.125, 0.0625, 4, ((5,), (7, 8, 9))
     )
     np.testing.assert_array_equal(request.sampling.embedding_bias, BIAS)
+
+
+def test_input_lengths_cut_off_the_padding_of_a_batch():
+    tensors = {"input_ids": [5, 6, 7, 0, 0], "request_output_len": [3], "prompt_table_extra_ids": [1, 2, 3, 0, 0]}
+    request = InferenceRequest.from_tensors(1, {**tensors, "input_lengths": [3], "exclude_input_in_output": [True]})
+    assert list(request.input_ids) == [5, 6, 7]
+    assert list(request.token_extra_ids) == [1, 2, 3]
+    assert request.exclude_input_from_output
+    with pytest.raises(InputError, match="input_lengths: 6"):
+        InferenceRequest.from_tensors(1, {**tensors, "input_lengths": [6]})
 
 
 def test_numbers_may_have_no_dimension():
@@ -151,7 +164,7 @@ def test_words_end_where_the_second_row_says(words, expected):
         ({"input_idz": [1]}, "'input_idz' is not a tensor of a request. Did you mean input_ids?"),
         ({"top_k": [1]}, "'top_k' is not a tensor of a request. Did you mean runtime_top_k?"),
         ({"bad_words": [[1], [1]]}, "Did you mean bad_words_list?"),
-        ({5: [1]}, "5 is not a tensor of a request. Expected one of input_ids, request_output_len"),
+        ({5: [1]}, "5 is not a tensor of a request. Expected one of input_ids, input_lengths, request"),
         ({"request_output_len": [1.0]}, "request_output_len: expected int32 of shape [1] or [1, 1], not float64"),
         ({"request_output_len": [1, 2]}, "not int64 of shape [2]"),
         ({"input_ids": [[1, 2], [3, 4]]}, "input_ids: expected int32 of shape [length] or [1, length], not int64"),

