@@ -299,7 +299,7 @@ def report_failure(reason: str) -> bool:
     """Store why this rank ends, for rank 0, before the connections of this rank are closed. Whether that succeeded."""
     with suppress(RuntimeError, ValueError):
         _store().set(FAILURE, f"in rank {dist.get_rank()}, {reason}")
-        return _store().check([FAILURE])
+        return bool(_store().check([FAILURE]))
     return False
 
 
@@ -323,7 +323,7 @@ def _lost(reason: str) -> RankLost:
     return RankLost(reason)
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 

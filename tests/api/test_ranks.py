@@ -1,7 +1,7 @@
 """Batch managers with a communicator: what they refuse, and what each rank decides by. Servers: see test_library.py."""
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ifbbench.api.engine import build_engine
 from ifbbench.api.ranks import NOTHING, RankLoop, RanksDiffer
@@ -20,7 +21,7 @@ from ifbbench.engine.config import BatchingConfig, Overlap
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
-from ifbbench.execution.communicator import Communicator
+from ifbbench.execution.communicator import HEADER, Communicator
 from ifbbench.execution.ranks import RankFailed, cause_of
 
 WAIT_S = 20
@@ -140,6 +141,24 @@ def test_the_end_of_rank_0_ends_the_other() -> None:
     leader.fail(ValueError("no more memory"))
     with pytest.raises(RankFailed, match="rank 0 ended early: no more memory"):
         follower(wire).follow()
+
+
+@pytest.mark.parametrize(("run", "number"), [(3, 0), (4, 1)])
+def test_a_message_of_another_run_or_out_of_order_is_refused(run: int, number: int, monkeypatch) -> None:
+    def receive(tensor: torch.Tensor, source: int, group: object) -> None:
+        packed = HEADER.pack(5, run, number) + b"hello"
+        tensor[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    monkeypatch.setattr("torch.distributed.recv", receive)
+    communicator = Communicator.__new__(Communicator)
+    communicator.rank, communicator._messages = 1, None
+    communicator._pending, communicator._num_sent, communicator._num_received = deque(), Counter(), Counter()
+    communicator.begin_run(4)
+    with pytest.raises(RankFailed, match=f"message {number} of run {run} from rank 0, and expected message 0 of run 4"):
+        communicator.receive_message(0)
+    communicator.begin_run(3)
+    if number == 0:
+        assert communicator.receive_message(0) == b"hello"
 
 
 def test_a_model_for_several_ranks_needs_a_communicator() -> None:

@@ -50,7 +50,7 @@ def simulated_digest(trace: Path, tmp_path: Path, **sizes: Any) -> str:
 
 
 def answers(with_drafts: bool = False, **sizes: int) -> dict[str, Any]:
-    """Sequences or errors, by request, of a batch manager in this process, or with `sizes` in those of a launcher (rank 0)."""
+    """Sequences or errors, by request, of a batch manager in this process, or with `sizes` of rank 0 of a launcher."""
     draw, model = np.random.default_rng(1), load_model_config("tiny")
     adapter = {  # of the query projections in the first and the last layer, with rank 2
         "lora_task_id": 7, "lora_config": np.array([[1, 0, 2], [1, model.num_layers - 1, 2]], np.int32),
@@ -64,7 +64,8 @@ def answers(with_drafts: bool = False, **sizes: int) -> dict[str, Any]:
         {"prompt_embedding_table": table, "input_ids": [model.vocab_size + 2, 4, model.vocab_size]},
         {"draft_input_ids": np.array([1, 2, 3], np.int32)} if with_drafts else {},
     ]  # fmt: skip
-    waiting = [InferenceRequest(number, **{"input_ids": [3, 4, number], "max_new_tokens": 12} | fields)
+    common: dict[str, Any] = {"max_new_tokens": 12}
+    waiting = [InferenceRequest(number, **common | {"input_ids": [3, 4, number]} | fields)
                for number, fields in enumerate(asked)]  # fmt: skip
     found: dict[str, Any] = {}
 

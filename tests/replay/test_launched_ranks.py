@@ -79,12 +79,12 @@ def check_all(trace: Path, directory: Path, cases: list[tuple[dict[str, Any], di
     world_size = split.get("tp_size", 1) * split.get("pp_size", 1)
     arguments = [str(trace), json.dumps([config for _, _, config in runs]), json.dumps(split)]
     of_lead, *of_others = outputs_of(launch(MATRIX, arguments, world_size), *[0] * world_size)
-    assert json.loads(of_lead) == answers()
+    assert json.loads(of_lead.partition("\n")[0]) == answers()  # warnings follow
     assert of_others == ["{}\n"] * (world_size - 1)
     summaries = [json.loads((directory / str(number) / "summary.json").read_text()) for number, _, _ in runs]
     for (number, name, _), (given, _), summary in zip(runs, cases, summaries, strict=True):
         tokens = json.loads((directory / f"{number}.json").read_text())
-        assert summary["requests"]["completed"] == len(tokens) == 64, name
+        assert summary["requests"]["completed"] == len(tokens) == given.get("max_num_samples", 64), name
         # In 16 bits a sum of parts is rounded otherwise than a whole one.
         assert tokens == expected[str(given)] or given.get("dtype") == "bf16", name
     return summaries
@@ -92,7 +92,8 @@ def check_all(trace: Path, directory: Path, cases: list[tuple[dict[str, Any], di
 
 def test_four_ranks_of_a_launcher(trace: Path, tmp_path: Path) -> None:
     """Pauses, reuse, whole prompts, LoRA, and tensor parallelism within pipeline stages."""
-    settings, split = POLICIES[2] | {"num_loras": 3, "lora_rank": 8}, {"tp_size": 2, "pp_size": 2}
+    settings = POLICIES[2] | {"num_loras": 3, "lora_rank": 8, "max_num_samples": 24}
+    split = {"tp_size": 2, "pp_size": 2}
     (summary,) = check_all(trace, tmp_path, [(settings | {"check_ranks": 7}, split)])
     assert summary["pauses"] > 0
     assert summary["prefix_hit_rate"] > 0
@@ -106,8 +107,7 @@ def test_drafts_and_queues_and_a_run_that_fails(trace: Path, tmp_path: Path) -> 
     has virtual tokens, bad words, biases, LoRA adapters and draft tokens of its requests."""
     cases: list[dict[str, Any]] = [
         {"draft_ngram": 2, "draft_len": 3}, {"draft_model": "tiny", "draft_len": 2, "temperature": 0.5},
-        {"normalize_log_probs": True, "return_log_probs": True, "temperature": 0.7, "top_k": 20},
-        {"max_queue_size": 5},
+        {"normalize_log_probs": True, "return_log_probs": True, "temperature": 0.7, "top_k": 20, "max_queue_size": 5},
     ]  # fmt: skip
     cases = [{"max_num_samples": 12, "max_batch_size": 4} | case for case in cases]
     expected = [run(trace, tmp_path / f"one-{number}", **case) for number, case in enumerate(cases)]
@@ -127,7 +127,7 @@ def test_drafts_and_queues_and_a_run_that_fails(trace: Path, tmp_path: Path) -> 
         assert [row | {"log_probs": None} for row in found] == [row | {"log_probs": None} for row in tokens]
         assert summary["requests"] == one.summary["requests"]
         assert summary["schedule_digest"] == one.summary["schedule_digest"]
-    assert expected[3][0].failed == 12 - 4 - 5
+    assert expected[2][0].failed == 12 - 4 - 5
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ def test_a_rank_that_hangs(trace: Path, tmp_path: Path) -> None:
     check_readable(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
     with started(trace, tmp_path / "run", status=130) as pids:
         os.kill(pids[-1], signal.SIGINT)
