@@ -21,9 +21,9 @@ PACKAGE = Path(ifbbench.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").glob("*.md")]
 
-MAX_FILES, MAX_LINES_OF_A_FILE, MAX_LINES = 265, 350, 50_000
+MAX_FILES, MAX_LINES_OF_A_FILE, MAX_LINES = 280, 350, 52_000
 # The table of settings is one idea, however long it becomes.
-MAX_LINES_OF_SETTINGS = 480
+MAX_LINES_OF_SETTINGS = 560
 MAX_FILES_OF_A_STEADY_STEP, MAX_FILES_OF_A_REQUEST = 22, 45
 OUTPUT_LEN = 70
 
