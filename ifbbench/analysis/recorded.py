@@ -119,6 +119,17 @@ def read_iterations(path: Path) -> Iterations:
     )  # fmt: skip
 
 
+class _TraceRows(dict[Id, TraceRow]):
+    """The requests of a trace. InputError for one that other files of the run have and the trace lacks."""
+
+    def __init__(self, path: Path, rows: dict[Id, TraceRow]) -> None:
+        super().__init__(rows)
+        self._path = path
+
+    def __missing__(self, request_id: Id) -> TraceRow:
+        raise InputError(f"{self._path}: request {request_id} of the run is missing. Restore the file, or run again.")
+
+
 class RecordedRun:
     """A run directory, for analyses. Everything is read when it is first used.
 
@@ -152,7 +163,13 @@ class RecordedRun:
 
     @cached_property
     def iterations(self) -> Iterations:
-        return read_iterations(find_iterations(self.data.path))
+        path = find_iterations(self.data.path)
+        found = read_iterations(path)
+        last, recorded = int(found.number.max(initial=0)), (len(found) + 1) * self.data.recorded_every
+        if last > recorded:
+            raise InputError(f"{path}: has iteration {last}, but {len(found)} lines; expected one for each. Restore "
+                             "the file, or run again.")  # fmt: skip
+        return found
 
     def row_at(self, number: int) -> AnyIterationRow | None:
         """The line of one iteration, found without reading the others if the file is plain; None if it is not
@@ -184,7 +201,7 @@ class RecordedRun:
         if not path.exists():
             raise InputError(f"{path}: missing; expected the requests as replayed. Restore the file, or run again.")
         rows = read_rows(path, Decoder(TraceRow))
-        return {row.request_id: row for row in chain.from_iterable(rows)}
+        return _TraceRows(path, {row.request_id: row for row in chain.from_iterable(rows)})
 
     @cached_property
     def rank(self) -> dict[Id, int]:
@@ -200,7 +217,7 @@ class RecordedRun:
 
     def arrival_s(self, request_id: Id) -> float:
         """When a request arrived, on the clock of the run."""
-        return float(self.row_of.get(request_id, {}).get("arrival_s", self.trace[request_id].arrival_s))
+        return float(self.row_of.get(request_id, {}).get("arrival_s") or self.trace[request_id].arrival_s)
 
     def known_id(self, text: str) -> Id:
         """The request id that a user wrote as `text`; InputError if the run has no such request."""

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from msgspec import DecodeError as NotJson
-from msgspec import Struct, ValidationError, field
+from msgspec import Meta, Struct, ValidationError, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
@@ -17,6 +17,9 @@ from ifbbench.errors import InputError
 from ifbbench.recording.drafts import stretches_of
 
 Id = int | str
+Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+"""Of iterations: more than any run has, and few enough for arrays of them."""
 PIECE_BYTES = 1 << 22
 SCANNED_BYTES = 1 << 15
 
@@ -36,12 +39,12 @@ class IterationDetails(Struct, gc=False):
 
     start_s: float
     latency_ms: float
-    queued: int
-    waiting: int
+    queued: Number
+    waiting: Number
     bound_by: str
     first_left_out: _LeftOut | None
     paused: tuple[_Paused, ...]
-    budget_used: int
+    budget_used: Number
     host_ms: float = 0.0
 
 
@@ -49,21 +52,21 @@ class IterationRow(Struct, gc=False):
     """The fields of a line of `iterations.jsonl` that analyses use."""
 
     details: IterationDetails = field(name="ifbbench")
-    number: int = field(name="Iteration Counter")
-    active: int = field(name="Active Request Count")
-    used_blocks: int | None = field(name="Used KV cache blocks", default=None)
+    number: Count = field(name="Iteration Counter")
+    active: Number = field(name="Active Request Count")
+    used_blocks: Number | None = field(name="Used KV cache blocks", default=None)
 
 
 class _CacheStatistics(Struct, gc=False):
-    used_blocks: int | None = field(name="usedNumBlocks", default=None)
+    used_blocks: Number | None = field(name="usedNumBlocks", default=None)
 
 
 class ExecutorRow(Struct, gc=False):
     """The same of a line with the executor's statistics (`--iteration_stats_format trtllm`)."""
 
     details: IterationDetails = field(name="ifbbench")
-    number: int = field(name="iter")
-    active: int = field(name="numActiveRequests")
+    number: Count = field(name="iter")
+    active: Number = field(name="numActiveRequests")
     cache: _CacheStatistics | None = field(name="kvCacheStats", default=None)
 
     @property
@@ -77,15 +80,15 @@ class Span(Struct, gc=False):
 
     request_id: Id
     phase: str
-    first: int = field(name="first_iteration")
-    last: int = field(name="last_iteration")
-    tokens: int
+    first: Count = field(name="first_iteration")
+    last: Count = field(name="last_iteration")
+    tokens: Number
     cause: Id | None = None
-    chunks: list[int] = field(default_factory=list)
-    produced: int = 0
-    first_output: int = 0
-    every: int = 1
-    steps: list[int] = field(default_factory=list)
+    chunks: list[Number] = field(default_factory=list)
+    produced: Number = 0
+    first_output: Number = 0
+    every: Count = 1
+    steps: list[Count] = field(default_factory=list)
 
     @property
     def waits_for(self) -> str | None:
@@ -109,11 +112,11 @@ class TraceRow(Struct, gc=False):
 
     request_id: Id
     arrival_s: float
-    max_new_tokens: int
-    output_len: int = 0
-    prompt_len: int = 0
+    max_new_tokens: Number
+    output_len: Number = 0
+    prompt_len: Number = 0
     priority: float = DEFAULT_PRIORITY
-    beam_width: int = 1
+    beam_width: Number = 1
 
 
 AnyIterationRow = IterationRow | ExecutorRow

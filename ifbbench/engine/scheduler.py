@@ -97,7 +97,7 @@ class Scheduler:
             return plan
         try:
             fitting = self._policy.schedule(self._active, self._kv_cache)
-        except Exception as error:  # a user's policy may raise anything
+        except (Exception, SystemExit) as error:  # a user's policy may raise anything
             raise PolicyFailed(self._policy_name, error) from error
         selected = self._micro_batch.schedule(self._active, fitting)
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]

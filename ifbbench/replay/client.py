@@ -22,6 +22,7 @@ from ifbbench.workload.trace import NO_REQUEST, RequestColumns, Trace, TraceRequ
 
 MILLISECONDS = 1000
 MANY_SLEEPS = 10_000
+TICK_S = 1 / NANOSECONDS
 
 MakeRequest = Callable[[int, TraceRequest], Request]
 """Makes the engine's request of the one at this index of the trace, when it is handed out."""
@@ -197,10 +198,10 @@ class ReplayClient:
         lateness_s, gaps = self._lateness_s, self.submitted - 1
         asked_s = self._arrival_of(gaps) - self._arrival_of(0) if gaps > 0 else 0.0
         submitted_s = asked_s + lateness_s[-1] - lateness_s[0] if gaps > 0 else 0.0
-        is_asked = self._keeps_arrivals and self._order is None and asked_s > 0
+        is_asked = self._keeps_arrivals and self._order is None and asked_s >= TICK_S
         return {
             "requested_rate_per_s": gaps / asked_s if is_asked else None,
-            "achieved_rate_per_s": gaps / submitted_s if submitted_s > 0 else None,
+            "achieved_rate_per_s": gaps / submitted_s if submitted_s >= TICK_S else None,
             "lateness_s": distribution(lateness_s),
         }
 

@@ -15,6 +15,7 @@ from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.policies import named_if_stuck
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.recording import run_directory
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 PROGRESS_INTERVAL_S = 0.1
 REPLAYING = "replaying"
+LONG_RUN_S = 3600
 FLUSH_BEFORE_WAIT_S = 0.05  # a shorter wait is too short: the next request would be late
 _log = logging.getLogger("ifbbench")
 
@@ -145,10 +147,21 @@ def engine_for(
                 _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice(refusal, engine.config))
             if engine.makes_tokens:
                 check_vocabulary(trace, engine.model.vocab_size)
+            _tell_last_arrival(trace, engine)
             warm_up(engine, progress)
             yield engine
         finally:
             engine.executor.close()
+
+
+def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
+    """Warn of a run that takes very long because it waits for the arrivals on the wall clock."""
+    last_s = columns_of(trace.requests).arrival_s[-1] if engine.config.keeps_arrivals else 0.0
+    last_s = min(last_s, engine.config.duration or last_s)
+    if last_s >= LONG_RUN_S and isinstance(engine.clock, WallClock):
+        _log.warning("the last request arrives after %s h on the wall clock, on which device %s runs; --time_scale 0 "
+                     "offers all at once, and --duration ends earlier.",
+                     f"{last_s / 3600:,.1f}", engine.device)  # fmt: skip
 
 
 def _steady_summary(directory: Path) -> dict[str, Any]:
@@ -207,7 +220,8 @@ def _replay(
     progress.stage(REPLAYING)
     clock.restart()
     try:
-        _loop(manager, client, recorder, progress, len(trace), clock)
+        with named_if_stuck(engine.limits.effective_policy, lambda: manager.iteration):
+            _loop(manager, client, recorder, progress, len(trace), clock)
         if engine.communicator is not None:
             cast("RankLoop", manager).end_others()
     except KeyboardInterrupt as interrupt:

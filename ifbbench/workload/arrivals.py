@@ -24,6 +24,7 @@ from ifbbench.workload.trace import NO_REQUEST, RequestColumns
 Indices = NDArray[np.int64]
 
 RAMPS = ("linear", "exponential")
+SMALLEST_VARIANCE = 1e-12  # of gaps: its inverse and the sums of gaps are finite, and the gaps as good as equal
 SCHEDULE_COLUMNS = ["start_s", "rate"]
 
 
@@ -70,7 +71,7 @@ class Gamma(Limited):
     cv: Positive
 
     def draw(self, generator: Generator, count: int) -> Times:
-        variance = self.cv**2
+        variance = max(self.cv**2, SMALLEST_VARIANCE)
         return _after(generator.gamma(1 / variance, variance / self.rate, max(count - 1, 0)))
 
 
@@ -165,7 +166,7 @@ def read_schedule(path: Path, burstiness: float) -> Schedule:
     with located(str(path), "See the arrivals in docs/traces.md."):
         try:
             header, *rows = [row for row in csv.reader(path.read_text(encoding="utf-8").splitlines()) if row] or [[]]
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, ValueError, csv.Error) as error:
             raise InputError(f"the rates cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         if [name.strip() for name in header] != SCHEDULE_COLUMNS:
             raise fields.unexpected("the first line", ",".join(header), ",".join(SCHEDULE_COLUMNS))

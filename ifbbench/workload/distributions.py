@@ -46,8 +46,10 @@ def generator(seed: int, stream: Stream, *key: int) -> Generator:
 
 
 Length = Annotated[int, {"minimum": 1, "maximum": MAX_LENGTH}]
-Positive = Annotated[float, {"above": 0}]
-NotNegative = Annotated[float, {"minimum": 0}]
+# Squares and sums of numbers up to there are finite.
+_LARGEST = {"maximum": 1e12, "guards": True}
+Positive = Annotated[float, {"above": 0, **_LARGEST}]
+NotNegative = Annotated[float, {"minimum": 0, **_LARGEST}]
 
 
 class Limited:

@@ -3,14 +3,17 @@
 import difflib
 import importlib
 import inspect
+import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from ifbbench.engine.config import CONTIGUOUS_POLICY
@@ -30,10 +33,13 @@ from ifbbench.errors import IfbbenchError, InputError
 __all__ = [
     "POLICY_CLASSES", "CapacityDecision", "CapacityPolicy", "GuaranteedNoEvict", "LeftOut", "Limit", "LoraLimits",
     "MaxRequests", "MaxUtilization", "Pause", "PolicyFailed", "StaticBatch", "find_policy",
+    "named_if_stuck",
 ]  # fmt: skip
 
 PACKAGE = Path(__file__).parents[2]
 ENTRY_POINT_GROUP = "ifbbench.policies"
+STUCK_S = 10.0
+_log = logging.getLogger("ifbbench")
 
 POLICY_CLASSES: dict[str, type[GuaranteedNoEvict] | type[MaxUtilization]] = {
     "guaranteed_no_evict": GuaranteedNoEvict,
@@ -63,7 +69,7 @@ def find_policy(name: str) -> PolicyFactory:
 class PolicyFailed(IfbbenchError):
     """A policy raised while it scheduled an iteration."""
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, error: BaseException) -> None:
         super().__init__(f"policy {name} failed: {describe_failure(error)}")
 
 
@@ -87,12 +93,51 @@ def describe_failure(error: BaseException) -> str:
     return f"{text} ({frame.filename}, line {frame.lineno})"
 
 
+@contextmanager
+def named_if_stuck(name: str, iteration: Callable[[], int]) -> Iterator[None]:
+    """While the block runs in this thread, log a warning when a user's policy does not return for STUCK_S.
+
+    iteration: the number of the latest one."""
+    if name in POLICY_CLASSES:
+        yield
+        return
+    ended, thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        before = iteration()
+        while not ended.wait(STUCK_S):
+            now, frame = iteration(), sys._current_frames().get(thread)
+            place = _line_in_policy(frame) if now == before and frame is not None else None
+            if place is not None:
+                _log.warning("policy %s: schedule() has not returned for %g s (%s). Interrupt the run with Ctrl-C.",
+                             name, STUCK_S, place)  # fmt: skip
+                return
+            before = now
+
+    threading.Thread(target=watch, name="ifbbench-policy-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _line_in_policy(frame: FrameType) -> str | None:
+    """File and line of `frame`, or of the innermost one of it outside ifbbench; None if no policy was called in it."""
+    outer: FrameType | None = frame
+    found: FrameType | None = None
+    while outer is not None and outer.f_code.co_qualname != "Scheduler.plan":
+        if found is None and not Path(outer.f_code.co_filename).is_relative_to(PACKAGE):
+            found = outer
+        outer = outer.f_back
+    return None if outer is None or found is None else f"{found.f_code.co_filename}, line {found.f_lineno}"
+
+
 def _from_module(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
         with _current_directory_first():
             module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise InputError(
             f"--policy: {name!r} is not valid: module {module_name!r} cannot be imported: {describe_failure(error)}; "
             "expected package.module:ClassName of an installed module or one in the current directory. Correct the "
@@ -120,7 +165,7 @@ def _from_entry_point(name: str) -> Any:
         )
     try:
         return installed[name].load()
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         raise InputError(
             f"--policy: {name!r} is not valid: entry point {installed[name].value!r} cannot be loaded: "
             f"{describe_failure(error)}; expected a class that can be imported. Correct or reinstall the package "
@@ -144,7 +189,8 @@ def _current_directory_first() -> Iterator[None]:
 
 def _check(name: str, target: Any) -> None:
     """Raise InputError for what is certainly no policy, before a run starts and without an instance."""
-    if not callable(target):
+    # Not other callables: to call `os:_exit` with the maximum number of requests would end the program.
+    if not isinstance(target, type | FunctionType | MethodType | partial):
         raise InputError(
             f"--policy: {name!r} is of type {type(target).__name__}, not a class; expected one with a method "
             "schedule(active, kv_cache). Name the class."
@@ -173,7 +219,7 @@ def _check_schedule(name: str, found: Any, cls: type) -> None:
 def _make(name: str, target: Callable[[int], CapacityPolicy], max_num_requests: int) -> CapacityPolicy:
     try:
         policy = target(max_num_requests)
-    except Exception as error:  # a user's class may raise anything
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
         raise InputError(
             f"--policy: {name!r} cannot be made for {max_num_requests} requests: {describe_failure(error)}. "
             "Correct its __init__."
