@@ -1,1 +1,1 @@
-"""Front doors to the batch manager: an HTTP server with the OpenAI API, also in front of simulated devices."""
+"""Front doors to the batch manager, also of simulated devices: the OpenAI API over HTTP, and Triton Inference Server."""
