@@ -1,1 +1,1 @@
-"""Front doors to the batch manager, also of simulated devices: the OpenAI API over HTTP, and Triton Inference Server."""
+"""Front doors to the batch manager, also of simulated devices: HTTP with the OpenAI API, and Triton."""
