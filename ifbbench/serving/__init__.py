@@ -1,1 +1,1 @@
-"""Front doors to the batch manager: an HTTP server with the OpenAI API, also in front of simulated devices."""
+"""Front doors to the batch manager, also of simulated devices: HTTP with the OpenAI API, and Triton."""

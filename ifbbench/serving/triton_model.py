@@ -6,6 +6,7 @@ Runs in a process that Triton starts. Triton calls `execute` in one thread; an e
 import asyncio
 import ctypes
 import json
+import logging
 import math
 import os
 import signal
@@ -31,6 +32,7 @@ from ifbbench.serving.statistics import TOKENS
 from ifbbench.serving.triton_repository import OUTPUTS, PIPE_VARIABLE, STOP, TritonConfig, read_parameters
 
 GAUGES_PREFIX = "nv_trt_llm_"
+_log = logging.getLogger("ifbbench")
 USED_CAPSULE = ctypes.c_char_p(b"used_dltensor")
 
 
@@ -172,6 +174,9 @@ class FrontDoor:
                 send(sender, failure(str(error), pb.TritonError.INVALID_ARG), is_final=True)
             except (QueueFull, ServiceEnded) as error:
                 send(sender, failure(str(error), pb.TritonError.UNAVAILABLE), is_final=True)
+            except Exception as error:  # a defect; without a response the client would wait for ever
+                _log.exception("request %s", request_id)
+                send(sender, failure(f"the server has failed: {error}", pb.TritonError.INTERNAL), is_final=True)
 
     def _submit(self, request_id: str, tensors: Tensors, sender: Any) -> None:
         requests = self._requests(tensors)

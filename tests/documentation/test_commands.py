@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from tests.serving.clients import server_process
-from tests.serving.test_triton import triton as triton_process
+from tests.serving.triton_clients import triton as triton_process
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -79,7 +79,7 @@ def test_a_repository_for_a_triton_that_is_started_otherwise(tmp_path: Path) -> 
     assert result.exit_code == 2
 
 
-def test_errors_before_triton_starts(tmp_path: Path, monkeypatch) -> None:
+def test_errors_before_triton_starts(tmp_path: Path) -> None:
     def message(*options: str) -> str:
         result = CliRunner().invoke(main, ["triton", "--device", "sim:h100-sxm", *options])
         assert result.exit_code == 2
@@ -88,8 +88,10 @@ def test_errors_before_triton_starts(tmp_path: Path, monkeypatch) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"--grpc_port: 127.0.0.1:{port} cannot be listened on" in message("--http_port", "0", "--grpc_port", port)
-    assert "is also that of another protocol" in message("--http_port", port, "--metrics_port", port, "--grpc_port", "0")
+        printed = message("--http_port", "0", "--grpc_port", port)
+        assert f"--grpc_port: 127.0.0.1:{port} cannot be listened on" in printed
+    printed = message("--http_port", port, "--metrics_port", port, "--grpc_port", "0")
+    assert "is also that of another protocol" in printed
     assert "--http_port" in message("--http_port", "70000")
     assert "--record_lengths_only" in message("--record_lengths_only")
     free = ["--http_port", "0", "--grpc_port", "0", "--metrics_port", "0"]
