@@ -296,7 +296,7 @@ class RunConfig:
         DEFAULT_TOKENS_PER_BLOCK, "Tokens in one KV cache block.", minimum=1, maximum=MAX_BATCH, unit="tokens",
         elsewhere="block_size page_size kv_block_size")
     max_tokens_in_paged_kvcache: int | None = _cache(
-        None, "Size of the paged KV cache. Default: from free memory.", minimum=1, maximum=2**40, unit="tokens",
+        None, "Size of the paged KV cache. Default: from free memory.", minimum=1, maximum=2**53, unit="tokens",
         aliases=("max_tokens",), elsewhere="max_total_tokens kv_cache_tokens kv_cache_size num_gpu_blocks_override")
     kv_cache_free_gpu_mem_fraction: float = _cache(
         0.9, "Share of free memory for the KV cache.", above=0.0, maximum=0.99, aliases=("free_gpu_memory_fraction",),
@@ -316,7 +316,7 @@ class RunConfig:
     window_mode: str = _cache(
         "cyclic", "Blocks of tokens that have left the window: overwritten, or kept.", choices=WINDOW_MODES)
     kv_host_cache_bytes: int = _cache(
-        0, "KV cache in host memory, for blocks evicted from the device.", minimum=0, maximum=2**50, unit="bytes",
+        0, "KV cache in host memory, for blocks evicted from the device.", minimum=0, maximum=2**53, unit="bytes",
         aliases=("host_cache_size",), elsewhere="swap_space cpu_offload_gb hicache_size secondary_cache_size")
     kv_cache_dtype: str | None = _cache(
         None, "Data type of the KV cache. Default: that of the weights.", choices=KV_CACHE_DTYPES,

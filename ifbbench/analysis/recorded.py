@@ -186,6 +186,10 @@ class RecordedRun:
         spans: dict[Id, list[Span]] = {}
         for path in (find_lines(self.data.path, "spans"), self.data.path / OPEN_SPANS):
             for span in chain.from_iterable(read_rows(path, Decoder(Span))):
+                if span.last < span.first or span.produced > max(span.tokens, 0):
+                    raise InputError(f"{path}: a span of request {span.request_id} goes from iteration {span.first} to "
+                                     f"{span.last}, and makes {span.produced} of {span.tokens} tokens; expected a last "
+                                     "iteration after the first, and no more tokens than it runs. Run again.")
                 spans.setdefault(span.request_id, []).append(span)
         for of_request in spans.values():
             of_request.sort(key=lambda span: span.first)
@@ -217,7 +221,8 @@ class RecordedRun:
 
     def arrival_s(self, request_id: Id) -> float:
         """When a request arrived, on the clock of the run."""
-        return float(self.row_of.get(request_id, {}).get("arrival_s") or self.trace[request_id].arrival_s)
+        recorded = self.row_of.get(request_id, {}).get("arrival_s")
+        return float(self.trace[request_id].arrival_s if recorded is None else recorded)
 
     def known_id(self, text: str) -> Id:
         """The request id that a user wrote as `text`; InputError if the run has no such request."""

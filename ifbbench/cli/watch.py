@@ -70,12 +70,12 @@ def watch(run: Path, interval: float, once: bool) -> None:
 
 def _read_run(directory: Path, clock: WallClock, timeout_s: float) -> dict[str, object]:
     """run.json; waits until the run has written it. InputError if it does not."""
+    from ifbbench.report.checking import read_object
+
     path = directory / "run.json"
     while True:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.strip():
-            content: dict[str, object] = json.loads(text)
-            return content
+        if path.is_file() and path.stat().st_size:
+            return read_object(path)
         if clock.now() >= timeout_s:
             raise InputError(f"{directory}: has no run.json; expected the directory of a run that began its work.")
         clock.wait_until(clock.now() + 0.2)

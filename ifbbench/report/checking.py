@@ -7,10 +7,12 @@ those of REQUIRED, and unknown ones are left alone.
 import inspect
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert, defstruct
+from msgspec.json import Decoder
 from msgspec.structs import fields
 
 from ifbbench.config import settings
@@ -33,11 +35,32 @@ REQUIRED = frozenset({
 HAVE_REQUIRED = (RequestFigures, RequestCounts, Distribution, IterationDetails)
 
 
-def check_object(name: str, values: Mapping[str, Any]) -> None:
-    """ValueError if `values` is not the content of the file `name`, run.json or summary.json."""
-    _convert(values, FILES[name][0])
-    if name == "run.json":
-        _check_config(values.get("config"))
+_decode = Decoder().decode
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of run.json or summary.json, checked; InputError if the file is not one."""
+    try:
+        values = as_object(path.read_bytes())
+        _convert(values, FILES[path.name][0])
+        if path.name == "run.json":
+            _check_config(values.get("config"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: {reason}; expected one JSON object as `ifbbench run` writes it. Restore the file, "
+                         "or run again.") from error  # fmt: skip
+    return values
+
+
+def as_object(text: bytes) -> dict[str, Any]:
+    """The JSON object in `text`; ValueError if there is none."""
+    try:
+        value: object = _decode(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__}, not an object")
+    return value
 
 
 def check_line(name: str, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 import pandas as pd
 from msgspec import UnsetType
-from msgspec.json import Decoder
 from msgspec.structs import fields
 from numpy.typing import NDArray
 
@@ -23,7 +22,7 @@ from ifbbench.errors import InputError
 from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
 from ifbbench.recording.lines import RequestLine, SpanLine
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
-from ifbbench.report.checking import check_line, check_object
+from ifbbench.report.checking import as_object, check_line, read_object
 
 Floats = NDArray[np.float64]
 
@@ -53,8 +52,6 @@ UNKNOWN_WHERE_THINNED = (
 
 # Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
 _Column: TypeAlias = "list[Any] | array[Any]"
-
-_decode = Decoder().decode
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def load_run(path: Path) -> RunData:
         names = ", ".join(str(item) for item in found[:3])
         raise InputError(f"{path}: holds {len(found)} runs; expected one. Name one of them: {names}, ….")
     summary = found[0] / "summary.json"
-    return RunData(found[0], _read_object(found[0] / "run.json"), _read_object(summary) if summary.exists() else None)
+    return RunData(found[0], read_object(found[0] / "run.json"), read_object(summary) if summary.exists() else None)
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -167,17 +164,6 @@ def find_runs(path: Path) -> list[Path]:
             "`ifbbench run` writes them, by default below results/."
         )
     return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; InputError if it is not one."""
-    try:
-        values = _object(path.read_bytes())
-        check_object(path.name, values)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {error}; expected one JSON object as `ifbbench run` writes it. Restore the file, "
-                         "or run again.") from error
-    return values
 
 
 def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -208,7 +194,7 @@ def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
     try:
-        row = _object(line)
+        row = as_object(line)
         for name in required:
             if name not in row:
                 raise ValueError(f"field {name!r} is missing")
@@ -219,16 +205,6 @@ def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> 
             "Restore the file, or remove the line to continue without it."
         ) from error
     return row
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value: object = _decode(text)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__}, not an object")
-    return value
 
 
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,20 @@ from tests.attack.commands import Outcomes
 
 LINE_FILES = ("requests.jsonl", "iterations.jsonl", "spans.jsonl", "trace.jsonl")
 OBJECT_FILES = ("summary.json", "run.json")
-QUICK = ("report", "report --json", "report --json --steady-state", "why", "why --json", "why --request 3", "why --iteration 5",
-         "compare", "watch --once", "run --config", "dataset info", "export --format csv")  # fmt: skip
+QUICK = (
+    "report",
+    "report --json",
+    "report --json --steady-state",
+    "why",
+    "why --json",
+    "why --request 3",
+    "why --iteration 5",
+    "compare",
+    "watch --once",
+    "run --config",
+    "dataset info",
+    "export --format csv",
+)
 
 
 @cache
@@ -22,17 +34,38 @@ def recorded() -> Path:
     """A folder with a run and a sweep of two points."""
     folder = Path(mkdtemp(prefix="attack-"))
     trace = folder / "trace.jsonl"
-    rows = [{"request_id": number, "arrival_s": number * 0.01, "prompt_len": 30 + number, "output_len": 6, "class": "ab"[number % 2],
-             "priority": 0.5 + number % 3 / 10} for number in range(12)]  # fmt: skip
+    rows = [
+        {
+            "request_id": number,
+            "arrival_s": number * 0.01,
+            "prompt_len": 30 + number,
+            "output_len": 6,
+            "class": "ab"[number % 2],
+            "priority": 0.5 + number % 3 / 10,
+        }
+        for number in range(12)
+    ]
     rows.append({"request_id": 99, "arrival_s": 0.2, "prompt_len": 10**6, "output_len": 2})
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     outcomes = Outcomes("preparation")
-    common = [str(trace), "--device", "sim:h100-sxm", "--quiet", "--max_tokens_in_paged_kvcache", "128", "--policy", "max_utilization",
-              "--slo", "ttft=1s"]  # fmt: skip
+    common = [
+        str(trace),
+        "--device",
+        "sim:h100-sxm",
+        "--quiet",
+        "--max_tokens_in_paged_kvcache",
+        "128",
+        "--policy",
+        "max_utilization",
+        "--slo",
+        "ttft=1s",
+    ]
     outcomes.attack(["run", *common, "--output", str(folder / "run")])
     outcomes.attack(["run", *common, "--output", str(folder / "thinned"), "--iteration_stats_every", "3"])
     outcomes.attack(["run", *common, "--output", str(folder / "executor"), "--iteration_stats_format", "trtllm"])
-    outcomes.attack(["sweep", *common, "--output", str(folder / "sweep"), "--over", "max_batch_size=2,4", "--processes", "1"])
+    outcomes.attack(
+        ["sweep", *common, "--output", str(folder / "sweep"), "--over", "max_batch_size=2,4", "--processes", "1"]
+    )
     assert not outcomes.problems, outcomes.problems
     return folder
 
@@ -71,7 +104,9 @@ def result_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         if name == "sweep.csv" and draw.random() < 0.7:
             rows = [line.split(",") for line in (copy / name).read_text().splitlines()]
             row = draw.choice(rows)
-            row[draw.randrange(len(row))] = str(draw.choice((*hostile.TEXTS, *hostile.FLOATS))).replace("\ud800", "?").replace("\udcff", "?")
+            row[draw.randrange(len(row))] = (
+                str(draw.choice((*hostile.TEXTS, *hostile.FLOATS))).replace("\ud800", "?").replace("\udcff", "?")
+            )
             content = "".join(",".join(row) + "\n" for row in rows).encode()
         (copy / name).write_bytes(content)
         note, commands = name, ("report", "report --json", "compare", "sweep --config")

@@ -6,13 +6,21 @@ from pathlib import Path
 import pytest
 
 from tests.attack.commands import Outcomes
-from tests.attack.inputs import KINDS, Try
+from tests.attack.inputs import Try, name_try, settings_try, specification_try, trace_try
+from tests.attack.models import model_try
 from tests.attack.results import result_try
 
-ALL: dict[str, Try] = {**KINDS, "result files": result_try}
+ALL: dict[str, Try] = {
+    "traces": trace_try,
+    "specifications": specification_try,
+    "settings": settings_try,
+    "names": name_try,
+    "model files": model_try,
+    "result files": result_try,
+}
 # Tries of each kind, which takes about 40 s in all on a free core; and those of a long attack.
-SHORT = {"traces": 150, "specifications": 300, "settings": 150, "names": 200, "model files": 200, "result files": 100}
-LONG = {kind: 8_400 for kind in SHORT}
+SHORT = {"traces": 80, "specifications": 250, "settings": 70, "names": 250, "model files": 250, "result files": 60}
+LONG = dict.fromkeys(SHORT, 8400)
 
 
 def attack(kind: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,250 @@
+"""Inputs that brought a command down once, each with what it answers now."""
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ifbbench.clock import NANOSECONDS, VirtualClock, tick
+from ifbbench.config import RunConfig, settings
+from ifbbench.engine import policies
+from ifbbench.errors import InputError
+from ifbbench.replay.run import engine_for
+from ifbbench.workload.load import load_trace
+from tests.attack.commands import Outcomes
+from tests.attack.inputs import ROWS, SIMULATED
+from tests.attack.models import MODEL
+
+SPEC = "num_requests: 5\nprompt_len: {distribution: fixed, value: %s}\noutput_len: {distribution: fixed, value: 3}\n"
+
+
+def ends(status: int, *arguments: str) -> str:
+    """What `ifbbench ARGUMENTS` prints; it must end with `status`, without a traceback."""
+    outcomes = Outcomes("known")
+    text = outcomes.attack(arguments)
+    assert not outcomes.problems, outcomes.problems
+    assert dict(outcomes.statuses) == {status: 1}, text
+    return text
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return written(tmp_path, *ROWS)
+
+
+def written(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(status: int, trace: Path, *options: str) -> str:
+    return ends(status, "run", str(trace), *SIMULATED, "--output", str(trace.parent / "run"), *options)
+
+
+# Time.
+
+
+def test_time_stamps_since_1970_count_from_the_first(tmp_path: Path) -> None:
+    rows = [{"arrival_s": 1601944424.251 + gap, "prompt_len": 10, "output_len": 3} for gap in (0.5, 0.0)]
+    run(0, written(tmp_path, *rows))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+    assert sorted(line["arrival_s"] for line in lines) == pytest.approx([0.0, 0.5], abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [(), ("--wait_sleep", "1")])
+def test_arrivals_beyond_2_to_the_53_nanoseconds_end(tmp_path: Path, options: tuple[str, ...]) -> None:
+    rows = [{"arrival_s": arrival_s, "prompt_len": 10, "output_len": 3} for arrival_s in (0.0, 1601944424.251)]
+    run(0, written(tmp_path, *rows), *options)
+
+
+def test_a_rate_below_one_in_a_hundred_days_ends(trace: Path) -> None:
+    run(0, trace, "--request_rate", "1e-7", "--enable_exp_delays", "--max_num_samples", "3")
+
+
+@pytest.mark.parametrize("options", [("--time_scale", "1e9"), ("--request_rate", "1e-300")])
+def test_arrivals_of_more_than_a_hundred_years_are_refused(trace: Path, options: tuple[str, ...]) -> None:
+    rows = [row | {"arrival_s": row["arrival_s"] * 100} for row in ROWS[:3]]
+    text = run(2, written(trace.parent, *rows), *options)
+    assert "expected at most 3.16e+09 s (100 years)" in text
+
+
+def test_a_clock_reaches_any_time() -> None:
+    draw, clock = random.Random(3), VirtualClock()
+    for seconds in sorted(draw.uniform(0, 10 ** draw.uniform(-9, 12)) for _ in range(2_000)):
+        clock.wait_until_ns(tick(seconds))
+        assert clock.now() >= seconds
+        clock.wait_until(tick(seconds) / NANOSECONDS)
+        assert clock.now() >= seconds
+
+
+def test_a_run_that_waits_for_days_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"arrival_s": arrival_s, "prompt_len": 10, "output_len": 3} for arrival_s in (0.0, 360_000.0)]
+    config = RunConfig(device="null")
+    with engine_for(load_trace(written(tmp_path, *rows), config), config):
+        assert "the last request arrives after 100.0 h on the wall clock" in caplog.text
+
+
+# Sizes.
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    for one in settings():
+        if one.type in (int, float):
+            assert one.maximum is not None
+            with pytest.raises(InputError, match=rf"--{one.name} is .*(at most| to )"):
+                one.check("1e300" if one.type is float else 10**30)
+
+
+@pytest.mark.parametrize("length", [2**31, 2**32 + 1, 2**63, 10**30])
+def test_a_length_that_would_wrap_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC % length)
+    assert "prompt_len: value is" in run(2, path)
+
+
+def test_lengths_whose_sum_would_wrap_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC % (2**31 - 1) + "sessions: {turns: {distribution: fixed, value: 3}, think_time: "
+                    "{distribution: fixed, value: 1}}\n")  # fmt: skip
+    assert "tokens; expected at most 2147483647" in run(2, path)
+
+
+def test_tables_beyond_memory_are_refused_with_their_size(trace: Path) -> None:
+    text = ends(2, "run", str(trace), "--device", "null", "--max_batch_size", "1000000", "--max_seq_len", "2000000000",
+                "--output", str(trace.parent / "run"))  # fmt: skip
+    assert "the block tables of 1,000,008 requests" in text
+    assert not (trace.parent / "run").exists()
+
+
+# Texts.
+
+
+@pytest.mark.parametrize("arguments", [("run", ""), ("run", "--output="), ("run", "--output", ""), ("report", "")])
+def test_an_unset_variable_is_an_error(arguments: tuple[str, ...]) -> None:
+    assert "Is a shell variable unset?" in ends(2, *arguments)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", "a/b", "x" * 300, "a\\u001b[31m"])
+def test_a_specification_cannot_name_another_folder(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f'name: "{name}"\n' + SPEC % 7)
+    assert "name is" in run(2, path)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "toml"])
+@pytest.mark.parametrize("command", [("run",), ("run", "--config")])
+def test_deep_nesting_is_refused(tmp_path: Path, suffix: str, command: tuple[str, ...]) -> None:
+    path = tmp_path / f"deep.{suffix}"
+    path.write_text(("a = " if suffix == "toml" else "a: ") + "[" * 5_000 + "]" * 5_000)
+    ends(2, *command, str(path), *SIMULATED)
+
+
+@pytest.mark.parametrize("command", [("run",), ("run", "--config")])
+def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path, command: tuple[str, ...]) -> None:
+    path = tmp_path / "aliases.yaml"
+    lists = "".join(f"a{depth}: &a{depth} [{', '.join([f'*a{depth - 1}'] * 9)}]\n" for depth in range(1, 25))
+    path.write_text(f"a0: &a0 [x]\n{lists}num_requests: *a24\nmax_batch_size: *a24\n")
+    ends(2, *command, str(path), *SIMULATED)
+
+
+def test_escape_sequences_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    text = run(2, written(tmp_path, {"\x1b[31mred": 1, "\x1b]0;title\x07": 2}))
+    assert "red" in text
+    assert "\x1b" not in text
+
+
+def test_a_long_file_name_is_refused(trace: Path) -> None:
+    ends(2, "run", "x" * 300, *SIMULATED)
+    ends(2, "run", str(trace), *SIMULATED, "--config", "x" * 300 + ".yaml")
+
+
+# Models.
+
+
+def test_a_weight_index_cannot_name_another_folder(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    index = {"weight_map": {"model.embed_tokens.weight": "../other/model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = ends(2, "run", str(trace), "--model", str(tmp_path), "--device", "cpu", "--quiet", "--max_seq_len", "64",
+                "--output", str(tmp_path / "run"))  # fmt: skip
+    assert "expected the name of a file beside the index" in text
+
+
+# Policies.
+
+POLICY = """
+import time
+
+class Exits:
+    def __init__(self, max_num_requests):
+        pass
+    def schedule(self, active, kv_cache):
+        raise SystemExit(0)
+
+class Slow(Exits):
+    def schedule(self, active, kv_cache):
+        time.sleep(0.5)
+        raise ValueError("late")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "attacking_policies.py").write_text(POLICY)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_what_ends_the_program_is_no_policy(trace: Path) -> None:
+    assert "is of type builtin_function_or_method, not a class" in run(2, trace, "--policy", "os:_exit")
+
+
+@pytest.mark.usefixtures("module")
+def test_a_policy_that_exits_has_failed(trace: Path) -> None:
+    text = run(1, trace, "--policy", "attacking_policies:Exits")
+    assert "policy attacking_policies:Exits failed: SystemExit: 0" in text
+    assert "attacking_policies.py, line 8" in text
+
+
+@pytest.mark.usefixtures("module")
+def test_a_policy_that_does_not_return_is_named(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policies, "STUCK_S", 0.1)
+    run(1, trace, "--policy", "attacking_policies:Slow")
+    assert "policy attacking_policies:Slow: schedule() has not returned for 0.1 s" in caplog.text
+    assert "attacking_policies.py, line 12" in caplog.text
+    assert [one.levelno for one in caplog.records].count(logging.WARNING) >= 1
+
+
+# Results.
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("summary.json", {"ttft_s": "fast"}, "Expected `object`, got `str` - at `$.ttft_s`"),
+        ("summary.json", {"requests": {"total": "3", "completed": 3, "failed": 0}}, "$.requests.total"),
+        ("run.json", {"config": {"iteration_stats_every": "often"}}, "config.--iteration_stats_every is 'often'"),
+    ],
+)
+def test_a_field_of_another_type_is_named(trace: Path, file: str, change: dict[str, Any], message: str) -> None:
+    run(0, trace)
+    path = trace.parent / "run" / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    text = ends(2, "report", str(path.parent))
+    assert file in text
+    assert message in text
+
+
+def test_a_line_of_another_type_is_named(trace: Path) -> None:
+    run(0, trace)
+    path = trace.parent / "run" / "requests.jsonl"
+    lines = path.read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {"prompt_len": "long"})
+    path.write_text("".join(f"{line}\n" for line in lines))
+    text = ends(2, "report", str(path.parent))
+    assert "requests.jsonl, line 2: Expected `int`, got `str` - at `$.prompt_len`" in text
