@@ -3,6 +3,7 @@
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from ifbbench.engine.records import (
 )
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
+from ifbbench.files import replace_file, writing
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number
 from ifbbench.recording.metrics import BOUND_BY, HeadOfLine, Population, bound_by, by_group, slow_ttft_s
-from ifbbench.recording.run_directory import OPEN_SPANS, STEPS, replace_file, write_json
+from ifbbench.recording.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker, limit_waited_for
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
@@ -298,7 +300,7 @@ class Recorder(SummaryRecorder):
         )
         self.directory = directory
         self._description = description
-        write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
+        write_begun(directory, description)
         as_executor, self._statistics = iteration_stats_format == "trtllm", statistics
         # Static batches have a line each, and their steps, which are iterations of the loop, a file of their own.
         names = ("iterations", "spans", "requests", *((STEPS,) if statistics.is_static else ()))
@@ -320,16 +322,17 @@ class Recorder(SummaryRecorder):
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
         """As SummaryRecorder.close, when all files are complete."""
         wall_s = self._clock.now()
-        self._tracker.close(self.metrics.iterations - 1)
-        self._iterations.write(self._encoder.last())
-        self._write_batches(self._statistics.unreported())
-        for writer in self._writers:
-            writer.close()
+        with writing(self.directory), ExitStack() as files:  # each is closed, even if another one cannot be written
+            for writer in self._writers:
+                files.callback(writer.close)
+            self._tracker.close(self.metrics.iterations - 1)
+            self._iterations.write(self._encoder.last())
+            self._write_batches(self._statistics.unreported())
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         summary = super().close(partial, complete)
         write_json(self.directory / "summary.json", summary)
         ended = {"schedule_digest": self._digest.hexdigest(), "partial": partial, "wall_s": wall_s}
-        write_json(self.directory / "run.json", {**self._description, **ended})
+        write_json(self.directory / RUN, {**self._description, **ended})
         return summary
 
     def _end(self, finished: list[Request], iteration: int) -> None:

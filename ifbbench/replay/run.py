@@ -3,8 +3,8 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.files import check_new_file, replace_file
 from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
@@ -60,25 +61,28 @@ def run_trace(
     and RunFailed if the run ends early; its directory is then marked partial."""
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
-    directory = _output_directory(config, trace)
-    run_directory.check(directory, config.overwrite)
+    run_directory.check(next(iter(_places(config, trace))), config.overwrite)
     with engine_for(trace, config, progress, owns_process) as engine:
-        run_directory.prepare(directory, config.overwrite)
-        progress.stage("writing trace")
-        write_trace(trace.requests, directory / f"trace.{config.recording_format}")
-        client = _client(trace, engine)
-        recorder = _recorder(trace, engine, client, directory, config)
-        if on_recording:
-            on_recording(directory)
-        try:
-            summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
-            if config.enable_steady_state:
-                summary = _steady_summary(directory)
-        finally:
-            if on_recorded:
-                on_recorded(directory)
-    if config.responses_json:
-        _write_responses(Path(config.responses_json), trace, client)
+        client, description = _client(trace, engine), _describe(trace, engine, config)
+
+        def begin(directory: Path, name: str) -> None:
+            description["name"] = name
+            progress.stage("writing trace")
+            write_trace(trace.requests, directory / f"trace.{config.recording_format}", overwrite=True)
+            run_directory.write_begun(directory, description)
+
+        with run_directory.begun(_places(config, trace), config.overwrite, begin) as directory:
+            recorder = _recorder(trace, engine, client, directory, description)
+            if on_recording:
+                on_recording(directory)
+            with ExitStack() as outputs:  # each is written, however the run ended and whether others can be written
+                if on_recorded:
+                    outputs.callback(on_recorded, directory)
+                if config.responses_json:
+                    outputs.callback(_write_responses, Path(config.responses_json), trace, client)
+                summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
+                if config.enable_steady_state:
+                    summary = _steady_summary(directory)
     return RunResult(directory, summary, summary["requests"]["failed"])
 
 
@@ -146,7 +150,7 @@ def _delivery(client: ReplayClient) -> Delivery | None:
 
 
 def _recorder(
-    trace: Trace, engine: Engine, client: ReplayClient, directory: Path, asked: RunConfig
+    trace: Trace, engine: Engine, client: ReplayClient, directory: Path, description: dict[str, Any]
 ) -> Recorder:
     config = engine.config
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
@@ -155,7 +159,7 @@ def _recorder(
         printed = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
         make_recorder = partial(_PrintingRecorder, printed=printed)
     return make_recorder(
-        directory, _describe(trace, engine, directory, asked), len(trace), statistics, client.arrival_s,
+        directory, description, len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
@@ -257,12 +261,12 @@ def _loop(
         pass
 
 
-def _describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -> dict[str, Any]:
-    """The content of run.json. asked: the settings before they were resolved."""
+def _describe(trace: Trace, engine: Engine, asked: RunConfig) -> dict[str, Any]:
+    """The content of run.json, but for the name. asked: the settings before they were resolved."""
     profile, config = engine.profile, engine.config.as_dict() | {"device": engine.device}
     limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None
     return {
-        "name": directory.name,
+        "name": "",
         "config": config,
         "derived": [name for name, value in asked.as_dict().items() if value is None and config[name] is not None],
         "num_kv_blocks": engine.limits.num_blocks,
@@ -282,14 +286,12 @@ def _describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -
     } | ({"device_limits": limits} if limits else {})
 
 
-def _output_directory(config: RunConfig, trace: Trace) -> Path:
-    """The directory asked for; else results/<trace name>, with a number where that exists."""
+def _places(config: RunConfig, trace: Trace) -> Iterable[Path]:
+    """The directory asked for; else results/<trace name>, with numbers unless it is to be replaced."""
     if config.output:
-        return Path(config.output)
-    directory, number = run_directory.RESULTS / trace.name, 2
-    while directory.exists() and not config.overwrite:
-        directory, number = run_directory.RESULTS / f"{trace.name}-{number}", number + 1
-    return directory
+        return [Path(config.output)]
+    directory = run_directory.RESULTS / trace.name
+    return [directory] if config.overwrite else run_directory.numbered(directory)
 
 
 def _check_side_outputs(config: RunConfig) -> None:
@@ -304,10 +306,9 @@ def _check_side_outputs(config: RunConfig) -> None:
         path = Path(value)
         if (other := paths.setdefault(path.resolve(), name)) != name:
             raise InputError(f"--{name} {path}: --{other} names the same file; give another one.")
-        if path.is_dir() or not path.parent.is_dir():
+        check_new_file(path, f"--{name}", config.overwrite)
+        if not path.parent.is_dir():
             raise InputError(f"--{name} {path}: expected a file in a directory that exists.")
-        if path.exists() and not config.overwrite:
-            raise InputError(f"--{name} {path}: already exists; add --overwrite, or give another file.")
 
 
 def _write_responses(path: Path, trace: Trace, client: ReplayClient) -> None:
@@ -317,4 +318,4 @@ def _write_responses(path: Path, trace: Trace, client: ReplayClient) -> None:
         for request in trace
         if request.request_id in client.outputs
     ]
-    path.write_text(json.dumps(responses) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(responses) + "\n")
