@@ -14,7 +14,8 @@ from ifbbench import __version__
 from ifbbench.cli.options import DEBUG, debug_option
 from ifbbench.errors import IfbbenchError
 
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
+DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
 
 # Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
 COMMANDS = {
@@ -69,14 +70,28 @@ class LazyGroup(click.Group):
                 value = super().invoke(ctx)
                 sys.stdout.flush()
                 return value
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
+            raise
         except IfbbenchError as error:
-            if ctx.meta.get(DEBUG):
-                click.echo(traceback.format_exc(), err=True, nl=False)
-            click.echo(f"Error: {error}", err=True)
-            ctx.exit(error.exit_status)
+            _end(ctx, str(error), error.exit_status)
+        except MemoryError as error:
+            _end(ctx, f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
+                 "or fewer requests.", FAILED)  # fmt: skip
+        except OSError as error:
+            _end(ctx, f"{error.filename or 'a file'}: {error.strerror or error}.", FAILED)
+        except Exception as error:
+            _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:
             click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _end(ctx: click.Context, message: str, status: int) -> None:
+    """End the command because of the exception that is handled."""
+    if ctx.meta.get(DEBUG):
+        click.echo(traceback.format_exc(), err=True, nl=False)
+    click.echo(f"Error: {message}", err=True)
+    ctx.exit(status)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 LLAMA = "llama"
 GPT2 = "gpt2"
 DEFAULT_ROPE_THETA = 10_000.0
+# Upper bounds of what model files say, far above any model: numbers beyond them would overflow or never end.
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
 
 
 @dataclass(frozen=True, slots=True)

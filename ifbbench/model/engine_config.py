@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.fields import choice, table
+from ifbbench.fields import choice, located, table
 
 _log = logging.getLogger("ifbbench")
 
@@ -60,21 +60,32 @@ def engine_settings(directory: Path, is_simulated: bool) -> dict[str, Any]:
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # reported when the model is loaded
     if not isinstance(config, dict) or "pretrained_config" not in config:
         return {}
-    build, pretrained = table(config.get("build_config") or {}, "build_config"), config["pretrained_config"]
+    with located(str(directory / "config.json")):
+        return _built_with(config, is_simulated)
+
+
+def _built_with(config: Mapping[str, Any], is_simulated: bool) -> dict[str, Any]:
+    pretrained, build = table(config["pretrained_config"], "pretrained_config"), _part(config, "build_config")
     settings = {name: build.get(name) for name in _LIMITS}
-    settings["tokens_per_block"] = (build.get("plugin_config") or {}).get("tokens_per_block")
+    settings["tokens_per_block"] = _part(build, "plugin_config").get("tokens_per_block")
     if is_simulated:
-        mapping, quantization = pretrained.get("mapping") or {}, pretrained.get("quantization") or {}
+        mapping, quantization = _part(pretrained, "mapping"), _part(pretrained, "quantization")
         settings |= {name: mapping.get(name) for name in ("tp_size", "pp_size")}
         settings["dtype"] = _DTYPES.get(str(pretrained.get("dtype")))
         for name, key in (("dtype", "quant_algo"), ("kv_cache_dtype", "kv_cache_quant_algo")):
-            if (algorithm := quantization.get(key)) in _QUANTIZATIONS:
-                settings[name] = _QUANTIZATIONS[algorithm]
+            algorithm = quantization.get(key)
+            if str(algorithm) in _QUANTIZATIONS:
+                settings[name] = _QUANTIZATIONS[str(algorithm)]
             elif algorithm is not None:
                 _log.warning("%s of the engine is %s, which is not simulated; it is left out. Give --%s.",
                              key, algorithm, name)  # fmt: skip
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table in a config.json; an empty one if it is missing."""
+    return table(values.get(name) or {}, name)

@@ -14,6 +14,8 @@ from ifbbench.model.config import (
     DEFAULT_ROPE_THETA,
     GPT2,
     LLAMA,
+    MAX_LAYERS,
+    MAX_SIZE,
     LinearRopeScaling,
     Llama3RopeScaling,
     ModelConfig,
@@ -181,7 +183,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InputError(f"--model: {path.parent} has no config.json. Expected a Hugging Face model directory; "
                          "download the model with its config.json.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download the file again.") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a JSON object. Download the file again.")
@@ -213,14 +215,16 @@ def load_tokenizer(model: str) -> TextTokenizer:
     path = weights_path(model)
     if path is None:
         raise InputError(f"--model {model}: has no tokenizer, because its weights are random. Choose a model with one.")
-    if path.suffix == GGUF_SUFFIX:
-        return TextTokenizer(*GgufFile(path).tokenizer())
-    file = path / TOKENIZER_FILE
+    file = path if path.suffix == GGUF_SUFFIX else path / TOKENIZER_FILE
     if not file.is_file():
         raise InputError(f"--model: {path} has no {TOKENIZER_FILE}. Expected the tokenizer beside the weights; "
                          "download it too.")
     try:
+        if file.suffix == GGUF_SUFFIX:
+            return TextTokenizer(*GgufFile(file).tokenizer())
         return TextTokenizer(Tokenizer.from_file(str(file)))
+    except InputError:
+        raise
     except Exception as error:  # the package raises no narrower class
         raise InputError(f"{file}: cannot be read as a tokenizer ({error}). Download the file again.") from error
 
@@ -256,7 +260,7 @@ class _ConfigJson:
         rope = _ConfigJson(table(rotary, "rope_scaling"), self._family)
         return ModelConfig(
             vocab_size=self._integer("vocab_size"), hidden_size=hidden_size,
-            num_layers=self._integer("num_hidden_layers"),
+            num_layers=self._integer("num_hidden_layers", maximum=MAX_LAYERS),
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
             max_position_embeddings=longest,
@@ -299,10 +303,10 @@ class _ConfigJson:
         ids = self._values.get("eos_token_id")
         if ids is None or ids == []:
             return ()
-        return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0)
+        return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0, MAX_SIZE)
 
-    def _integer(self, name: str, default: int | None = None) -> int:
-        return integer(*self._field(name, default), 1)
+    def _integer(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        return integer(*self._field(name, default), 1, maximum)
 
     def _number(self, name: str, default: float | None = None) -> float:
         return number(*self._field(name, default), above=0)

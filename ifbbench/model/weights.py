@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ifbbench.errors import InputError
+from ifbbench.fields import located, table, text, unexpected
 from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.gguf_file import GgufFile
 from ifbbench.model.linear import MakeProduct, Product, make_linear
@@ -158,16 +159,27 @@ class SafetensorsFiles:
         """Tensor name to file name."""
         index, single = self._directory / INDEX_FILE, self._directory / SINGLE_FILE
         if index.exists():
-            try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{index}: cannot be read as a weight index ({error!r}). Expected a JSON object with "
-                                 "weight_map; download the file again.") from error
+            return _read_index(index)
         if not single.exists():
             raise InputError(f"--model: {self._directory} has neither {SINGLE_FILE} nor {INDEX_FILE}. Expected "
                              "safetensors weights beside config.json; download or convert them.")
         with _open(single) as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to the name of a file in the same folder. A path to elsewhere is refused: the index may come from
+    anywhere."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as a weight index ({error}); download the file again.") from error
+    with located(str(path), "Download the file again."):
+        shards = table(table(index, "the index", None, ("weight_map",))["weight_map"], "weight_map")
+        for name, file in shards.items():
+            if Path(text(file, f"weight_map[{name!r}]")).name != file:
+                raise unexpected(f"weight_map[{name!r}]", file, "the name of a file beside the index")
+    return shards
 
 
 def _open(path: Path) -> safe_open:

@@ -1,0 +1,359 @@
+"""Tries of one kind each: hostile traces, specifications, settings, config files, model files and policies.
+
+A function makes the files of one try in a folder and runs the command that reads them. It depends on the generator
+`draw` alone.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ifbbench.config import SIDE_OUTPUTS, settings
+from tests.attack import hostile
+from tests.attack.commands import Outcomes, fresh
+from tests.workload.sample_files import NAMES, SAMPLES, rows_of
+
+Try = Callable[[Outcomes, Path, random.Random], None]
+
+SIMULATED = ("--device", "sim:h100-sxm", "--quiet")
+NULL = ("--device", "null", "--time_scale", "0", "--quiet")
+ROWS = [
+    {"request_id": 0, "arrival_s": 0.0, "prompt_len": 20, "max_new_tokens": 8, "output_len": 5},
+    {"request_id": 1, "arrival_s": 0.5, "prompt_tokens": [5, 6, 7], "output_len": 3, "priority": 0.7, "stop_ids": [9]},
+    {"request_id": 2, "arrival_s": 1.0, "prompt_len": 700, "prefix_ids": [1, 2], "output_len": 4, "class": "a"},
+    {"request_id": 3, "arrival_s": 1.5, "prompt_len": 30, "prefix_ids": [1], "prefix_lens": [12], "output_len": 4,
+     "after": 0, "think_s": 0.25, "lora_task_id": 3},
+]  # fmt: skip
+SPECIFICATIONS: tuple[dict[str, Any], ...] = (
+    {"name": "a", "num_requests": 20, "prompt_len": {"distribution": "fixed", "value": 10},
+     "output_len": {"distribution": "uniform", "min": 1, "max": 9}, "reserve": "factor:1.5",
+     "arrival": {"process": "gamma", "rate": 9.5, "cv": 2}, "priority": 0.4, "lora_task_id": {"min": 1, "max": 3}},
+    {"name": "b", "num_requests": 15, "prompt_len": {"distribution": "lognormal", "median": 9, "mean": 12, "max": 60},
+     "output_len": {"distribution": "quantiles", "p0": 1, "p50": 4, "p100": 9}, "reserve": "fixed:12",
+     "shared_prefix": {"pools": 3, "len": {"distribution": "normal", "mean": 20, "stdev": 5}, "share": 0.5, "skew": 1},
+     "sessions": {"turns": {"distribution": "geometric", "mean": 2}, "think_from": "answer",
+                  "think_time": {"distribution": "exponential", "mean": 2}},
+     "arrival": {"process": "ramp", "start": 1, "end": 20, "duration": 2, "strategy": "exponential"}},
+    {"name": "c", "num_requests": 12, "arrival": {"process": "schedule", "rates": [[0, 2], [3, 9]], "burstiness": 0.5},
+     "classes": [
+         {"name": "x", "weight": 2, "prompt_len": {"distribution": "histogram", "edges": [1, 5, 9], "counts": [1, 2]},
+          "output_len": {"distribution": "fixed", "value": 3}},
+         {"name": "y", "weight": 1, "priority": 0.9, "prompt_len": {"distribution": "fixed", "value": 4},
+          "output_len": {"distribution": "fixed", "value": 3},
+          "sessions": {"turns": {"distribution": "fixed", "value": 2},
+                       "think_time": {"distribution": "uniform", "min": 0, "max": 1}}}]},
+    {"num_requests": 9, "prompt_len": {"distribution": "fixed", "value": 10},
+     "output_len": {"distribution": "fixed", "value": 2},
+     "arrival": {"process": "on_off", "rate": 5, "on": 1, "off": 2, "burstiness": 2}},
+)  # fmt: skip
+
+
+def trace_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """A trace of any format with changed rows or bytes."""
+    kind = draw.random()
+    if kind < 0.35:
+        name, content = "trace.jsonl", _json_lines([hostile.changed(row, draw) if draw.random() < 0.5 else row for row in ROWS])
+    elif kind < 0.7:
+        name = draw.choice(NAMES)
+        rows, write = rows_of(name)
+        place = draw.randrange(len(rows))
+        try:
+            content = write([*rows[:place], hostile.changed(rows[place], draw), *rows[place + 1 :]]).encode("utf-8", "surrogatepass")
+        except (ValueError, AttributeError):  # not a table
+            content = hostile.changed_bytes((SAMPLES / name).read_bytes(), draw)
+    else:
+        name = draw.choice(NAMES)
+        content = hostile.changed_bytes((SAMPLES / name).read_bytes(), draw)
+    path = folder / name
+    path.write_bytes(content)
+    options = [] if draw.random() < 0.6 else ["--skip_bad_rows"]
+    if draw.random() < 0.2:
+        outcomes.attack(["dataset", "info", str(path), *options], _shown(content))
+        return
+    if draw.random() < 0.2:
+        options += ["--time_scale", repr(draw.choice(hostile.FLOATS))]
+    output = fresh(folder, "run")
+    outcomes.attack(["run", str(path), *SIMULATED, "--output", str(output), *options], _shown(content))
+
+
+def specification_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """A workload specification with changed values or bytes, as YAML, TOML or JSON in YAML."""
+    document: Any = draw.choice(SPECIFICATIONS)
+    for _ in range(draw.choice((1, 1, 2))):
+        document = hostile.changed(document, draw)
+    content = _yaml(document) if draw.random() < 0.7 else json.dumps(document).encode("utf-8", "surrogatepass")
+    name = "spec.yaml"
+    if draw.random() < 0.2:
+        content = hostile.changed_bytes(content, draw)
+    if draw.random() < 0.1:
+        name, content = "spec.toml", hostile.changed_bytes(b"num_requests = 5\nprompt_len.distribution = 'fixed'\n"
+                                                          b"prompt_len.value = 7\noutput_len = [[{a = 1}]]\n", draw)
+    path = folder / name
+    path.write_bytes(content)
+    command = ["dataset", "info", str(path)] if draw.random() < 0.3 else ["run", str(path), *SIMULATED, "--output", str(fresh(folder, "run"))]
+    outcomes.attack(command, _shown(content))
+
+
+# Settings that name files which the command reads or writes: values come from `hostile` all the same, in the folder.
+_WRITTEN = ("output", *SIDE_OUTPUTS)
+
+
+def _setting_value(one: Any, draw: random.Random) -> str:
+    if one.choices and draw.random() < 0.5:
+        return draw.choice(one.choices)
+    limits = [limit for limit in (one.minimum, one.maximum, one.above) if limit is not None]
+    if limits and draw.random() < 0.3:
+        return str(draw.choice(limits) + draw.choice((-1, 0, 1)))
+    kind = draw.random()
+    if kind < 0.45:
+        return str(draw.choice(hostile.INTEGERS))
+    if kind < 0.75:
+        return str(draw.choice(hostile.FLOATS))
+    return draw.choice(hostile.TEXTS)
+
+
+def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """One to three settings with values near limits, as options or in a config file."""
+    trace = folder / "trace.jsonl"
+    trace.write_bytes(_json_lines(ROWS))
+    known = [one for one in settings() if one.name not in (*_WRITTEN, "log_iteration_data", "device", "quiet", "overwrite")]
+    chosen = {one.name: _setting_value(one, draw) for one in draw.sample(known, draw.choice((1, 1, 2, 3)))}
+    if chosen.get("wait_sleep"):  # on a real clock only
+        chosen["wait_sleep"] = "1"
+    if draw.random() < 0.4 and "time_scale" not in chosen and not {"arrival", "request_rate", "rate_schedule", "concurrency", "duration"} & set(chosen):
+        device = NULL
+    elif draw.random() < 0.15 and not {"arrival", "request_rate", "rate_schedule", "model", "engine_overhead"} & set(chosen):
+        device = ("--device", "cpu", "--time_scale", "0", "--quiet", "--max_num_samples", "2", "--max_seq_len", "64")
+        chosen.pop("time_scale", None), chosen.pop("max_seq_len", None), chosen.pop("max_num_samples", None)
+        chosen.pop("cpu_threads", None)
+    else:
+        device = SIMULATED
+    surface = draw.random()
+    if surface < 0.75:
+        options = [part for name, text in chosen.items() for part in _as_option(name, text)]
+    else:
+        path = folder / draw.choice(("config.yaml", "config.toml", "config.json"))
+        values: dict[str, Any] = dict(chosen) if draw.random() < 0.5 else {name: hostile.value(draw) for name in chosen}
+        content = json.dumps(values).encode("utf-8", "surrogatepass")
+        if path.suffix == ".toml":
+            content = "".join(f"{name} = {json.dumps(item)}\n" for name, item in values.items()).encode("utf-8", "surrogatepass")
+        if path.suffix == ".json":
+            path, content = folder / "run.json", json.dumps({"config": values, "trace": {}}).encode("utf-8", "surrogatepass")
+        if draw.random() < 0.15:
+            content = hostile.changed_bytes(content, draw)
+        path.write_bytes(content)
+        options = ["--config", str(path)]
+    command = draw.choice(("run",) * 7 + ("capacity", "config", "sweep"))
+    if command == "run":
+        arguments = ["run", str(trace), *device, "--output", str(fresh(folder, "run"))]
+    elif command == "sweep":
+        name, text = next(iter(chosen.items()))
+        arguments = ["sweep", str(trace), *SIMULATED, "--processes", "1", "--output", str(fresh(folder, "sweep")), "--over", f"{name}={text}"]
+        options = []
+    elif command == "capacity":
+        arguments = ["capacity", *device, "--trace", str(trace)]
+        if draw.random() < 0.5:
+            arguments = ["capacity", *device, "--input-len", "100", "--output-len", str(draw.choice(hostile.INTEGERS))]
+    else:
+        arguments = ["config", *device]
+    outcomes.attack([*arguments, *options], str(chosen))
+
+
+def _as_option(name: str, text: str) -> list[str]:
+    one = next(one for one in settings() if one.name == name)
+    if one.type is bool:
+        return [f"--{name}={text}" if text.lower() in ("true", "false") else f"--{name}"]
+    return [f"--{name}={text}"]
+
+
+def name_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """Hostile texts where names of traces, models, devices, files and commands are expected."""
+    text = draw.choice((*hostile.TEXTS, "\ud800.yaml", "x" * 300 + ".jsonl", "a/" * 3000, "\0.gguf", "sim:\0", "~nobody"))
+    trace = folder / "trace.jsonl"
+    trace.write_bytes(_json_lines(ROWS))
+    output = ["--output", str(fresh(folder, "run"))]
+    outcomes.attack(draw.choice([
+        ["run", text, *SIMULATED, *output], ["run", str(trace), "--model", text, *SIMULATED, *output],
+        ["run", str(trace), "--device", f"sim:{text}", "--quiet", *output], ["run", str(trace), "--config", text, *SIMULATED, *output],
+        ["run", str(trace), "--device", text, "--quiet", "--time_scale", "0", *output],
+        ["run", str(trace), "--policy", text, *SIMULATED, *output], ["report", text], ["why", text], ["compare", text, text],
+        ["watch", text, "--once"], ["schema", text], ["capacity", text], ["dataset", "info", text], ["plot", text],
+        ["export", text], [text], ["run", str(trace), "--engine_dir", text, *SIMULATED, *output], ["bench", "--dataset", text],
+        ["run", str(trace), "--slo", text, *SIMULATED, *output], ["run", str(trace), "--rate_schedule", text, *SIMULATED, *output],
+        ["run", str(trace), "--tokenizer", text, *SIMULATED, *output], ["run", str(trace), "--arrival", text, *SIMULATED, *output],
+        ["run", str(trace), "--engine_overhead", text, *SIMULATED, *output], ["dataset", "synth", text],
+        ["sweep", str(trace), "--over", text, *SIMULATED], ["generate", "--model", text, "hello"],
+        ["run", str(trace), "--columns", text, *SIMULATED, *output],
+        ["explain-step", "--device", f"sim:{text}"], ["run", str(trace), "--reserve", text, *SIMULATED, *output],
+        ["run", str(trace), "--max_attention_window", text, *SIMULATED, *output],
+    ]))  # fmt: skip
+
+
+# Model files.
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 2,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 256},
+}  # fmt: skip
+ENGINE: dict[str, Any] = {
+    "pretrained_config": {
+        "architecture": "LlamaForCausalLM", "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 2048,
+        "dtype": "float16", "hidden_act": "silu", "norm_epsilon": 1e-5, "mapping": {"tp_size": 1, "pp_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None}},
+    "build_config": {"max_batch_size": 8, "max_num_tokens": 256, "max_seq_len": 128, "max_input_len": 100, "max_beam_width": 1,
+                     "plugin_config": {"tokens_per_block": 16}},
+}  # fmt: skip
+
+
+@cache
+def _weights() -> bytes:
+    """model.safetensors of MODEL."""
+    import torch
+    from safetensors.torch import save
+
+    tensors = {"model.embed_tokens.weight": torch.zeros(50, 16), "model.norm.weight": torch.ones(16)}
+    for layer in range(2):
+        shapes = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16), "self_attn.o_proj": (16, 16),
+                  "mlp.gate_proj": (24, 16), "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24)}
+        tensors |= {f"model.layers.{layer}.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+        tensors |= {f"model.layers.{layer}.{name}.weight": torch.ones(16) for name in ("input_layernorm", "post_attention_layernorm")}
+    return save(tensors)
+
+
+@cache
+def _gguf(folder: str) -> dict[str, Any]:
+    """Metadata of a small GGUF file by key."""
+    return {
+        "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 2048, "llama.embedding_length": 16,
+        "llama.feed_forward_length": 24, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0, "llama.attention.key_length": 4,
+        "llama.attention.value_length": 4, "llama.rope.dimension_count": 4, "llama.expert_count": 0,
+        "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": ["<|end|>", "h", "e", "l", "o", "he"], "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.merges": ["h e"], "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+def _write_gguf(path: Path, metadata: dict[str, Any]) -> None:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.kv_data[0].clear()
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32,
+             str: gguf.GGUFValueType.STRING, list: gguf.GGUFValueType.ARRAY}
+    for key, item in metadata.items():
+        if item is None or key == "":
+            continue
+        kind = kinds.get(type(item), gguf.GGUFValueType.STRING)
+        if type(item) is int and not 0 <= item < 2**32:
+            kind = gguf.GGUFValueType.INT64 if -(2**63) <= item < 2**63 else gguf.GGUFValueType.STRING
+        if kind is gguf.GGUFValueType.STRING:
+            item = str(item).encode("utf-8", "replace").decode()
+        elif kind is gguf.GGUFValueType.ARRAY and (not item or len({type(one) for one in item}) > 1 or type(item[0]) not in (int, float, str)
+                                                   or any(type(one) is int and not -2**31 <= one < 2**31 for one in item)):
+            item = [1, 2]
+        elif kind is gguf.GGUFValueType.ARRAY and type(item[0]) is str:
+            item = [one.encode("utf-8", "replace").decode() for one in item]
+        elif kind is gguf.GGUFValueType.FLOAT32 and abs(item) > 3e38:
+            kind = gguf.GGUFValueType.FLOAT64
+        writer.add_key_value(key, item, kind)
+    shapes = {"token_embd": (50, 16), "output_norm": (16,)}
+    for layer in range(2):
+        names = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16), "ffn_gate": (24, 16), "ffn_up": (24, 16),
+                 "ffn_down": (16, 24), "attn_norm": (16,), "ffn_norm": (16,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in names.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def model_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """config.json, an index, safetensors and GGUF files with changed fields or bytes."""
+    trace = folder / "trace.jsonl"
+    trace.write_bytes(_json_lines([{"arrival_s": 0, "prompt_tokens": [3, 4, 5], "output_len": 2}]))
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    for old in model.iterdir():
+        old.unlink()
+    kind, changes = draw.random(), draw.choice((1, 1, 2))
+    config: Any = ENGINE if kind < 0.12 else MODEL
+    device, note, target = draw.choice(("sim:h100-sxm", "cpu", "cpu")), "", model
+    if kind < 0.4:
+        for _ in range(changes):
+            config = hostile.changed(config, draw)
+        note = json.dumps(config)[:600]
+        if draw.random() < 0.1:
+            config, note = {}, "changed bytes"
+            (model / "config.json").write_bytes(hostile.changed_bytes(json.dumps(MODEL).encode(), draw))
+    if not (model / "config.json").exists():
+        (model / "config.json").write_bytes(json.dumps(config).encode("utf-8", "surrogatepass"))
+    if 0.4 <= kind < 0.5:
+        index: Any = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "model.safetensors", "model.norm.weight": "model.safetensors"}}
+        index = hostile.changed(index, draw)
+        (model / "model.safetensors.index.json").write_bytes(json.dumps(index).encode("utf-8", "surrogatepass"))
+        (model / "model.safetensors").write_bytes(_weights())
+        device, note = "cpu", json.dumps(index)[:600]
+    elif kind < 0.7:
+        content = _weights()
+        if kind > 0.5:
+            device = "cpu"
+            size = int.from_bytes(content[:8], "little")
+            if draw.random() < 0.7:
+                header = json.dumps(hostile.changed(json.loads(content[8 : 8 + size]), draw)).encode("utf-8", "surrogatepass")
+                content = len(header).to_bytes(8, "little") + header + content[8 + size :]
+            else:
+                content = hostile.changed_bytes(content, draw)
+        (model / "model.safetensors").write_bytes(content)
+    elif kind >= 0.7:
+        metadata = dict(_gguf(""))
+        for _ in range(changes):
+            metadata = hostile.changed(metadata, draw)
+            metadata = metadata if isinstance(metadata, dict) else dict(_gguf(""))
+        target = folder / "model.gguf"
+        target.unlink(missing_ok=True)
+        _write_gguf(target, metadata)
+        note = str({key: item for key, item in metadata.items() if _gguf("").get(key) != item})[:600]
+        if draw.random() < 0.2:
+            target.write_bytes(hostile.changed_bytes(target.read_bytes(), draw))
+            note += " changed bytes"
+    arguments = ["run", str(trace), "--model", str(target), "--device", device, "--quiet", "--output", str(fresh(folder, "run"))]
+    if device == "cpu":
+        arguments += ["--max_batch_size", "2", "--max_tokens_in_paged_kvcache", "64"]
+    if kind < 0.12:
+        arguments = ["run", str(trace), "--engine_dir", str(model), *SIMULATED, "--output", str(fresh(folder, "run"))]
+    elif draw.random() < 0.15:
+        arguments = ["capacity", str(target), "--device", "sim:h100-sxm"]
+    elif target.suffix == ".gguf" and draw.random() < 0.3:
+        arguments = ["generate", "--model", str(target), "--device", "cpu", "hello"]
+    outcomes.attack(arguments, note)
+
+
+def _json_lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+
+
+def _yaml(document: Any) -> bytes:
+    return yaml.safe_dump(document, allow_unicode=True).encode("utf-8", "surrogatepass")
+
+
+def _shown(content: bytes) -> str:
+    return repr(content[:500])
+
+
+KINDS: dict[str, Try] = {
+    "traces": trace_try, "specifications": specification_try, "settings": settings_try, "names": name_try, "model files": model_try,
+}
