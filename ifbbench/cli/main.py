@@ -61,8 +61,12 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _closed_pipe_is_no_error():  # of --help
-            return super().make_context(*args, **kwargs)
+        try:
+            with _closed_pipe_is_no_error():  # of --help
+                return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -90,8 +94,25 @@ def _end(ctx: click.Context, message: str, status: int) -> None:
     """End the command because of the exception that is handled."""
     if ctx.meta.get(DEBUG):
         click.echo(traceback.format_exc(), err=True, nl=False)
-    click.echo(f"Error: {message}", err=True)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    for line in (*_earlier_messages(), message):
+        click.echo(f"Error: {line}", err=True)
     ctx.exit(status)
+
+
+def _earlier_messages() -> list[str]:
+    """Of the errors of ifbbench during which the one that is handled was raised: an output may be impossible to write
+    after a run that failed. Causes are left out, because what they caused quotes them."""
+    messages: list[str] = []
+    later = sys.exception()
+    while later and (earlier := later.__context__) and (later.__cause__ or not later.__suppress_context__):
+        if isinstance(earlier, IfbbenchError) and earlier is not later.__cause__:
+            messages.insert(0, str(earlier))
+        later = earlier
+    return messages
 
 
 @contextmanager
@@ -100,9 +121,13 @@ def _closed_pipe_is_no_error() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # Python flushes standard output once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         raise click.exceptions.Exit(0) from None
+
+
+def _discard_output() -> None:
+    """Python flushes standard output once more when it exits; that must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(

@@ -24,7 +24,7 @@ class FileLayer:
     """
 
     def __init__(self, stop_at: int, is_full: bool = False) -> None:
-        self.count, self._stop_at, self._is_full = 0, stop_at, is_full
+        self.count, self.stop_at, self.is_full = 0, stop_at, is_full
 
     def install(self) -> None:
         """Take effect for the rest of the process."""
@@ -33,10 +33,12 @@ class FileLayer:
         class File(io.FileIO):
             def write(self, content: Any, /) -> int:
                 if self.fileno() > 2 and layer.changes():
-                    half = memoryview(content).cast("B")[: len(memoryview(content).cast("B")) // 2]
-                    if half:
-                        super().write(half)
-                    layer.stop()
+                    whole = memoryview(content).cast("B")
+                    is_first = layer.count == layer.stop_at
+                    written = super().write(whole[: len(whole) // 2]) if is_first else 0
+                    if not written or not layer.is_full:
+                        layer.stop()
+                    return written  # the rest, tried again, finds the disk full
                 return super().write(content)
 
         def opened(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
@@ -56,7 +58,7 @@ class FileLayer:
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
-            if self.changes() and (not self._is_full or name in NEED_ROOM):
+            if self.changes() and (not self.is_full or name in NEED_ROOM):
                 self.stop()
             return function(*arguments, **options)
 
@@ -65,11 +67,11 @@ class FileLayer:
     def changes(self) -> bool:
         """Count a change; whether it is not to be done."""
         self.count += 1
-        return self.count == self._stop_at or (self._is_full and self.count > self._stop_at)
+        return self.count == self.stop_at or (self.is_full and self.count > self.stop_at)
 
     def stop(self) -> None:
         """End the process, or raise the error of a full disk."""
-        if not self._is_full:
+        if not self.is_full:
             os._exit(KILLED)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
