@@ -61,7 +61,7 @@ class Engine:
 
     def describe_model(self) -> dict[str, Any]:
         """The model's entry in `run.json`."""
-        return {
+        known: dict[str, Any] = {
             "name": self.config.model,
             "parameters": self.model.num_parameters,
             "layers": self.model.num_layers,
@@ -69,6 +69,11 @@ class Engine:
             "dtype": self.config.dtype,
             "device": self.device,
         }
+        if self.device == "cpu" and self.makes_tokens:
+            from ifbbench.model.compiled import missing_kernels
+
+            known |= {"missing_kernels": reason} if (reason := missing_kernels()) else {}
+        return known
 
 
 def build_engine(config: RunConfig, beam_width: int = 1, *, owns_process: bool = False) -> Engine:

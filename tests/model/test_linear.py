@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ifbbench.model import linear, operations
+from ifbbench.model.compiled import load_cpu_kernels
 from ifbbench.model.linear import CpuLinear, Linear, OneDnnLinear, make_linear
-from ifbbench.model.operations import load_cpu_kernels
 
 DTYPES = {"float32": (torch.float32, 1e-6), "bf16": (torch.bfloat16, 4e-3)}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.values(), ids=DTYPES.keys())
