@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -67,6 +67,8 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
+        except OSError as error:  # standard output is full
+            _end(None, f"{error.strerror or error}.", FAILED)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -90,9 +92,9 @@ class LazyGroup(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-def _end(ctx: click.Context, message: str, status: int) -> None:
+def _end(ctx: click.Context | None, message: str, status: int) -> NoReturn:
     """End the command because of the exception that is handled."""
-    if ctx.meta.get(DEBUG):
+    if ctx is not None and ctx.meta.get(DEBUG):
         click.echo(traceback.format_exc(), err=True, nl=False)
     try:
         sys.stdout.flush()
@@ -100,7 +102,7 @@ def _end(ctx: click.Context, message: str, status: int) -> None:
         _discard_output()
     for line in (*_earlier_messages(), message):
         click.echo(f"Error: {line}", err=True)
-    ctx.exit(status)
+    raise click.exceptions.Exit(status)
 
 
 def _earlier_messages() -> list[str]:

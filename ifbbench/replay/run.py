@@ -304,9 +304,9 @@ def _check_side_outputs(config: RunConfig) -> None:
         if not value:
             continue
         path = Path(value)
+        check_new_file(path, f"--{name}", config.overwrite)
         if (other := paths.setdefault(path.resolve(), name)) != name:
             raise InputError(f"--{name} {path}: --{other} names the same file; give another one.")
-        check_new_file(path, f"--{name}", config.overwrite)
         if not path.parent.is_dir():
             raise InputError(f"--{name} {path}: expected a file in a directory that exists.")
 

@@ -1,11 +1,12 @@
 """The files that a run is also written to for the scripts of other benchmarks, all made from its directory."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from ifbbench.config import RunConfig
+from ifbbench.errors import IfbbenchError
 from ifbbench.recording.run_directory import RESULT
 from ifbbench.report import trtllm_bench, vllm_bench
 from ifbbench.report.figures import write_benchmark_csv
@@ -23,10 +24,15 @@ WRITERS: Mapping[str, Write] = MappingProxyType({
 def write_outputs(run: RunData, config: RunConfig) -> None:
     """Write the files that `config` asks for, over existing ones: each, even if another one cannot be written. Errors
     are those of `new_file`."""
-    with ExitStack() as outputs:
-        for name, write in WRITERS.items():
-            if path := getattr(config, name):
-                outputs.callback(write, run, Path(path))
-        if config.result_json or config.result_format:
-            path = Path(config.result_json) if config.result_json else run.path / RESULT
-            outputs.callback(vllm_bench.write_result, run, path, detailed=config.save_detailed)
+    wanted = [(Path(path), write) for name, write in WRITERS.items() if (path := getattr(config, name))]
+    if config.result_json or config.result_format:
+        path = Path(config.result_json) if config.result_json else run.path / RESULT
+        wanted.append((path, partial(vllm_bench.write_result, detailed=config.save_detailed)))
+    errors: list[IfbbenchError] = []
+    for path, write in wanted:
+        try:
+            write(run, path)
+        except IfbbenchError as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])(" ".join(map(str, errors)))

@@ -1,9 +1,16 @@
 """Kill -9, and a full disk, at each change of a file: every line is valid but the last, every finished request is
 reported, and report, plot and the run of the directory answer."""
 
+import gzip
 import json
+import random
+import shutil
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,14 +18,16 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.compressed import read_pieces
+from ifbbench.config import REPORT_FILES
+from ifbbench.files import is_part
 from ifbbench.report.charts import CHARTS
 from ifbbench.report.figures import figures
 from ifbbench.report.load import load_run
 from tests.attack.file_layer import KILLED, command, in_fork
 
 REQUESTS = 12
-RUN = ("run", "default", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--max_batch_size", "2",
-       "--max_num_samples", str(REQUESTS), "--quiet", "--output")  # fmt: skip
+SIMULATED = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--quiet", "--max_num_samples", str(REQUESTS))
+RUN = ("run", "default", *SIMULATED, "--max_batch_size", "2", "--output")
 
 
 def run_in(place: Path) -> Sequence[str]:
@@ -113,3 +122,127 @@ def test_a_run_that_is_stopped_at_each_change_of_a_file(is_full: bool, step: int
         assert status != 1 or "No space left on device" in printed
         tries += 1
     print(f"{tries} tries")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and a sweep."""
+    directory = tmp_path_factory.mktemp("finished")
+    for arguments in (run_in(directory), sweep_in(directory)):
+        assert CliRunner().invoke(main, list(arguments)).exit_code == 0
+    return directory
+
+
+def sweep_in(place: Path) -> Sequence[str]:
+    return ("sweep", "default", *SIMULATED, "--over", "max_batch_size=1,2", "--processes", "1", "--output",
+            str(place / "sweep"))  # fmt: skip
+
+
+REPORT_OPTIONS = tuple(word for name in REPORT_FILES for word in (f"--{name}", f"{name}.txt"))
+# Commands that write files, given the directory of a run and a sweep that they may change.
+WRITING: dict[str, Callable[[Path], Sequence[str]]] = {
+    "run": lambda place: (*run_in(place), *(word if word.startswith("--") else str(place / word)
+                                            for word in REPORT_OPTIONS), "--overwrite", "--result_format", "vllm"),
+    "steady state": lambda place: (*run_in(place), "--overwrite", "--enable_steady_state"),
+    "compressed": lambda place: (*run_in(place), "--overwrite", "--recording_format", "jsonl.gz"),
+    "sweep": lambda place: (*sweep_in(place), "--overwrite"),
+    "repeat": lambda place: ("run", "default", *SIMULATED, "--repeat", "2", "--output", str(place / "repeats")),
+    "report": lambda place: ("report", str(place / "run"), *(word if word.startswith("--") else str(place / word)
+                                                             for word in REPORT_OPTIONS)),
+    "plot": lambda place: ("plot", str(place / "run"), "--only", "ttft,bound"),
+    "plot --html": lambda place: ("plot", str(place / "sweep"), "--html"),
+    "export": lambda place: ("export", str(place / "run")),
+    "perfetto": lambda place: ("export", str(place / "run"), "--format", "perfetto"),
+    "why": lambda place: ("why", str(place / "run"), "--pauses-csv", str(place / "pauses.csv")),
+    "dataset": lambda place: ("dataset", "convert", "default", "--to", "gpt-manager", "-o", str(place / "trace.json")),
+    "dataset .gz": lambda place: ("dataset", "sample", "default", "-o", str(place / "trace.jsonl.gz")),
+    "dataset info": lambda place: ("dataset", "info", "default", "--plot", str(place / "charts")),
+    "tune": lambda place: ("tune", "default", *SIMULATED[:-2], "--max_num_samples", "4", "--output",
+                           str(place / "tune")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
+@pytest.mark.parametrize("name", [one for one in WRITING if one != "tune"])
+def test_commands_that_are_stopped_leave_whole_files(
+    name: str, is_full: bool, finished: Path, tmp_path: Path
+) -> None:
+    check_command(name, is_full, finished, tmp_path, tries=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
+@pytest.mark.parametrize("name", WRITING)
+def test_commands_that_are_stopped_anywhere_leave_whole_files(
+    name: str, is_full: bool, finished: Path, tmp_path: Path
+) -> None:
+    check_command(name, is_full, finished, tmp_path, tries=60)
+
+
+def check_command(name: str, is_full: bool, finished: Path, directory: Path, tries: int) -> None:
+    """Stop a command at up to so many of its changes; then run it to its end in the same place."""
+    changes = changes_of(WRITING[name], finished, directory / "whole")
+    draw = random.Random(name)
+    for stop_at in sorted(draw.sample(range(1, changes + 1), min(tries, changes))):
+        place = directory / str(stop_at)
+        shutil.copytree(finished, place)
+        status, printed = attacked(WRITING[name](place), place, stop_at, is_full)
+        assert "Traceback" not in printed, printed
+        assert status in ((0, 1) if is_full else (KILLED,)), (stop_at, status, printed)
+        check_files(place)
+        if name in ("sweep", "repeat", "dataset info", "plot", "plot --html", "export", "run", "compressed"):
+            again = (*WRITING[name](place), *(["--overwrite"] if name == "repeat" else []))
+            done = CliRunner().invoke(main, list(again))
+            assert done.exit_code == 0, (stop_at, done.output)
+        shutil.rmtree(place)
+
+
+def changes_of(arguments: Callable[[Path], Sequence[str]], finished: Path, place: Path) -> int:
+    shutil.copytree(finished, place)
+    status, printed = attacked(arguments(place), place, stop_at=0)
+    assert status == 0, printed
+    return int(printed.rpartition("changes ")[2])
+
+
+ENDS = {".png": b"IEND\xaeB`\x82", ".svg": b"</svg>", ".html": b"</html>"}
+
+
+def check_files(directory: Path) -> None:
+    """Check that each file is whole, but for those of lines and those that are named as parts."""
+    for path in directory.rglob("*"):
+        if any(map(is_part, (path, *path.parents))) or not path.is_file() or path.name == "printed.txt":
+            continue
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            json.loads(content)
+        elif path.suffix in ENDS:
+            assert content.rstrip().endswith(ENDS[path.suffix])
+        elif path.suffix == ".gz" and path.parent == directory:
+            gzip.decompress(content)
+        elif path.suffix in (".csv", ".yaml", ".txt", ".perfetto-trace"):
+            assert content or path.name == "pauses.csv"
+    for run in {path.parent for path in directory.rglob("run.json")}:
+        if not is_part(run):
+            check_lines(run)
+            assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
+
+
+@pytest.mark.parametrize("tries", [5, pytest.param(100, marks=pytest.mark.slow),
+                                   pytest.param(1000, marks=pytest.mark.slow)])  # fmt: skip
+def test_kill_9_of_a_process_at_any_time(tries: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ifbbench", *RUN]
+    began = time.monotonic()
+    subprocess.run([*words, str(tmp_path / "whole")], check=True)
+    whole_s, left = time.monotonic() - began, 0
+    draw = random.Random(tries)
+    for number in range(tries):
+        place = tmp_path / str(number)
+        place.mkdir()
+        running = subprocess.Popen([*words, str(place / "run")])
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(whole_s * draw.uniform(0.3, 1.05))
+        running.kill()
+        running.wait()
+        left += (place / "run").exists()
+        check_run(place / "run", CHART_NAMES[number % len(CHART_NAMES)])
+    print(f"{tries} kills, {left} left a directory")
