@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, after an import that is under way: there it could be lost, or become another error."""
+    """Raise KeyboardInterrupt; after an import, because in it the interrupt could be lost or become another error."""
     while frame is not None:
         if frame.f_code.co_filename == IMPORTS:
             signal.setitimer(signal.ITIMER_REAL, RETRY_S)

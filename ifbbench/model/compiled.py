@@ -1,7 +1,7 @@
 """The C kernels of csrc/: compiled with the machine's compiler on first use, cached on disk, and loaded.
 
-A cached library is loaded only if it is what this user wrote: it ends with a checksum of its content, and it and its
-directory belong to the user and can be written by nobody else.
+A cached library is loaded only if it is whole and of this user: it ends with a checksum of its content, and it and its
+directory belong to the user and no other user can write to them.
 """
 
 import ctypes

@@ -6,7 +6,7 @@ from typing import Any
 
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.files import sole_writer
+from ifbbench.files import check_new_directory, sole_writer
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
 from ifbbench.planning.points import FAILURES, in_one_line
 from ifbbench.planning.sweep import OnPoint, prepare_directory, remove_runs
@@ -31,6 +31,7 @@ def run_repeats(source: str | None, base: RunConfig, count: int, run_one: RunOne
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but --repeat makes many runs; leave out one of the two.")
     directory = Path(base.output) if base.output else RESULTS / f"repeat-{trace.name}"
+    check_new_directory(directory, "--output")
     if (directory / "run.json").exists():
         raise InputError(f"{directory} is a run; choose another --output for {count} repeats.")
     prepare_directory(directory, base.overwrite)

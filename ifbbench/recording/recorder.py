@@ -11,14 +11,7 @@ import numpy as np
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS
-from ifbbench.engine.records import (
-    CacheState,
-    Delivery,
-    IterationRecord,
-    IterationStatistics,
-    ScheduleDigest,
-    Stretch,
-)
+from ifbbench.engine.records import CacheState, Delivery, IterationRecord, IterationStatistics, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.files import replace_file, writing
@@ -295,9 +288,7 @@ class Recorder(SummaryRecorder):
         iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
         class_of: ClassOf = lambda index: None, delivery: Delivery | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            description.get("config") or {}, total_requests, arrival_s, held_until_s, class_of, delivery
-        )
+        super().__init__(description.get("config") or {}, total_requests, arrival_s, held_until_s, class_of, delivery)
         self.directory = directory
         self._description = description
         write_begun(directory, description)

@@ -6,8 +6,11 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ifbbench.cli.main import main
 
 KILLED = 99
 # Functions of `os` that change files.
@@ -52,7 +55,7 @@ class FileLayer:
             return binary if "b" in mode else io.TextIOWrapper(binary, encoding, errors, newline)
 
         true_open = io.open
-        io.open = builtins.open = opened  # type: ignore[assignment]
+        io.open = builtins.open = opened
         for name in CHANGES:
             setattr(os, name, self._counted(name, getattr(os, name)))
 
@@ -76,17 +79,28 @@ class FileLayer:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def in_fork(task: Callable[[], int], output: Path) -> int:
-    """The exit status of `task` in a forked process, which prints into the file `output`; 70 if it raised."""
+def in_fork(task: Callable[[], int], output: Path, stdout: str | None = None) -> int:
+    """The exit status of `task` in a forked process; see `forked`."""
+    return ended(forked(task, output, stdout))
+
+
+def ended(process: int) -> int:
+    """The exit status of a process, when it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def forked(task: Callable[[], int], output: Path, stdout: str | None = None) -> int:
+    """A forked process that ends with the status that `task` returns, 70 if it raised. It prints into the file
+    `output`; to standard output into the file `stdout` if given."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if process:
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        return process
     status = 70
     try:
         printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(printed, 1)
+        os.dup2(os.open(stdout, os.O_WRONLY) if stdout else printed, 1)
         os.dup2(printed, 2)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
         status = task()
@@ -95,25 +109,29 @@ def in_fork(task: Callable[[], int], output: Path) -> int:
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def status_of(arguments: Sequence[str]) -> int:
+    """The exit status of `ifbbench ARGUMENTS` in this process."""
+    try:
+        main(list(arguments), prog_name="ifbbench")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def command(arguments: Sequence[str], stop_at: int, is_full: bool, before: Callable[[], None]) -> Callable[[], int]:
     """A task that runs `ifbbench ARGUMENTS` on a FileLayer, and prints the number of changes at its end."""
 
     def task() -> int:
-        from ifbbench.cli.main import main
-
         before()
         layer = FileLayer(stop_at, is_full)
         layer.install()
-        status = 0
-        try:
-            main(list(arguments), prog_name="ifbbench")
-        except SystemExit as ended:
-            status = int(ended.code or 0)
+        status = status_of(arguments)
         print(f"changes {layer.count}", file=sys.stderr)
         return status
 

@@ -163,11 +163,11 @@ WRITING: dict[str, Callable[[Path], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
-@pytest.mark.parametrize("name", [one for one in WRITING if one != "tune"])
+@pytest.mark.parametrize("name", [one for one in WRITING if one not in ("tune", "dataset info", "steady state")])
 def test_commands_that_are_stopped_leave_whole_files(
     name: str, is_full: bool, finished: Path, tmp_path: Path
 ) -> None:
-    check_command(name, is_full, finished, tmp_path, tries=3)
+    check_command(name, is_full, finished, tmp_path, tries=1)
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def check_files(directory: Path) -> None:
             assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
 
 
-@pytest.mark.parametrize("tries", [5, pytest.param(100, marks=pytest.mark.slow),
+@pytest.mark.parametrize("tries", [3, pytest.param(100, marks=pytest.mark.slow),
                                    pytest.param(1000, marks=pytest.mark.slow)])  # fmt: skip
 def test_kill_9_of_a_process_at_any_time(tries: int, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ifbbench", *RUN]
