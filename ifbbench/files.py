@@ -16,7 +16,7 @@ from ifbbench.errors import IfbbenchError, InputError
 # Ends the names of files and directories that are not complete; they begin with a dot.
 PART = ".part"
 # Errors of the device and not of the path: the same command works once there is room.
-DEVICE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+DEVICE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE})
 
 
 # Of file systems without hard links, and without locks.

@@ -12,7 +12,8 @@ import click
 
 from ifbbench import __version__
 from ifbbench.cli.options import DEBUG, debug_option
-from ifbbench.errors import IfbbenchError
+from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.files import DEVICE_ERRORS
 
 FAILED, INTERRUPTED = 1, 130
 DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
@@ -84,7 +85,9 @@ class LazyGroup(click.Group):
             _end(ctx, f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
                  "or fewer requests.", FAILED)  # fmt: skip
         except OSError as error:
-            _end(ctx, f"{error.filename or 'a file'}: {error.strerror or error}.", FAILED)
+            place = "" if error.filename is None else f"{error.filename}: "
+            status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
+            _end(ctx, f"{place}{error.strerror or error}.", status)
         except Exception as error:
             _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:
