@@ -1,6 +1,41 @@
-"""`python -m ifbbench` is the `ifbbench` command."""
+"""The `ifbbench` command, and `python -m ifbbench`: the signals that end it, before anything else is imported."""
 
-from ifbbench.cli.main import main
+import signal
+import sys
+from types import FrameType
+
+IMPORTS = "<frozen importlib._bootstrap>"
+RETRY_S = 0.02
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command. Ctrl-C and SIGTERM end it with status 130; a run keeps its results."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell ignores Ctrl-C for its background jobs
+            signal.signal(number, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        from ifbbench.cli.main import main as command
+
+        command(prog_name="ifbbench")
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; after an import, because in it the interrupt could be lost or become another error."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTS:
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
 
 if __name__ == "__main__":
-    main(prog_name="ifbbench")
+    main()

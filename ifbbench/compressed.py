@@ -68,11 +68,11 @@ class GzipWriter:
     def _put(self, end: bytes) -> None:
         """Write the packed bytes over the end that the last flush wrote, followed by `end`."""
         self._file.seek(self._packed_end)
+        self._file.truncate()  # first: half of what follows, before the rest of the former end, is no valid stream
         self._file.write(self._packed)
         self._packed_end += len(self._packed)
         self._packed.clear()
         self._file.write(end)
-        self._file.truncate()
         self._file.flush()
 
 

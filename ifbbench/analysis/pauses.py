@@ -4,10 +4,12 @@ import csv
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from io import StringIO
 from pathlib import Path
 
 from ifbbench.analysis.recorded import NO_REQUEST, PauseEvent, RecordedRun
 from ifbbench.analysis.rows import Id, Span
+from ifbbench.files import replace_file
 
 THRASHING_PAUSES = 3
 
@@ -70,10 +72,11 @@ class PauseLedger:
 
     def write_csv(self, path: Path) -> None:
         """Write a row for each pause, with the fields of LedgerEntry."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(LedgerEntry)])
-            writer.writeheader()
-            writer.writerows(map(asdict, self.entries))
+        text = StringIO()
+        writer = csv.DictWriter(text, [field.name for field in fields(LedgerEntry)])
+        writer.writeheader()
+        writer.writerows(map(asdict, self.entries))
+        replace_file(path, text.getvalue())
 
 
 def pause_ledger(run: RecordedRun) -> PauseLedger:

@@ -70,7 +70,7 @@ class Engine:
 
     def describe_model(self) -> dict[str, Any]:
         """The model's entry in `run.json`."""
-        return {
+        known: dict[str, Any] = {
             "name": self.config.model,
             "parameters": self.model.num_parameters,
             "layers": self.model.num_layers,
@@ -78,6 +78,11 @@ class Engine:
             "dtype": self.config.dtype,
             "device": self.device,
         }
+        if self.device == "cpu" and self.makes_tokens:
+            from ifbbench.model.compiled import missing_kernels
+
+            known |= {"missing_kernels": reason} if (reason := missing_kernels()) else {}
+        return known
 
 
 def build_engine(

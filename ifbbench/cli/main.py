@@ -1,13 +1,12 @@
 """The `ifbbench` command. It starts fast: the module of a command is imported only when the command is called."""
 
-import errno
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -15,10 +14,9 @@ from ifbbench import __version__
 from ifbbench.cli.options import DEBUG, debug_option
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fields import shown
+from ifbbench.files import DEVICE_ERRORS
 
 FAILED, INTERRUPTED = 1, 130
-# Of an OSError that is not about the name or the rights of a file.
-DEVICE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EROFS)
 DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
 
 # Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
@@ -76,8 +74,14 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _closed_pipe_is_no_error():  # of --help
-            return super().make_context(*args, **kwargs)
+        try:
+            with _closed_pipe_is_no_error():  # of --help
+                return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except OSError as error:  # standard output is full
+            _end(None, f"{error.strerror or error}.", FAILED)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -103,12 +107,29 @@ class LazyGroup(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-def _end(ctx: click.Context, message: str, status: int) -> None:
+def _end(ctx: click.Context | None, message: str, status: int) -> NoReturn:
     """End the command because of the exception that is handled."""
-    if ctx.meta.get(DEBUG):
+    if ctx is not None and ctx.meta.get(DEBUG):
         click.echo(traceback.format_exc(), err=True, nl=False)
-    click.echo(f"Error: {message}", err=True)
-    ctx.exit(status)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    for line in (*_earlier_messages(), message):
+        click.echo(f"Error: {line}", err=True)
+    raise click.exceptions.Exit(status)
+
+
+def _earlier_messages() -> list[str]:
+    """Of the errors of ifbbench during which the one that is handled was raised: an output may be impossible to write
+    after a run that failed. Causes are left out, because what they caused quotes them."""
+    messages: list[str] = []
+    later = sys.exception()
+    while later and (earlier := later.__context__) and (later.__cause__ or not later.__suppress_context__):
+        if isinstance(earlier, IfbbenchError) and earlier is not later.__cause__:
+            messages.insert(0, str(earlier))
+        later = earlier
+    return messages
 
 
 @contextmanager
@@ -117,9 +138,13 @@ def _closed_pipe_is_no_error() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # Python flushes standard output once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         raise click.exceptions.Exit(0) from None
+
+
+def _discard_output() -> None:
+    """Python flushes standard output once more when it exits; that must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(

@@ -13,6 +13,7 @@ import click
 from ifbbench.cli.options import Command, SettingsCommand, given_config
 from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.errors import InputError
+from ifbbench.files import check_new_file
 from ifbbench.recording.run_directory import REPEATS_FILE
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ json_option = click.option(
 
 
 @click.command(
-    cls=SettingsCommand, names=(*REPORT_FILES, "result_format", "save_detailed", "enable_steady_state"),
-    setting_help={"enable_steady_state": "Of the steady state only: the window after ramp-up and before drain."},
+    cls=SettingsCommand, names=(*REPORT_FILES, "result_format", "save_detailed", "enable_steady_state", "overwrite"),
+    setting_help={"enable_steady_state": "Of the steady state only: the window after ramp-up and before drain.",
+                  "overwrite": "Replace existing files."},
 )
 @click.argument("run", type=DIRECTORY)
 @json_option
@@ -47,6 +49,9 @@ def report(run: Path, as_json: bool, **options: Any) -> None:
         report_repeats(run, as_json)
         return
     config = given_config(None, options)
+    for name in REPORT_FILES:
+        if path := getattr(config, name):
+            check_new_file(Path(path), f"--{name}", config.overwrite)
     write_run_outputs(run, config)
     if not as_json:
         print_run(run, config.enable_steady_state)

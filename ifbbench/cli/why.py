@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import Command
-from ifbbench.errors import InputError
+from ifbbench.files import check_new_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +41,8 @@ def why(
     """
     if request_id is not None and iteration is not None:
         raise click.UsageError("--request and --iteration exclude each other; leave out one of them.")
-    if pauses_csv is not None and pauses_csv.exists() and not overwrite:
-        raise InputError(f"--pauses-csv {pauses_csv}: already exists; add --overwrite, or give another file.")
+    if pauses_csv is not None:
+        check_new_file(pauses_csv, "--pauses-csv", overwrite)
 
     from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import iteration_facts
@@ -62,10 +62,7 @@ def why(
         return
     findings = Findings(recorded)
     if pauses_csv is not None:
-        try:
-            findings.ledger.write_csv(pauses_csv)
-        except OSError as error:
-            raise InputError(f"--pauses-csv {pauses_csv}: cannot be written ({error.strerror}).") from error
+        findings.ledger.write_csv(pauses_csv)
     console = report_console(highlight=False)
     if request_id is not None:
         life = findings.life(recorded.known_id(request_id))

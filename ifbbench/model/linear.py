@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ifbbench.model.operations import KINDS, load_cpu_kernels, processor_features
+from ifbbench.model.compiled import KINDS, load_cpu_kernels, processor_features
 from ifbbench.model.tensors import zeros
 
 # [rows, inputs] to [rows, outputs].

@@ -11,9 +11,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
 from ifbbench.errors import InputError
+from ifbbench.files import check_new_file
 from ifbbench.planning.fit import FitError, Floats, Timed
 from ifbbench.report import count, percent, plain_table
-from ifbbench.report.style import INK, MUTED, SERIES, styled, title
+from ifbbench.report.style import INK, MUTED, SERIES, styled, title, write_figure
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile
 
 MILLISECONDS = 1000
@@ -46,8 +47,7 @@ def chart_beside(output: Path, overwrite: bool) -> Path:
         raise InputError(f"--output {output}: {output.parent} is no directory; make it, or give another one.")
     chart = output.with_suffix(".png")
     for path in (output, chart):
-        if path.exists() and not overwrite:
-            raise InputError(f"--output {path}: already exists; add --overwrite, or give another file.")
+        check_new_file(path, "--output", overwrite)
     return chart
 
 
@@ -91,7 +91,7 @@ def write_chart(found: Calibration, path: Path) -> None:
             f"p90 {percent(error.p90)}, worst {percent(error.worst)}"
         )
         title(axes, f"Predicted and measured times: {found.profile.name}", subtitle)
-        figure.savefig(path, metadata={"Software": None})
+        write_figure(figure, path, metadata={"Software": None})
 
 
 def _scale(axes: Axes, low: float, high: float) -> None:

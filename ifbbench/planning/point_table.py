@@ -10,7 +10,7 @@ from typing import Any
 
 from ifbbench.config import RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import replace_file
+from ifbbench.files import replace_file
 
 SWEEP_FILE, SWEEP_JSON = "sweep.csv", "sweep.json"
 ERROR_COLUMN = "error"
@@ -71,13 +71,13 @@ def write_table(path: Path, rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    replace_file(path, text.getvalue().encode())
+    replace_file(path, text.getvalue())
 
 
 def write_sweep(directory: Path, rows: Sequence[Row]) -> None:
     """Write the table in both forms."""
     write_table(directory / SWEEP_FILE, rows)
-    replace_file(directory / SWEEP_JSON, json.dumps(rows, indent=2, allow_nan=False).encode() + b"\n")
+    replace_file(directory / SWEEP_JSON, json.dumps(rows, indent=2, allow_nan=False) + "\n")
 
 
 def read_sweep(directory: Path) -> SweepTable:

@@ -113,6 +113,7 @@ class _Worker:
 def _work(run_task: RunTask, connection: Connection, parents: Connection, parent: int) -> None:
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent, which stops the others
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     clock, reported_s = WallClock(), 0.0
 
     def report(steps: int) -> None:

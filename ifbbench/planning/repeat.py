@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ifbbench.config import RunConfig
+from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.errors import InputError
+from ifbbench.files import check_new_directory, sole_writer
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
 from ifbbench.planning.points import FAILURES, in_one_line
 from ifbbench.planning.sweep import OnPoint, prepare_directory, remove_runs
@@ -26,47 +27,49 @@ def run_repeats(source: str | None, base: RunConfig, count: int, run_one: RunOne
     is written, if the trace or the settings are bad or results would be overwritten.
     """
     trace = load_trace(source, base)
-    for name in ("output_csv", "responses_json"):
+    for name in SIDE_OUTPUTS:
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but --repeat makes many runs; leave out one of the two.")
     directory = Path(base.output) if base.output else RESULTS / f"repeat-{trace.name}"
+    check_new_directory(directory, "--output")
     if (directory / "run.json").exists():
         raise InputError(f"{directory} is a run; choose another --output for {count} repeats.")
     prepare_directory(directory, base.overwrite)
-    remove_runs(directory.glob("repeat-*"))
-    for name in (REPEATS_FILE, "summary.json"):
-        (directory / name).unlink(missing_ok=True)
-    rows: list[Row] = []
-    summaries: list[dict[str, Any]] = []
-    refusals: list[InputError] = []
-    failed = 0
+    with sole_writer(directory):
+        remove_runs(directory.glob("repeat-*"))
+        for name in (REPEATS_FILE, "summary.json"):
+            (directory / name).unlink(missing_ok=True)
+        rows: list[Row] = []
+        summaries: list[dict[str, Any]] = []
+        refusals: list[InputError] = []
+        failed = 0
 
-    def noted(source: str | None, config: RunConfig) -> RunResult:
-        try:
-            result = run_one(source, config)
-        except InputError as error:
-            refusals.append(error)
-            raise
-        summaries.append(result.summary)
-        return result
+        def noted(source: str | None, config: RunConfig) -> RunResult:
+            try:
+                result = run_one(source, config)
+            except InputError as error:
+                refusals.append(error)
+                raise
+            summaries.append(result.summary)
+            return result
 
-    for number in range(1, count + 1):
-        config = base.with_values(seed=base.seed + number - 1, output=str(directory / f"repeat-{number}"))
-        try:
-            row, is_failed = _run_one(source, trace.source, config, noted)
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"{len(rows)} of {count} repeats are kept in {directory}.")
-            raise
-        if number == 1 and refusals:  # bad settings are bad with every seed
-            if not any(directory.iterdir()):
-                directory.rmdir()
-            raise refusals[0]
-        rows.append(row)
-        failed += is_failed
-        write_table(directory / REPEATS_FILE, rows)
-        write_json(directory / "summary.json", summary_of(summaries, count))
-        on_point(number, count, f"repeat-{number}", row[ERROR_COLUMN])
-    return RunResult(directory, summary_of(summaries, count), failed)
+        for number in range(1, count + 1):
+            config = base.with_values(seed=base.seed + number - 1, output=str(directory / f"repeat-{number}"))
+            try:
+                row, is_failed = _run_one(source, trace.source, config, noted)
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(f"{len(rows)} of {count} repeats are kept in {directory}.")
+                raise
+            if number == 1 and refusals:  # bad settings are bad with every seed
+                if not any(directory.iterdir()):
+                    directory.rmdir()
+                raise refusals[0]
+            rows.append(row)
+            failed += is_failed
+            write_table(directory / REPEATS_FILE, rows)
+            write_json(directory / "summary.json", summary_of(summaries, count))
+            on_point(number, count, f"repeat-{number}", row[ERROR_COLUMN])
+        return RunResult(directory, summary_of(summaries, count), failed)
 
 
 def _run_one(source: str | None, trace: str, config: RunConfig, run_one: RunOne) -> tuple[Row, bool]:

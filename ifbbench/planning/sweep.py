@@ -18,10 +18,11 @@ from ifbbench import __version__
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
+from ifbbench.files import check_new_directory, is_part, part_beside, replace_file, sole_writer, writing
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.planning.points import PointResult, Report, RunPoint, run_all, summarise
-from ifbbench.recording.run_directory import RESULTS, SWEEP_CONFIG, git_revision, replace_file
+from ifbbench.recording.run_directory import RESULTS, SWEEP_CONFIG, git_revision
 from ifbbench.replay.run import run_trace
 from ifbbench.report.confidence import summary_of
 from ifbbench.report.load import load_run
@@ -129,50 +130,54 @@ def run_sweep(
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
-    ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
-    if described:
-        replace_file(directory / SWEEP_CONFIG, described.encode())
-    waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
-    resumed, total = len(runs) - len(waiting), sum(len(run.trace) for run in waiting)
-    answered = running = 0
-    number_ended, clock, next_table_s = resumed, WallClock(), 0.0
-    errors: dict[str, str] = {}
+    check_new_directory(directory, "--output")
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with sole_writer(directory):
+        ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
+        if described:
+            replace_file(directory / SWEEP_CONFIG, described)
+        waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
+        resumed, total = len(runs) - len(waiting), sum(len(run.trace) for run in waiting)
+        answered = running = 0
+        number_ended, clock, next_table_s = resumed, WallClock(), 0.0
+        errors: dict[str, str] = {}
 
-    def write() -> list[Row]:
-        found = (_row(point, runs[number * repeats :][:repeats], ended, errors, keep == "run")
-                 for number, point in enumerate(points))  # fmt: skip
-        rows = [row for row in found if row is not None]
-        write_sweep(directory, rows)
-        return rows
+        def write() -> list[Row]:
+            found = (_row(point, runs[number * repeats :][:repeats], ended, errors, keep == "run")
+                     for number, point in enumerate(points))  # fmt: skip
+            rows = [row for row in found if row is not None]
+            write_sweep(directory, rows)
+            return rows
 
-    def report(now_running: int) -> None:
-        nonlocal running
-        running = now_running
-        progress.update(min(answered + running, total), total, f"{number_ended:,} of {len(runs):,} runs")
+        def report(now_running: int) -> None:
+            nonlocal running
+            running = now_running
+            progress.update(min(answered + running, total), total, f"{number_ended:,} of {len(runs):,} runs")
 
-    progress.stage("requests")
-    report(0)
-    try:
-        for number, result in executor.execute(KEEP[keep], waiting, report):
-            run = waiting[number]
-            number_ended, answered = number_ended + 1, answered + len(run.trace)
-            if result.error:
-                errors[run.label] = result.error
-            else:
-                ended.add(run, result)
-            if (begun_s := clock.now()) >= next_table_s:
-                write()
-                next_table_s = clock.now() + max(TABLE_INTERVAL_S, (clock.now() - begun_s) / MAX_TABLE_SHARE)
-            report(running)
-            on_point(number_ended, len(runs), run.label, result.error)
-    except KeyboardInterrupt as interrupt:
-        kept = f"{number_ended} of {len(runs)} runs are kept in {directory}"
-        interrupt.add_note(f"{kept}; the same command goes on there.")
-        raise
-    finally:
-        table = write()
-    failed = sum(bool(row["error"] or row.get("requests.failed")) for row in table)
-    return SweepResult(directory, table, failed, resumed, ended.warnings(runs))
+        progress.stage("requests")
+        report(0)
+        try:
+            for number, result in executor.execute(KEEP[keep], waiting, report):
+                run = waiting[number]
+                number_ended, answered = number_ended + 1, answered + len(run.trace)
+                if result.error:
+                    errors[run.label] = result.error
+                else:
+                    ended.add(run, result)
+                if (begun_s := clock.now()) >= next_table_s:
+                    write()
+                    next_table_s = clock.now() + max(TABLE_INTERVAL_S, (clock.now() - begun_s) / MAX_TABLE_SHARE)
+                report(running)
+                on_point(number_ended, len(runs), run.label, result.error)
+        except KeyboardInterrupt as interrupt:
+            kept = f"{number_ended} of {len(runs)} runs are kept in {directory}"
+            interrupt.add_note(f"{kept}; the same command goes on there.")
+            raise
+        finally:
+            table = write()
+        failed = sum(bool(row["error"] or row.get("requests.failed")) for row in table)
+        return SweepResult(directory, table, failed, resumed, ended.warnings(runs))
 
 
 def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int, progress: Progress) -> list[Run]:
@@ -255,13 +260,13 @@ class Ended:
             remove_runs(directory / name for name in names if "=" in name)
             for name in (POINTS_FILE, SWEEP_FILE, SWEEP_JSON):
                 (directory / name).unlink(missing_ok=True)
-            self._append({"sweep": identity, "version": __version__, "points": labels})
+            replace_file(self._path, json.dumps({"sweep": identity, "version": __version__, "points": labels}) + "\n")
             return
         lines = _lines(self._path)
         for line in lines[1:]:
             self.summaries[line["key"]], self._warnings[line["key"]] = line["summary"], line["warnings"]
         # A line that was cut off is removed, so that the next one begins on a line of its own.
-        replace_file(self._path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def has(self, run: Run, is_recorded: bool) -> bool:
         """Whether a run has ended. is_recorded: and its run directory is there."""
@@ -278,7 +283,7 @@ class Ended:
         return {run.label: found for run in runs if (found := self._warnings.get(run.key))}
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("ab") as file:
+        with writing(self._path), self._path.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
 
 
@@ -303,11 +308,11 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     """Make `directory`, for several runs. InputError if it is not empty and `overwrite` is off.
 
     Nothing is deleted: `directory` may hold other runs too."""
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory} is not a directory; choose another --output.")
-    if directory.exists() and any(directory.iterdir()) and not overwrite:
+    check_new_directory(directory, "--output")
+    if directory.exists() and not all(map(is_part, directory.iterdir())) and not overwrite:
         raise InputError(f"{directory} already holds results; choose another --output, or replace it by --overwrite.")
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 def remove_runs(paths: Iterable[Path]) -> None:
@@ -316,4 +321,6 @@ def remove_runs(paths: Iterable[Path]) -> None:
         if path.is_symlink():
             continue
         if (path / "run.json").is_file() or any(path.glob("repeat-*/run.json")):
-            shutil.rmtree(path)
+            part = part_beside(path)
+            path.rename(part)  # it is there as a whole, or not at all
+            shutil.rmtree(part)

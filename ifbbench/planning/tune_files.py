@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.files import replace_file
 from ifbbench.planning.tune import Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, next_best
@@ -190,13 +191,13 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
         "run.yaml": "# ifbbench run TRACE --config run.yaml\n" + yaml.safe_dump(dict(settings)),
     }
     for name, text in texts.items():
-        (directory / name).write_text(text, encoding="utf-8")
+        replace_file(directory / name, text)
     return [directory / name for name in texts]
 
 
 def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
     path = directory / "tune.json"
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(content, indent=2) + "\n")
     return path
 
 

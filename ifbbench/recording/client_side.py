@@ -29,7 +29,7 @@ from ifbbench.recording.metrics import (
     slow_ttft_s,
 )
 from ifbbench.recording.recorder import FLUSH_INTERVAL_S, ClassOf
-from ifbbench.recording.run_directory import write_json
+from ifbbench.recording.run_directory import write_begun, write_json
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, traffic
 
 # Parts of the time of a request. The server's queue and its context phase cannot be told apart from outside.
@@ -249,7 +249,7 @@ class ClientRecorder:
     ) -> None:  # fmt: skip
         self.metrics = ClientMetrics(class_of, config)
         self._directory, self._description = directory, description
-        write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
+        write_begun(directory, description)
         self._requests, self._spans = self._writers = [
             JsonLinesWriter(directory / f"{name}.{recording_format}") for name in ("requests", "spans")
         ]

@@ -6,6 +6,7 @@ UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -120,6 +121,7 @@ class JsonLinesWriter:
     def __init__(self, path: Path) -> None:
         self._writer = open_to_write(path)
         self._lines: list[bytes] = []
+        self._is_whole = True  # whether no write has failed; after one that has, a line could follow half of another
 
     def write(self, lines: Iterable[bytes]) -> None:
         """Append lines, each without its line end."""
@@ -134,13 +136,15 @@ class JsonLinesWriter:
 
     def close(self) -> None:
         """End the file; every line is readable."""
-        self._write_gathered()
-        self._writer.close()
+        with closing(self._writer):
+            self._write_gathered()
 
     def _write_gathered(self) -> None:
-        if self._lines:
+        if self._lines and self._is_whole:
             self._lines.append(b"")  # so that the last line ends too
+            self._is_whole = False
             self._writer.write(b"\n".join(self._lines))
+            self._is_whole = True
             self._lines.clear()
 
 

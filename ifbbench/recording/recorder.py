@@ -3,6 +3,7 @@
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,16 @@ import numpy as np
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS
-from ifbbench.engine.records import (
-    CacheState,
-    Delivery,
-    IterationRecord,
-    IterationStatistics,
-    ScheduleDigest,
-    Stretch,
-)
+from ifbbench.engine.records import CacheState, Delivery, IterationRecord, IterationStatistics, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
+from ifbbench.files import replace_file, writing
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.drafts import DraftTotals
 from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number, request_line
 from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, limit_waited_for, slow_ttft_s
-from ifbbench.recording.run_directory import OPEN_SPANS, STEPS, replace_file, write_json
+from ifbbench.recording.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
 
@@ -287,12 +282,10 @@ class Recorder(SummaryRecorder):
         iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
         class_of: ClassOf = lambda index: None, delivery: Delivery | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            description.get("config") or {}, total_requests, arrival_s, held_until_s, class_of, delivery
-        )
+        super().__init__(description.get("config") or {}, total_requests, arrival_s, held_until_s, class_of, delivery)
         self.directory = directory
         self._description = description
-        write_json(directory / "run.json", {**description, "schedule_digest": None, "partial": True})
+        write_begun(directory, description)
         as_executor, self._statistics = iteration_stats_format == "trtllm", statistics
         # Static batches have a line each, and their steps, which are iterations of the loop, a file of their own.
         names = ("iterations", "spans", "requests", *((STEPS,) if statistics.is_static else ()))
@@ -314,16 +307,17 @@ class Recorder(SummaryRecorder):
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
         """As SummaryRecorder.close, when all files are complete."""
         wall_s = self._clock.now()
-        self._tracker.close(self.metrics.iterations - 1)
-        self._iterations.write(self._encoder.last())
-        self._write_batches(self._statistics.unreported())
-        for writer in self._writers:
-            writer.close()
+        with writing(self.directory), ExitStack() as files:  # each is closed, even if another one cannot be written
+            for writer in self._writers:
+                files.callback(writer.close)
+            self._tracker.close(self.metrics.iterations - 1)
+            self._iterations.write(self._encoder.last())
+            self._write_batches(self._statistics.unreported())
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         summary = super().close(partial, complete)
         write_json(self.directory / "summary.json", summary)
         ended = {"schedule_digest": self._digest.hexdigest(), "partial": partial, "wall_s": wall_s}
-        write_json(self.directory / "run.json", {**self._description, **ended})
+        write_json(self.directory / RUN, {**self._description, **ended})
         return summary
 
     def _end(self, finished: list[Request], iteration: int) -> None:

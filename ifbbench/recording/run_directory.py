@@ -5,17 +5,24 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ifbbench.config import RECORDING_FORMATS
 from ifbbench.errors import InputError
+from ifbbench.files import TakenError, check_new_directory, is_part, part_beside, replace_file, sole_writer, writing
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace
 
 RESULTS = Path("results")
+# What was run; a directory with this file is a run directory.
+RUN = "run.json"
+WriteStart = Callable[[Path, str], None]
 # Spans that were open when a run was last flushed; only a killed run leaves it behind.
 OPEN_SPANS = "open_spans.jsonl"
 # The result of `--result_format` without a file of its own.
@@ -36,7 +43,7 @@ PACKAGES = ("ifbbench", "torch", "triton", "numpy")
 
 def find_lines(directory: Path, name: str) -> Path:
     """The file of lines called `name`, in the format that `directory` has it in; in the first format if in none."""
-    paths = [directory / f"{name}.{recording_format}" for recording_format in RECORDING_FORMATS]
+    paths = _line_files(directory, name)
     return next((path for path in paths if path.exists()), paths[0])
 
 
@@ -46,45 +53,89 @@ def find_iterations(directory: Path) -> Path:
     return steps if steps.exists() else find_lines(directory, "iterations")
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Of `path` and the same name with -2, -3 and so on, those that do not exist."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    return (path.with_name(name) for name in names if not os.path.exists(path.with_name(name)))
+
+
 def check(path: Path, overwrite: bool) -> None:
-    """Raise InputError when a run may not write to `path`: it is a file, it holds results and `overwrite` is off, or it
-    holds something else, which is never replaced."""
-    if path.exists() and not path.is_dir():
-        raise InputError(f"--output {path}: is a file; expected a directory that does not exist yet.")
-    if path.is_dir() and any(path.iterdir()):
+    """Raise InputError when a run may not write to `path`: it is a file, it cannot be written, it holds results and
+    `overwrite` is off, or it holds something else, which is never replaced."""
+    check_new_directory(path, "--output")
+    if path.is_dir() and not all(map(is_part, path.iterdir())):
         if not overwrite:
-            raise InputError(f"--output {path}: already holds results; add --overwrite, or give another directory.")
-        if not (path / "run.json").exists():
+            raise TakenError(f"--output {path}: already holds results; add --overwrite, or give another directory.")
+        if not (path / RUN).exists():
             raise InputError(f"--output {path}: holds files that are not of a run; give another directory.")
 
 
-def prepare(path: Path, overwrite: bool) -> Path:
-    """Make `path` an empty run directory. Raises InputError as `check` does, and when it cannot be written."""
-    check(path, overwrite)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lines = [f"{name}.{recording_format}" for name in LINE_FILES for recording_format in RECORDING_FORMATS]
-        for name in ("run.json", "summary.json", OPEN_SPANS, RESULT, "report.html", *lines):
-            (path / name).unlink(missing_ok=True)
+@contextmanager
+def begun(places: Iterable[Path], overwrite: bool, write_start: WriteStart) -> Iterator[Path]:
+    """The first of `places` that no other process takes, as a run directory without results. Until the end of the
+    block, no other process can begin a run there. InputError if there is none.
+
+    write_start(directory, name): writes the trace, then run.json, of a run with this name. A new directory appears
+    in one step, with these files, or not at all. One of an earlier run is at each moment that run, with fewer and fewer
+    results, or the new one; files that are not of a run are kept.
+    """
+    taken = InputError("no directory was given.")
+    for path in places:
+        with ExitStack() as stack:
+            try:
+                (_refill if path.exists() else _create)(path, overwrite, write_start, stack)
+            except TakenError as error:
+                taken = error
+                continue
+            yield path
+            return
+    raise taken
+
+
+def _create(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitStack) -> None:
+    part = part_beside(path)
+    with writing(path):
+        part.mkdir(parents=True)
+        try:
+            stack.enter_context(sole_writer(part))
+            write_start(part, path.name)
+            part.rename(path)
+        except BaseException as error:
+            shutil.rmtree(part, ignore_errors=True)
+            if isinstance(error, OSError) and path.exists():
+                raise TakenError(f"--output {path}: another run has begun there; give another directory.") from None
+            raise
+
+
+def _refill(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitStack) -> None:
+    with writing(path):
+        stack.enter_context(sole_writer(path))
+        check(path, overwrite)
+        traces = {file: file.stat().st_ino for file in _line_files(path, "trace") if file.exists()}
+        results = [path / name for name in ("summary.json", OPEN_SPANS, RESULT, "report.html")]
+        results += [file for name in LINE_FILES if name != "trace" for file in _line_files(path, name)]
+        for file in (*results, *filter(is_part, path.iterdir())):
+            file.unlink(missing_ok=True)
         for name in ("charts", "export"):
             shutil.rmtree(path / name, ignore_errors=True)
-        (path / "run.json").touch()
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"--output {path}: cannot be written ({reason}); give a writable directory.") from error
-    return path
+        write_start(path, path.name)
+        for trace, inode in traces.items():
+            if trace.stat().st_ino == inode:  # it was not replaced: the new one has another format
+                trace.unlink()
+
+
+def _line_files(directory: Path, name: str) -> list[Path]:
+    return [directory / f"{name}.{recording_format}" for recording_format in RECORDING_FORMATS]
+
+
+def write_begun(directory: Path, description: Mapping[str, Any]) -> None:
+    """Write the `run.json` of a run that has begun."""
+    write_json(directory / RUN, {**description, "schedule_digest": None, "partial": True})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file in one step."""
-    replace_file(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that a reader never sees half of it."""
-    partial = path.with_suffix(".part")
-    partial.write_bytes(content)
-    partial.replace(path)
+    replace_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def trace_identity(trace: "Trace") -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,18 @@ _log = logging.getLogger("ifbbench")
 
 
 def run_endpoint(
-    trace: Trace, config: RunConfig, directory: Path, progress: Progress = NO_PROGRESS,
+    trace: Trace, config: RunConfig, places: Iterable[Path], progress: Progress = NO_PROGRESS,
     on_recorded: Callable[[Path], None] | None = None,
-) -> tuple[dict[str, Any], ReplayClient]:  # fmt: skip
-    """Replay `trace` against `config.endpoint` into `directory`; returns the summary, and the client with the outputs.
+) -> tuple[Path, dict[str, Any], ReplayClient]:  # fmt: skip
+    """Replay `trace` against `config.endpoint` into the first of `places` that is free (see `run_directory.begun`);
+    returns the run directory, the summary, and the client with the outputs.
 
     InputError before anything is written if the settings are bad, the server cannot be reached, or refuses a request
     of the warm-up. A run that is interrupted keeps what it has.
     """
     _check(trace, config)
     allow_many_connections()
-    replay = _EndpointReplay(trace, config, directory, progress)
+    replay = _EndpointReplay(trace, config, places, progress)
     is_frozen = False
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -72,15 +73,15 @@ def run_endpoint(
     except KeyboardInterrupt as interrupt:
         if replay.client is not None:
             interrupt.add_note(f"{replay.client.answered} of {len(trace)} requests were done; results are kept in "
-                               f"{directory}.")  # fmt: skip
+                               f"{replay.directory}.")  # fmt: skip
         raise
     finally:
         if is_frozen:
             gc.unfreeze()
         if replay.client is not None and on_recorded is not None:
-            on_recorded(directory)
+            on_recorded(replay.directory)
     assert replay.client is not None
-    return summary, replay.client
+    return replay.directory, summary, replay.client
 
 
 def _check(trace: Trace, config: RunConfig) -> None:
@@ -99,11 +100,12 @@ def _check(trace: Trace, config: RunConfig) -> None:
 
 
 class _EndpointReplay:
-    """One run. client: None until it begins."""
+    """One run. client: None until it begins. directory: the one of `places` that it is recorded in."""
 
-    def __init__(self, trace: Trace, config: RunConfig, directory: Path, progress: Progress) -> None:
+    def __init__(self, trace: Trace, config: RunConfig, places: Iterable[Path], progress: Progress) -> None:
         self.client: ReplayClient | None = None
-        self._trace, self._config, self._directory, self._progress = trace, config, directory, progress
+        self.directory = Path()
+        self._trace, self._config, self._places, self._progress = trace, config, places, progress
         self._clock = WallClock()
         self._in_flight: set[asyncio.Task[None]] = set()
 
@@ -137,12 +139,18 @@ class _EndpointReplay:
     # The run.
 
     async def _record(self) -> dict[str, Any]:
-        config, trace = self._config, self._trace
-        run_directory.prepare(self._directory, config.overwrite)
+        with run_directory.begun(self._places, self._config.overwrite, self._begin) as self.directory:
+            return await self._replay()
+
+    def _begin(self, directory: Path, name: str) -> None:
         self._progress.stage("writing trace")
-        write_trace(trace.requests, self._directory / f"trace.{config.recording_format}")
+        write_trace(self._trace.requests, directory / f"trace.{self._config.recording_format}", overwrite=True)
+        run_directory.write_begun(directory, self._description(name))
+
+    async def _replay(self) -> dict[str, Any]:
+        config, trace = self._config, self._trace
         self._recorder = ClientRecorder(
-            self._directory, self._description(), config.as_dict(), config.recording_format,
+            self.directory, self._description(self.directory.name), config.as_dict(), config.recording_format,
             columns_of(trace.requests).class_at,
         )  # fmt: skip
         client = self.client = make_client(config, trace, self._clock, self._make_request)
@@ -156,7 +164,7 @@ class _EndpointReplay:
         poll = None
         if config.poll_metrics:
             name = f"{run_directory.METRICS}.{config.recording_format}"
-            poll = MetricsPoll(self._connections, config, self._directory / name)
+            poll = MetricsPoll(self._connections, config, self.directory / name)
             beside.append(asyncio.create_task(poll.run()))
         try:
             self._offer()
@@ -307,14 +315,14 @@ class _EndpointReplay:
             assert self.client is not None
             self._progress.update(self.client.answered, len(self._trace), f"{len(self._in_flight)} in flight")
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self, name: str) -> dict[str, Any]:
         """The content of run.json: the settings of the client; of the server what is known."""
         config = self._config
         names = [one.name for one in settings() if one.name in ENDPOINT_TAKES
                  or (one.group in ENDPOINT_GROUPS and one.name not in ENDPOINT_REFUSES)]  # fmt: skip
         known = {name: getattr(config, name) for name in names if name != "endpoint_api_key"}
         return {
-            "name": self._directory.name,
+            "name": name,
             "config": known | {"model": self._api.model, "endpoint_prompts": prompt_form(config), "streaming": True},
             "derived": [],
             "endpoint": {"url": str(self._address), "type": config.endpoint_type, "model": self._api.model},

@@ -2,9 +2,8 @@
 
 import json
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,11 @@ from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import named_if_stuck
-from ifbbench.engine.records import Delivery, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import Delivery, IterationStatistics
 from ifbbench.errors import InputError, RunFailed
+from ifbbench.files import check_new_file, replace_file
 from ifbbench.recording import run_directory
+from ifbbench.recording.printing import PrintingRecorder
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
@@ -68,27 +69,30 @@ def run_trace(
         return result
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
-    directory = _output_directory(config, trace)
-    run_directory.check(directory, config.overwrite)
+    run_directory.check(next(iter(_places(config, trace))), config.overwrite)
     if config.endpoint is not None:
-        return _run_endpoint(trace, config, directory, progress, on_recorded)
+        return _run_endpoint(trace, config, progress, on_recorded)
     with engine_for(trace, config, progress, owns_process) as engine:
-        run_directory.prepare(directory, config.overwrite)
-        progress.stage("writing trace")
-        write_trace(trace.requests, directory / f"trace.{config.recording_format}")
-        client = _client(trace, engine)
-        recorder = _recorder(trace, engine, client, directory, config)
-        if on_recording:
-            on_recording(directory)
-        try:
-            summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
-            if config.enable_steady_state:
-                summary = _steady_summary(directory)
-        finally:
-            if on_recorded:
-                on_recorded(directory)
-    if config.responses_json:
-        _write_responses(Path(config.responses_json), trace, client)
+        client, description = _client(trace, engine), describe(trace, engine, config)
+
+        def begin(directory: Path, name: str) -> None:
+            description["name"] = name
+            progress.stage("writing trace")
+            write_trace(trace.requests, directory / f"trace.{config.recording_format}", overwrite=True)
+            run_directory.write_begun(directory, description)
+
+        with run_directory.begun(_places(config, trace), config.overwrite, begin) as directory:
+            recorder = _recorder(trace, engine, client, directory, description)
+            if on_recording:
+                on_recording(directory)
+            with ExitStack() as outputs:  # each is written, however the run ended and whether others can be written
+                if on_recorded:
+                    outputs.callback(on_recorded, directory)
+                if config.responses_json:
+                    outputs.callback(_write_responses, Path(config.responses_json), trace, client)
+                summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
+                if config.enable_steady_state:
+                    summary = _steady_summary(directory)
     return RunResult(directory, summary, summary["requests"]["failed"])
 
 
@@ -119,12 +123,12 @@ def summarise_run(
 
 
 def _run_endpoint(
-    trace: Trace, config: RunConfig, directory: Path, progress: Progress, on_recorded: Callable[[Path], None] | None
+    trace: Trace, config: RunConfig, progress: Progress, on_recorded: Callable[[Path], None] | None
 ) -> RunResult:
     # Imported here because other runs need no HTTP.
     from ifbbench.replay.endpoint import run_endpoint
 
-    summary, client = run_endpoint(trace, config, directory, progress, on_recorded)
+    directory, summary, client = run_endpoint(trace, config, _places(config, trace), progress, on_recorded)
     if config.enable_steady_state:
         summary = _steady_summary(directory)
     if config.responses_json:
@@ -191,16 +195,13 @@ def _delivery(client: ReplayClient) -> Delivery | None:
 
 
 def _recorder(
-    trace: Trace, engine: Engine, client: ReplayClient, directory: Path, asked: RunConfig
+    trace: Trace, engine: Engine, client: ReplayClient, directory: Path, description: dict[str, Any]
 ) -> Recorder:
     config = engine.config
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
-    make_recorder: Callable[..., Recorder] = Recorder
-    if config.log_iteration_data:
-        printed = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
-        make_recorder = partial(_PrintingRecorder, printed=printed)
+    make_recorder: type[Recorder] = PrintingRecorder if config.log_iteration_data else Recorder
     return make_recorder(
-        directory, describe(trace, engine, directory, asked), len(trace), statistics, client.arrival_s,
+        directory, description, len(trace), statistics, client.arrival_s,
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
@@ -260,24 +261,6 @@ def _more_figures(
     return figures | {"expected_error": expected_error(run, round(requests))}
 
 
-class _PrintingRecorder(Recorder):
-    """A recorder that also prints the statistics of each iteration to stderr, one JSON object a line."""
-
-    def __init__(self, *args: Any, printed: IterationStatistics, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._printed = printed
-
-    def iteration(self, record: IterationRecord) -> None:
-        super().iteration(record)
-        for reported in self._printed.reported(record):
-            print(json.dumps(self._printed.fields(reported)), file=sys.stderr)
-
-    def stretch(self, stretch: Stretch) -> None:
-        super().stretch(stretch)
-        for record in stretch.records():
-            print(json.dumps(self._printed.fields(record)), file=sys.stderr)
-
-
 def _loop(
     manager: TokenGenerationLoop, client: ReplayClient, recorder: SummaryRecorder, progress: Progress,
     total: int, clock: Clock,
@@ -311,13 +294,13 @@ def _loop(
         pass
 
 
-def describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) -> dict[str, Any]:
-    """The content of run.json. asked: the settings before they were resolved."""
+def describe(trace: Trace, engine: Engine, asked: RunConfig) -> dict[str, Any]:
+    """The content of run.json, but for the name. asked: the settings before they were resolved."""
     profile, config = engine.profile, engine.config.as_dict() | {"device": engine.device}
     limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None
     ranks = {} if engine.communicator is None else {"ranks": engine.communicator.ranks}
     return {
-        "name": directory.name,
+        "name": "",
         "config": config,
         "derived": [name for name, value in asked.as_dict().items() if value is None and config[name] is not None],
         "num_kv_blocks": engine.limits.num_blocks,
@@ -330,14 +313,12 @@ def describe(trace: Trace, engine: Engine, directory: Path, asked: RunConfig) ->
     } | ({"device_limits": limits} if limits else {}) | ranks
 
 
-def _output_directory(config: RunConfig, trace: Trace) -> Path:
-    """The directory asked for; else results/<trace name>, with a number where that exists."""
+def _places(config: RunConfig, trace: Trace) -> Iterable[Path]:
+    """The directory asked for; else results/<trace name>, with numbers unless it is to be replaced."""
     if config.output:
-        return Path(config.output)
-    directory, number = run_directory.RESULTS / trace.name, 2
-    while directory.exists() and not config.overwrite:
-        directory, number = run_directory.RESULTS / f"{trace.name}-{number}", number + 1
-    return directory
+        return [Path(config.output)]
+    directory = run_directory.RESULTS / trace.name
+    return [directory] if config.overwrite else run_directory.numbered(directory)
 
 
 def _check_side_outputs(config: RunConfig) -> None:
@@ -350,12 +331,11 @@ def _check_side_outputs(config: RunConfig) -> None:
         if not value:
             continue
         path = Path(value)
+        check_new_file(path, f"--{name}", config.overwrite)
         if (other := paths.setdefault(path.resolve(), name)) != name:
             raise InputError(f"--{name} {path}: --{other} names the same file; give another one.")
-        if path.is_dir() or not path.parent.is_dir():
+        if not path.parent.is_dir():
             raise InputError(f"--{name} {path}: expected a file in a directory that exists.")
-        if path.exists() and not config.overwrite:
-            raise InputError(f"--{name} {path}: already exists; add --overwrite, or give another file.")
 
 
 def _write_responses(path: Path, trace: Trace, client: ReplayClient) -> None:
@@ -365,4 +345,4 @@ def _write_responses(path: Path, trace: Trace, client: ReplayClient) -> None:
         for request in trace
         if request.request_id in client.outputs
     ]
-    path.write_text(json.dumps(responses) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(responses) + "\n")

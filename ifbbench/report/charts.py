@@ -1,5 +1,6 @@
 """The charts of a run, as PNG, SVG or PDF."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ from ifbbench.report.timeline import draw_timeline
 NEAR = 10
 # Those that need no iterations.
 ENDPOINT_CHARTS = ("timeline", "latency", "ttft", "itl")
+_log = logging.getLogger("ifbbench")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def plot_run(
     return the files written.
 
     exact: the timeline with a cell for each request and iteration. There is no chart of blocks of a contiguous cache.
-    InputError if the run has no iteration to draw.
+    A run that was killed before its first iteration has no charts, and a warning says so; InputError for a complete run
+    without iterations.
     """
     if run.endpoint:
         if unknown := [name for name in only if name not in ENDPOINT_CHARTS]:
@@ -71,10 +74,11 @@ def plot_run(
                              f"{', '.join(ENDPOINT_CHARTS)}.")  # fmt: skip
         only = only or ENDPOINT_CHARTS
     elif run.iterations.empty:
-        raise InputError(
-            f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw; expected those of a "
-            "run that began its work. Run again, or name another run."
-        )
+        problem = f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw"
+        if run.partial:
+            _log.warning("%s.", problem)
+            return []
+        raise InputError(f"{problem}; expected those of a run that began its work. Run again, or name another run.")
     output = output or Output(directory)
     charts = {name: chart.draw for name, chart in CHARTS.items() if not only or name in only}
     if not run.iterations["max_kv_cache_blocks"].max() > 0:

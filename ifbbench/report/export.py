@@ -5,11 +5,12 @@ import json
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pandas as pd
 
 from ifbbench.errors import InputError
+from ifbbench.files import new_file
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, read_lines
@@ -54,21 +55,18 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
             "--format parquet: needs the package pyarrow, which is not installed; install it with "
             "`pip install 'ifbbench[parquet]'`, or use --format csv."
         )
-    directory = run.path / "export"
-    try:
-        directory.mkdir(exist_ok=True)
-        return [_write(getattr(run, name), directory / f"{name}.{file_format}") for name in TABLES]
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be written ({error.strerror or error}).") from error
+    return [_write(getattr(run, name), run.path / "export" / f"{name}.{file_format}") for name in TABLES]
 
 
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
         lists = {str(name): table[name].map(_json_of_list) for name in table if table[name].dtype == object}
-        table.assign(**lists).to_csv(path, index=False, lineterminator="\n")
+        with new_file(path, overwrite=True) as file:
+            table.assign(**lists).to_csv(cast(BinaryIO, file), index=False, lineterminator="\n", mode="wb")
     else:
         texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}
-        table.assign(**texts).to_parquet(path, index=False)
+        with new_file(path, overwrite=True) as file:
+            table.assign(**texts).to_parquet(cast(BinaryIO, file), index=False)
     return path
 
 

@@ -7,6 +7,7 @@ follow from spans and iterations.
 import csv
 import math
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from ifbbench.files import replace_file
 from ifbbench.report.load import Floats, RunData, covering
 from ifbbench.report.recorded import producing_spans, recorded_figures
 
@@ -177,11 +179,11 @@ def benchmark_lines(run: RunData) -> list[str]:
 
 
 def write_benchmark_csv(run: RunData, path: Path) -> None:
-    """Write a header and one row of `benchmark_figures` to `path`, making its folder."""
+    """Write a header and one row of `benchmark_figures` to `path`."""
     values = benchmark_figures(run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([values.keys(), values.values()])
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows([values.keys(), values.values()])
+    replace_file(path, text.getvalue())
 
 
 def _spread(name: str, values: ArrayLike) -> dict[str, float]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ifbbench.compressed import DamagedFile, content_path, read_pieces
 from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.errors import InputError
+from ifbbench.files import is_part
 from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
 from ifbbench.recording.lines import RequestLine, SpanLine
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
@@ -156,7 +157,7 @@ def find_runs(path: Path) -> list[Path]:
     """`path` itself if it is a run directory, otherwise all run directories below it, by name; InputError if none."""
     if (path / "run.json").is_file():
         return [path]
-    found = sorted(file.parent for file in path.rglob("run.json")) if path.is_dir() else []
+    found = sorted(file.parent for file in path.rglob("run.json") if not is_part(file.parent)) if path.is_dir() else []
     if not found:
         problem = "holds no run" if path.is_dir() else "is not a directory"
         raise InputError(

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ifbbench.config import RunConfig
-from ifbbench.errors import InputError
+from ifbbench.errors import IfbbenchError
 from ifbbench.recording.run_directory import RESULT
 from ifbbench.report import trtllm_bench, vllm_bench
 from ifbbench.report.figures import write_benchmark_csv
@@ -22,15 +22,17 @@ WRITERS: Mapping[str, Write] = MappingProxyType({
 
 
 def write_outputs(run: RunData, config: RunConfig) -> None:
-    """Write the files that `config` asks for, over existing ones. InputError if one cannot be written."""
-    wanted = [(name, Path(path), write) for name, write in WRITERS.items() if (path := getattr(config, name))]
+    """Write the files that `config` asks for, over existing ones: each, even if another one cannot be written. Errors
+    are those of `new_file`."""
+    wanted = [(Path(path), write) for name, write in WRITERS.items() if (path := getattr(config, name))]
     if config.result_json or config.result_format:
         path = Path(config.result_json) if config.result_json else run.path / RESULT
-        wanted.append(("result_json", path, partial(vllm_bench.write_result, detailed=config.save_detailed)))
-    for name, path, write in wanted:
+        wanted.append((path, partial(vllm_bench.write_result, detailed=config.save_detailed)))
+    errors: list[IfbbenchError] = []
+    for path, write in wanted:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write(run, path)
-        except OSError as error:
-            reason = error.strerror or error
-            raise InputError(f"--{name} {path}: cannot be written ({reason}); give another file.") from error
+        except IfbbenchError as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])(" ".join(map(str, errors)))

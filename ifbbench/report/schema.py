@@ -37,7 +37,7 @@ class TraceIdentity(Struct):
 
 
 class ModelFacts(Struct):
-    """The model and the device that it ran on."""
+    """The model and its device. missing_kernels: why a run on a CPU was without compiled kernels, and slower."""
 
     name: str
     parameters: int
@@ -45,6 +45,7 @@ class ModelFacts(Struct):
     hidden_size: int
     dtype: str | None
     device: str
+    missing_kernels: str | UnsetType
 
 
 class Gpu(Struct):
@@ -95,7 +96,6 @@ class RunFile(Struct):
     """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
     settings; left out by older versions. schedule_digest: sha256 of all decisions without times; None until the run has
     ended. wall_s: real time from the start of the recording to its end."""
-
     name: str
     config: dict[str, Any]
     derived: list[str] | UnsetType

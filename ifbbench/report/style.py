@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
+from ifbbench.files import replace_file
 from ifbbench.report import significant, time_unit
 from ifbbench.report.figures import IterationClock
 from ifbbench.report.load import Floats, RunData
@@ -59,7 +61,6 @@ def save(
     figure: Figure, directory: Path, name: str, formats: Sequence[str] = FORMATS, dpi: float | None = None
 ) -> list[Path]:
     """Write `figure` as `name`.png, `name`.svg and so on, without dates, so that equal figures are equal files."""
-    directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.{kind}" for kind in formats]
     # The layout is the same in each format. With a layout engine, every file would be drawn twice.
     if (engine := figure.get_layout_engine()) is not None:
@@ -72,8 +73,15 @@ def save(
             axes.set_position((left, bottom, width, height))
         for path in paths:
             fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if path.suffix == ".png" else {}
-            figure.savefig(path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
+            write_figure(figure, path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
     return paths
+
+
+def write_figure(figure: Figure, path: Path, **how: Any) -> None:
+    """Write a figure in the format of the suffix, in one step. how: as of `Figure.savefig`."""
+    content = BytesIO()
+    figure.savefig(content, format=path.suffix[1:], **how)
+    replace_file(path, content.getvalue())
 
 
 def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int = 1) -> None:

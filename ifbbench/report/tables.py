@@ -50,6 +50,8 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
         thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
         console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
+    if reason := (run.run.get("model") or {}).get("missing_kernels"):
+        console.print(f"[yellow]Without compiled kernels, so slower: {escape(reason)}.[/yellow]", soft_wrap=True)
     for warning in [*warnings(known), *(client_warnings(run, known) if run.endpoint else [])]:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()

@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from ifbbench.files import new_file, replace_file
 from ifbbench.recording.iteration_lines import documented_fields, executor_statistics
-from ifbbench.recording.lines import JsonLinesWriter, encode
+from ifbbench.recording.lines import encode
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.load import RunData, read_lines
 
@@ -24,7 +25,7 @@ NANOSECONDS = 1e9
 
 def write_report(run: RunData, path: Path) -> None:
     """Write the figures of `run` as `trtllm-bench --report_json` does."""
-    path.write_text(json.dumps(report(run), indent=4, allow_nan=False) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(report(run), indent=4, allow_nan=False) + "\n")
 
 
 def report(run: RunData) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _whole(value: float | None) -> int | None:
 
 def write_requests(run: RunData, path: Path) -> None:
     """Write the completed requests of `run` as `trtllm-bench --request_json` does, one element each."""
-    path.write_text(json.dumps(list(map(_request, run.completed.to_dict("records")))) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(list(map(_request, run.completed.to_dict("records")))) + "\n")
 
 
 def _request(row: dict[Any, Any]) -> dict[str, Any]:
@@ -203,9 +204,8 @@ def write_iterations(run: RunData, path: Path) -> None:
     """Write the statistics of the recorded iterations in the executor's form, one JSON object a line."""
     spans = run.spans[run.spans["request_id"].isin(run.completed["request_id"])]
     completed = Counter(spans.groupby("request_id")["last_iteration"].max().tolist())
-    writer = JsonLinesWriter(path)
-    for row in read_lines(find_lines(run.path, "iterations"), ("ifbbench",)):
-        known = documented_fields(row) | row["ifbbench"]
-        known["completed"] = completed[known.get("last_step", known["iteration_counter"])]
-        writer.write([encode(executor_statistics(known))])
-    writer.close()
+    with new_file(path, overwrite=True) as file:
+        for row in read_lines(find_lines(run.path, "iterations"), ("ifbbench",)):
+            known = documented_fields(row) | row["ifbbench"]
+            known["completed"] = completed[known.get("last_step", known["iteration_counter"])]
+            file.write(encode(executor_statistics(known)) + b"\n")

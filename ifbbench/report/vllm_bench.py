@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ifbbench.files import replace_file
 from ifbbench.report.figures import IterationClock, figures, token_iterations, token_times
 from ifbbench.report.load import Floats, RunData
 
@@ -20,7 +21,7 @@ NAME = "ifbbench"
 
 def write_result(run: RunData, path: Path, detailed: bool) -> None:
     """Write the result of `run`. detailed: see `result`."""
-    path.write_text(json.dumps(result(run, detailed), allow_nan=False) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(result(run, detailed), allow_nan=False) + "\n")
 
 
 def result(run: RunData, detailed: bool = False) -> dict[str, Any]:

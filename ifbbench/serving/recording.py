@@ -1,5 +1,6 @@
 """Recording of live traffic: a run directory like that of `ifbbench run`, with the traffic as its trace."""
 
+from contextlib import ExitStack
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,17 @@ class TrafficRecording(Observer):
     """
 
     def __init__(self, directory: Path, engine: Engine, *, overwrite: bool, lengths_only: bool) -> None:
-        self.directory = run_directory.prepare(directory, overwrite)
         self._lengths_only = lengths_only
         self._num_arrived = 0
         self._arrivals_s: dict[int, float] = {}
         self._flushed_s, self._is_flushed, self._clock = 0.0, True, WallClock()
         config = engine.config
         self._trace_path = directory / f"trace.{config.recording_format}"
+        self._description = describe(Trace(directory.name, [], "", SOURCE), engine, engine.config)
+        self._description["name"] = directory.name
+        self._open = ExitStack()  # until the end, no other process records there
+        self.directory = self._open.enter_context(run_directory.begun([directory], overwrite, self._begin))
         self._trace = JsonLinesWriter(self._trace_path)
-        self._description = describe(
-            Trace(directory.name, [], "", SOURCE), engine, directory, engine.config
-        )
         self._recorder = Recorder(
             directory, self._description, 0, IterationStatistics(engine.limits.batching_type,
                                                                  engine.limits.max_active),
@@ -48,6 +49,10 @@ class TrafficRecording(Observer):
             profile=engine.profile.steps if engine.profile else None,
             iteration_stats_format=config.iteration_stats_format,
         )  # fmt: skip
+
+    def _begin(self, directory: Path, name: str) -> None:
+        (directory / self._trace_path.name).touch()
+        run_directory.write_begun(directory, self._description)
 
     def arrived(self, request: InferenceRequest, arrival_s: float) -> None:
         """A request will be handed to the engine, or was withdrawn before."""
@@ -83,7 +88,8 @@ class TrafficRecording(Observer):
         with self._trace_path.open("rb") as file:
             trace |= {"requests": self._num_arrived, "sha256": file_digest(file, "sha256").hexdigest()}
         self._recorder.metrics.total = self._num_arrived
-        return self._recorder.close(partial)
+        with self._open:
+            return self._recorder.close(partial)
 
     def _arrival_s(self, request: Request) -> float:
         return self._arrivals_s[request.request_id]

@@ -11,6 +11,7 @@ from typing import Any
 from ifbbench.config import HARDWARE_PROFILES
 from ifbbench.errors import InputError
 from ifbbench.fields import choice, did_you_mean, located, number, table, text
+from ifbbench.files import replace_file
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 SUFFIX = ".toml"
@@ -187,7 +188,7 @@ def write_profile(profile: HardwareProfile, path: Path, remark: str) -> None:
     for name, pairs in tables.items():
         if pairs:
             lines += ["", f"[{name}]  # {TITLES[name]}", *_pairs(pairs)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_file(path, "\n".join(lines) + "\n")
 
 
 def _pairs(values: Mapping[str, object]) -> Iterator[str]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import replace_file
+from ifbbench.files import replace_file
 from ifbbench.views.page_data import page_data
 
 FILE = "run.html"
@@ -32,12 +31,8 @@ def write_page(directories: Sequence[Path], into: Path) -> Path:
 
 
 def write_html(path: Path, template: str, scripts: Sequence[str], title: str, content: dict[str, Any]) -> Path:
-    """Write `template`.html with its scripts and `content` as one file. InputError if that is not possible."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, _html(template, scripts, title, content).encode())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error}).") from error
+    """Write `template`.html with its scripts and `content` as one file."""
+    replace_file(path, _html(template, scripts, title, content))
     return path
 
 

@@ -5,6 +5,7 @@ protos/perfetto/trace in Perfetto's repository.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
-from ifbbench.errors import InputError
+from ifbbench.files import new_file
 from ifbbench.report.limits import limit_name, waits_for
 from ifbbench.report.load import cumulated
 
@@ -36,18 +37,10 @@ PACKETS_AT_ONCE = 1 << 16
 def write_trace(run: RecordedRun, into: Path) -> Path:
     """Write the trace into a directory; returns the file. InputError if it cannot be written."""
     path = into / FILE
-    try:
-        into.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            gathered: list[bytes] = []
-            for packet in _packets(run):
-                gathered.append(packet)
-                if len(gathered) == PACKETS_AT_ONCE:
-                    file.writelines(gathered)
-                    gathered.clear()
-            file.writelines(gathered)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error}).") from error
+    with new_file(path, overwrite=True) as file:
+        packets = _packets(run)
+        while gathered := b"".join(islice(packets, PACKETS_AT_ONCE)):
+            file.write(gathered)
     return path
 
 

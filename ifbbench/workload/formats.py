@@ -7,17 +7,17 @@ To add one, write the class, name it in `reading.FORMATS` and in `config.TRACE_F
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
-from ifbbench.compressed import MAX_LINE, open_to_write
+from ifbbench.compressed import MAX_LINE
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
 from ifbbench.fields import integer, integers, number, shown, text
+from ifbbench.files import new_file
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks
 
@@ -200,22 +200,14 @@ def write_trace(requests: Iterable[TraceRequest], target: str | Path | TextIO, o
 def write_lines(lines: Iterable[str], target: str | Path | TextIO, overwrite: bool = False) -> None:
     """Write `lines` to a path or to an open text file.
 
-    Missing directories of the path are made; a file with a name that ends in .gz is compressed. InputError if the path
-    exists and `overwrite` is not set, or cannot be written.
+    The file is made by `new_file`, with its errors.
     """
     if not isinstance(target, str | Path):
         target.writelines(lines)
         return
-    path = Path(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(open_to_write(path, "w" if overwrite else "x")) as writer:
-            for line in lines:
-                writer.write(line.encode())
-    except FileExistsError:
-        raise InputError(f"{path} already exists. Give another name, or --overwrite to replace it.") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}. Give a path that you can write to.") from error
+    with new_file(Path(target), overwrite) as writer:
+        for line in lines:
+            writer.write(line.encode())
 
 
 def trace_lines(requests: Iterable[TraceRequest]) -> Iterator[str]:

@@ -92,6 +92,7 @@ def test_input_lengths_cut_off_the_padding_of_a_batch():
     tensors = {"input_ids": [5, 6, 7, 0, 0], "request_output_len": [3], "prompt_table_extra_ids": [1, 2, 3, 0, 0]}
     request = InferenceRequest.from_tensors(1, {**tensors, "input_lengths": [3], "exclude_input_in_output": [True]})
     assert list(request.input_ids) == [5, 6, 7]
+    assert request.token_extra_ids is not None
     assert list(request.token_extra_ids) == [1, 2, 3]
     assert request.exclude_input_from_output
     with pytest.raises(InputError, match="input_lengths: 6"):

@@ -21,7 +21,7 @@ Try = Callable[[Outcomes, Path, random.Random], None]
 
 SIMULATED = ("--device", "sim:h100-sxm", "--quiet")
 NULL = ("--device", "null", "--time_scale", "0", "--quiet")
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"request_id": 0, "arrival_s": 0.0, "prompt_len": 20, "max_new_tokens": 8, "output_len": 5},
     {"request_id": 1, "arrival_s": 0.5, "prompt_tokens": [5, 6, 7], "output_len": 3, "priority": 0.7, "stop_ids": [9]},
     {"request_id": 2, "arrival_s": 1.0, "prompt_len": 700, "prefix_ids": [1, 2], "output_len": 4, "class": "a"},
@@ -182,7 +182,8 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines(ROWS))
     known = [
-        one for one in settings() if one.name not in (*_WRITTEN, "log_iteration_data", "device", "quiet", "overwrite")
+        one for one in settings()
+        if one.name not in (*_WRITTEN, "log_iteration_data", "device", "quiet", "overwrite") and one.group != "endpoint"
     ]
     chosen = {one.name: _setting_value(one, draw) for one in draw.sample(known, draw.choice((1, 1, 2, 3)))}
     if chosen.get("wait_sleep"):  # on a real clock only
@@ -192,13 +193,14 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         and "time_scale" not in chosen
         and not {"arrival", "request_rate", "rate_schedule", "concurrency", "duration"} & set(chosen)
     ):
-        device = NULL
+        device: tuple[str, ...] = NULL
     elif draw.random() < 0.15 and not {"arrival", "request_rate", "rate_schedule", "model", "engine_overhead"} & set(
         chosen
     ):
         device = ("--device", "cpu", "--time_scale", "0", "--quiet", "--max_num_samples", "2", "--max_seq_len", "64")
         chosen.pop("time_scale", None), chosen.pop("max_seq_len", None), chosen.pop("max_num_samples", None)
-        chosen.pop("cpu_threads", None)
+        for name in ("cpu_threads", "tp_size", "pp_size"):  # they start threads and processes
+            chosen.pop(name, None)
     else:
         device = SIMULATED
     surface = draw.random()

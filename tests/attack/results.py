@@ -109,7 +109,8 @@ def result_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
             )
             content = "".join(",".join(row) + "\n" for row in rows).encode()
         (copy / name).write_bytes(content)
-        note, commands = name, ("report", "report --json", "compare", "sweep --config")
+        note = name
+        commands: tuple[str, ...] = ("report", "report --json", "compare", "sweep --config")
     else:
         shutil.copytree(source / draw.choice(("run", "run", "thinned", "executor")), copy)
         note, commands = damage(copy, draw), QUICK

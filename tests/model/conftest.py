@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from ifbbench.model.operations import load_cpu_kernels
+from ifbbench.model.compiled import find_kernels
 
 # Compiler options that exclude instructions of the processor, so that vectors of 16, 8 and 4 floats are tested on any
 # machine, and bfloat16 without its own instruction.
@@ -18,7 +18,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if request.param:
             patch.setenv("CC", f"cc {request.param}")
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        found = load_cpu_kernels.__wrapped__()
-    if found is None:
-        pytest.skip("no C compiler on this machine, or not for this processor")
+        found = find_kernels()
+    if isinstance(found, str):
+        pytest.skip(found)
     return found

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ifbbench.model import linear, operations
+from ifbbench.model import compiled, linear
+from ifbbench.model.compiled import load_cpu_kernels
 from ifbbench.model.linear import CpuLinear, Linear, OneDnnLinear, make_linear
-from ifbbench.model.operations import load_cpu_kernels
 
 DTYPES = {"float32": (torch.float32, 1e-6), "bf16": (torch.bfloat16, 4e-3)}
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.values(), ids=DTYPES.keys())
@@ -98,11 +98,11 @@ def test_no_memory_for_packed_rows() -> None:
 
 
 def test_a_changed_source_is_recompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = operations._fingerprint("cc")
-    for source in operations.SOURCES.iterdir():
+    before = compiled._fingerprint("cc")
+    for source in compiled.SOURCES.iterdir():
         (tmp_path / source.name).write_text(source.read_text())
-    monkeypatch.setattr(operations, "SOURCES", tmp_path)
-    assert operations._fingerprint("cc") == before
+    monkeypatch.setattr(compiled, "SOURCES", tmp_path)
+    assert compiled._fingerprint("cc") == before
     with (tmp_path / "values.h").open("a") as file:
         file.write("/* changed */")
-    assert operations._fingerprint("cc") != before
+    assert compiled._fingerprint("cc") != before

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from ifbbench.errors import InputError
+from ifbbench.files import replace_file
 from ifbbench.recording import run_directory
 from ifbbench.recording.lines import JsonLinesWriter
 from ifbbench.report.charts import plot_run
@@ -68,9 +69,14 @@ def test_a_file_that_is_not_compressed_though_it_is_called_so(tmp_path: Path) ->
 
 def test_overwriting_leaves_nothing_of_the_other_format(tmp_path: Path) -> None:
     recorded(tmp_path / "run", recording_format="jsonl.gz")
-    run_directory.prepare(tmp_path / "run", overwrite=True)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
-    assert run_directory.find_lines(tmp_path / "run", "spans").name == "spans.jsonl"
+
+    def write_start(directory: Path, name: str) -> None:
+        replace_file(directory / "trace.jsonl", "")
+        run_directory.write_begun(directory, {"name": name})
+
+    with run_directory.begun([tmp_path / "run"], True, write_start):
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.json", "trace.jsonl"}
+        assert run_directory.find_lines(tmp_path / "run", "spans").name == "spans.jsonl"
 
 
 def test_flushed_lines_can_be_read_while_the_file_is_open(tmp_path: Path) -> None:

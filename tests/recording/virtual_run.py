@@ -15,7 +15,6 @@ from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.policies import CapacityDecision, LeftOut
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
-from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
 from ifbbench.workload.trace import Trace, TraceRequest
@@ -106,8 +105,9 @@ def run(
     TickingExecutor."""
     clock = VirtualClock()
     client = ReplayClient(trace, clock, _request)
+    directory.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(
-        run_directory.prepare(directory, overwrite=False),
+        directory,
         {"name": "virtual", "config": {"iteration_stats_every": iteration_stats_every}}, len(trace),
         IterationStatistics(config.batching_type, config.max_batch_size),
         client.arrival_s, recording_format, iteration_stats_every, clock,

@@ -17,7 +17,6 @@ from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.model.named_models import load_model_config
-from ifbbench.recording import run_directory
 from ifbbench.recording.recorder import Recorder
 from ifbbench.replay.client import ReplayClient
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
@@ -56,8 +55,9 @@ def run(
     """Replay `trace` on a virtual clock, with fast-forward if `together`."""
     clock = VirtualClock()
     client = ReplayClient(trace, clock, make_request, concurrency=concurrency, **client_options)
+    directory.mkdir(parents=True, exist_ok=True)
     recorder = CountingRecorder(
-        run_directory.prepare(directory, overwrite=False), {}, len(trace),
+        directory, {}, len(trace),
         IterationStatistics(config.batching_type, config.max_batch_size), client.arrival_s, "jsonl", every,
     )  # fmt: skip
     manager = TokenGenerationLoop(

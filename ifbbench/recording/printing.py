@@ -1,0 +1,30 @@
+"""A recorder that also prints what it records."""
+
+import json
+import sys
+from copy import deepcopy
+from typing import Any
+
+from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.recording.recorder import Recorder
+
+
+class PrintingRecorder(Recorder):
+    """A recorder that also prints the statistics of each iteration to stderr, one JSON object a line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._printed = deepcopy(self._statistics)
+
+    def iteration(self, record: IterationRecord) -> None:
+        super().iteration(record)
+        self._print(record)
+
+    def stretch(self, stretch: Stretch) -> None:
+        super().stretch(stretch)
+        for record in stretch.records():
+            self._print(record)
+
+    def _print(self, record: IterationRecord) -> None:
+        for reported in self._printed.reported(record):
+            print(json.dumps(self._printed.fields(reported)), file=sys.stderr)

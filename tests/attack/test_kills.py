@@ -1,0 +1,248 @@
+"""Kill -9, and a full disk, at each change of a file: every line is valid but the last, every finished request is
+reported, and report, plot and the run of the directory answer."""
+
+import gzip
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+from ifbbench.compressed import read_pieces
+from ifbbench.config import REPORT_FILES
+from ifbbench.files import is_part
+from ifbbench.report.charts import CHARTS
+from ifbbench.report.figures import figures
+from ifbbench.report.load import load_run
+from tests.attack.file_layer import KILLED, command, in_fork
+
+REQUESTS = 12
+SIMULATED = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--quiet", "--max_num_samples", str(REQUESTS))
+RUN = ("run", "default", *SIMULATED, "--max_batch_size", "2", "--output")
+
+
+def run_in(place: Path) -> Sequence[str]:
+    return (*RUN, str(place / "run"))
+
+
+def flush_often() -> None:
+    """Files are written in small pieces, and flushed as often as requests end."""
+    from ifbbench import compressed
+    from ifbbench.recording import lines, recorder
+
+    compressed.BUFFER_BYTES = 512
+    lines.LINES_AT_ONCE = 4
+    recorder.FLUSH_INTERVAL_S = 0.0
+
+
+def attacked(arguments: Sequence[str], directory: Path, stop_at: int, is_full: bool = False) -> tuple[int, str]:
+    """The exit status of a command that is stopped at this change, and what it printed."""
+    printed = directory / "printed.txt"
+    status = in_fork(command(arguments, stop_at, is_full, flush_often), printed)
+    return status, printed.read_text(errors="replace")
+
+
+def each_change(
+    arguments: Callable[[Path], Sequence[str]], directory: Path, step: int = 1, is_full: bool = False,
+    before: Callable[[Path], None] = lambda place: None,
+) -> Iterator[tuple[Path, int, int, str]]:  # fmt: skip
+    """Run a command again and again, and stop it at each change, or at each `step`-th one, until it ends. Yields its
+    directory, the number of the change, the exit status and what was printed. before: makes the directory ready."""
+    stop_at, ends = 1, 0
+    while not ends:
+        place = directory / str(stop_at)
+        place.mkdir()
+        before(place)
+        status, printed = attacked(arguments(place), place, stop_at, is_full)
+        count = int(printed.rpartition("changes ")[2] or 0) if "changes " in printed else stop_at
+        ends = count < stop_at
+        assert "Traceback" not in printed, printed
+        assert status in ((0, 1) if is_full or ends else (KILLED,)), (stop_at, status, printed)
+        yield place, stop_at, status, printed
+        stop_at += step
+    assert stop_at > 10, "the command was meant to change more files"
+
+
+def check_lines(directory: Path) -> int:
+    """Check that each line of the files of a run directory is valid but the last; returns the finished requests."""
+    finished = 0
+    for path in directory.glob("*.jsonl*"):
+        content = b""
+        try:
+            for piece in read_pieces(path):
+                content += piece
+        except EOFError:
+            pass
+        for line in content.split(b"\n")[:-1]:
+            row = json.loads(line)
+            finished += path.name.startswith("requests") and row["outcome"] == "completed"
+    return finished
+
+
+def check_run(directory: Path, chart: str = "") -> None:
+    """Check what was left of a run: nothing, or a directory that report, plot and run read. chart: all if empty."""
+    if not directory.exists():
+        return
+    finished = check_lines(directory)
+    run = load_run(directory)
+    assert figures(run)["requests"]["completed"] == finished
+    assert run.partial == (run.summary is None or bool(run.run["partial"]))
+    answers = CliRunner().invoke(main, ["report", str(directory)])
+    assert answers.exit_code == 0, answers.output
+    again = ["run", str(directory), "--device", "null", "--time_scale", "0", "--quiet", "--json", "--output",
+             str(directory.with_name("again"))]  # fmt: skip
+    answers = CliRunner().invoke(main, again)
+    assert answers.exit_code == 0, answers.output
+    assert json.loads(answers.stdout)["requests"]["completed"] == REQUESTS
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        only = ["--only", chart] if chart else []
+        drawn = CliRunner().invoke(main, ["plot", str(directory), "--format", "svg", *only])
+    assert drawn.exit_code == 0, drawn.output
+
+
+CHART_NAMES = tuple(CHARTS)
+
+
+@pytest.mark.parametrize("step", [41, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
+def test_a_run_that_is_stopped_at_each_change_of_a_file(is_full: bool, step: int, tmp_path: Path) -> None:
+    tries = 0
+    for place, number, status, printed in each_change(run_in, tmp_path, step, is_full):
+        check_run(place / "run", CHART_NAMES[number % len(CHART_NAMES)])
+        assert status != 1 or "No space left on device" in printed
+        tries += 1
+    print(f"{tries} tries")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and a sweep."""
+    directory = tmp_path_factory.mktemp("finished")
+    for arguments in (run_in(directory), sweep_in(directory)):
+        assert CliRunner().invoke(main, list(arguments)).exit_code == 0
+    return directory
+
+
+def sweep_in(place: Path) -> Sequence[str]:
+    return ("sweep", "default", *SIMULATED, "--over", "max_batch_size=1,2", "--processes", "1", "--output",
+            str(place / "sweep"))  # fmt: skip
+
+
+REPORT_OPTIONS = tuple(word for name in REPORT_FILES for word in (f"--{name}", f"{name}.txt"))
+# Commands that write files, given the directory of a run and a sweep that they may change.
+WRITING: dict[str, Callable[[Path], Sequence[str]]] = {
+    "run": lambda place: (*run_in(place), *(word if word.startswith("--") else str(place / word)
+                                            for word in REPORT_OPTIONS), "--overwrite", "--result_format", "vllm"),
+    "steady state": lambda place: (*run_in(place), "--overwrite", "--enable_steady_state"),
+    "compressed": lambda place: (*run_in(place), "--overwrite", "--recording_format", "jsonl.gz"),
+    "sweep": lambda place: (*sweep_in(place), "--overwrite"),
+    "repeat": lambda place: ("run", "default", *SIMULATED, "--repeat", "2", "--output", str(place / "repeats")),
+    "report": lambda place: ("report", str(place / "run"), *(word if word.startswith("--") else str(place / word)
+                                                             for word in REPORT_OPTIONS)),
+    "plot": lambda place: ("plot", str(place / "run"), "--only", "ttft,bound"),
+    "plot --html": lambda place: ("plot", str(place / "sweep"), "--html"),
+    "export": lambda place: ("export", str(place / "run")),
+    "perfetto": lambda place: ("export", str(place / "run"), "--format", "perfetto"),
+    "why": lambda place: ("why", str(place / "run"), "--pauses-csv", str(place / "pauses.csv")),
+    "dataset": lambda place: ("dataset", "convert", "default", "--to", "gpt-manager", "-o", str(place / "trace.json")),
+    "dataset .gz": lambda place: ("dataset", "sample", "default", "-o", str(place / "trace.jsonl.gz")),
+    "dataset info": lambda place: ("dataset", "info", "default", "--plot", str(place / "charts")),
+    "tune": lambda place: ("tune", "default", *SIMULATED[:-2], "--max_num_samples", "4", "--output",
+                           str(place / "tune")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
+@pytest.mark.parametrize("name", [one for one in WRITING if one not in ("tune", "dataset info", "steady state")])
+def test_commands_that_are_stopped_leave_whole_files(
+    name: str, is_full: bool, finished: Path, tmp_path: Path
+) -> None:
+    check_command(name, is_full, finished, tmp_path, tries=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
+@pytest.mark.parametrize("name", WRITING)
+def test_commands_that_are_stopped_anywhere_leave_whole_files(
+    name: str, is_full: bool, finished: Path, tmp_path: Path
+) -> None:
+    check_command(name, is_full, finished, tmp_path, tries=60)
+
+
+def check_command(name: str, is_full: bool, finished: Path, directory: Path, tries: int) -> None:
+    """Stop a command at up to so many of its changes; then run it to its end in the same place."""
+    changes = changes_of(WRITING[name], finished, directory / "whole")
+    draw = random.Random(name)
+    for stop_at in sorted(draw.sample(range(1, changes + 1), min(tries, changes))):
+        place = directory / str(stop_at)
+        shutil.copytree(finished, place)
+        status, printed = attacked(WRITING[name](place), place, stop_at, is_full)
+        assert "Traceback" not in printed, printed
+        assert status in ((0, 1) if is_full else (KILLED,)), (stop_at, status, printed)
+        check_files(place)
+        if name in ("sweep", "repeat", "dataset info", "plot", "plot --html", "export", "run", "compressed"):
+            again = (*WRITING[name](place), *(["--overwrite"] if name == "repeat" else []))
+            done = CliRunner().invoke(main, list(again))
+            assert done.exit_code == 0, (stop_at, done.output)
+        shutil.rmtree(place)
+
+
+def changes_of(arguments: Callable[[Path], Sequence[str]], finished: Path, place: Path) -> int:
+    shutil.copytree(finished, place)
+    status, printed = attacked(arguments(place), place, stop_at=0)
+    assert status == 0, printed
+    return int(printed.rpartition("changes ")[2])
+
+
+ENDS = {".png": b"IEND\xaeB`\x82", ".svg": b"</svg>", ".html": b"</html>"}
+
+
+def check_files(directory: Path) -> None:
+    """Check that each file is whole, but for those of lines and those that are named as parts."""
+    for path in directory.rglob("*"):
+        if any(map(is_part, (path, *path.parents))) or not path.is_file() or path.name == "printed.txt":
+            continue
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            json.loads(content)
+        elif path.suffix in ENDS:
+            assert content.rstrip().endswith(ENDS[path.suffix])
+        elif path.suffix == ".gz" and path.parent == directory:
+            gzip.decompress(content)
+        elif path.suffix in (".csv", ".yaml", ".txt", ".perfetto-trace"):
+            assert content or path.name == "pauses.csv"
+    for run in {path.parent for path in directory.rglob("run.json")}:
+        if not is_part(run):
+            check_lines(run)
+            assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
+
+
+@pytest.mark.parametrize("tries", [3, pytest.param(100, marks=pytest.mark.slow),
+                                   pytest.param(1000, marks=pytest.mark.slow)])  # fmt: skip
+def test_kill_9_of_a_process_at_any_time(tries: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ifbbench", *RUN]
+    began = time.monotonic()
+    subprocess.run([*words, str(tmp_path / "whole")], check=True)
+    whole_s, left = time.monotonic() - began, 0
+    draw = random.Random(tries)
+    for number in range(tries):
+        place = tmp_path / str(number)
+        place.mkdir()
+        running = subprocess.Popen([*words, str(place / "run")])
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(whole_s * draw.uniform(0.3, 1.05))
+        running.kill()
+        running.wait()
+        left += (place / "run").exists()
+        check_run(place / "run", CHART_NAMES[number % len(CHART_NAMES)])
+    print(f"{tries} kills, {left} left a directory")
