@@ -345,7 +345,7 @@ class RunConfig:
         aliases=("num_device_module_layer",), elsewhere="max_loras max_loras_per_batch")
     lora_host_cache_bytes: int | None = _lora(
         None, "Cache of adapters in host memory. Default, with adapters: for all of them, at least 1 GiB.", minimum=0,
-        unit="bytes", elsewhere="lora_cache_host_memory_bytes max_cpu_loras")
+        maximum=2**53, unit="bytes", elsewhere="lora_cache_host_memory_bytes max_cpu_loras")
 
     # Execution.
     device: str = _execution(

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, resolve_limits
-from ifbbench.config import RunConfig
+from ifbbench.config import MAX_BATCH, RunConfig
 from ifbbench.engine.admission import AdmissionLimits
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
@@ -24,7 +24,7 @@ from ifbbench.workload.trace import TraceRequest
 
 CPU, CUDA, NULL, GIVEN_MEMORY = "cpu", "cuda", "null", "a device with this memory"
 # So large that memory, not the batch, limits the blocks of a cache.
-UNLIMITED_BATCH_SIZE = 2**40
+UNLIMITED_BATCH_SIZE = MAX_BATCH
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def test_a_wrong_draft_model_changes_no_token(plain, monkeypatch):
 
     load = build.load_model
     seeds = iter([0, 7])
-    monkeypatch.setattr(build, "load_model", lambda config, _: load(config.with_values(seed=next(seeds))))
+    monkeypatch.setattr(build, "load_model", lambda config, _=None: load(config.with_values(seed=next(seeds))))
     outputs, counts, _ = run(BASE.with_values(draft_model="tiny"), requests())
     assert outputs == plain
     assert counts.drafted > 20 * counts.accepted
@@ -206,7 +206,7 @@ def test_sampling_with_a_draft_model_keeps_the_distribution(freely_sampled, monk
     from ifbbench.execution import build
 
     load, seeds = build.load_model, iter([0, 7])
-    monkeypatch.setattr(build, "load_model", lambda config, _: load(config.with_values(seed=next(seeds))))
+    monkeypatch.setattr(build, "load_model", lambda config, _=None: load(config.with_values(seed=next(seeds))))
     outputs, counts, _ = run(SAMPLED.with_values(draft_model="tiny", draft_len=2), sampled(10_000))
     assert counts.drafted > NUMBER / 2
     assert_equally_distributed(freely_sampled, outputs)

@@ -118,7 +118,7 @@ def test_unwritable_output(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, GOOD_ROW)
     status, output = invoke("run", trace, "--device", "null", "--output", tmp_path / "file" / "run")
     assert status == 2
-    assert "cannot be written" in output
+    assert "Not a directory; give a directory that you can write to" in output
     assert (tmp_path / "file").read_text() == "in the way"
 
 
