@@ -77,12 +77,14 @@ class EqualSchedules:
 
 
 def _is_comparable(config: RunConfig) -> bool:
-    """Whether the rules hold for such runs: simulated, with one iteration in flight and no limit that moves."""
+    """Whether the rules hold for such runs: simulated, with one iteration in flight, without adapters, draft tokens and
+    limits that move."""
     return (
         config.hardware is not None and config.type != BatchingType.V1 and config.kv_cache_type == "paged"
         and config.policy in COMPARED_POLICIES and config.pp_size == 1
-        and not (config.enable_trt_overlap or config.enable_batch_size_tuning or config.enable_max_num_tokens_tuning
-                 or config.enable_steady_state)
+        and not (config.enable_trt_overlap or config.overlap or config.enable_batch_size_tuning
+                 or config.enable_max_num_tokens_tuning or config.enable_steady_state or config.uses_lora
+                 or config.has_drafts or config.max_queue_size is not None)
     )  # fmt: skip
 
 

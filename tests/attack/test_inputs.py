@@ -19,7 +19,7 @@ ALL: dict[str, Try] = {
     "result files": result_try,
 }
 # Tries of each kind, which takes about 40 s in all on a free core; and those of a long attack.
-SHORT = {"traces": 80, "specifications": 250, "settings": 70, "names": 250, "model files": 250, "result files": 60}
+SHORT = {"traces": 40, "specifications": 120, "settings": 30, "names": 100, "model files": 100, "result files": 10}
 LONG = dict.fromkeys(SHORT, 8400)
 
 
