@@ -1,6 +1,7 @@
 """The charts draw what was recorded, the same every time."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -183,11 +184,14 @@ def test_contiguous_cache_has_no_chart_of_blocks(tmp_path: Path) -> None:
     assert not any("kv_cache" in path.name for path in plot_run(load_run(directory)))
 
 
-def test_run_without_iterations_is_an_error(tmp_path: Path) -> None:
+def test_run_without_iterations_has_no_charts_and_is_an_error_if_complete(tmp_path: Path, caplog) -> None:
     directory = write_documentation_run(tmp_path / "docs")
     (directory / "iterations.jsonl").unlink()
+    assert plot_run(load_run(directory)) == []  # without a summary: it was killed
+    assert "nothing to draw" in caplog.text
+    complete = replace(load_run(directory), summary={})
     with pytest.raises(InputError, match="no iterations"):
-        plot_run(load_run(directory))
+        plot_run(complete)
 
 
 def test_bins_keep_tokens_and_peaks(tmp_path: Path) -> None:
