@@ -11,7 +11,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.w
 READY_MS = 20_000
 
 
-@pytest.fixture(scope="session")
+# Playwright keeps an event loop in this thread while it is open, with which tests of other files cannot start theirs.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed, in which the page would be opened")
