@@ -68,10 +68,22 @@ def check_line(name: str, values: Mapping[str, Any]) -> None:
     kinds = FILES.get(name)
     if kinds is None:
         return
-    if len(kinds) > 1:
+    if InflightLine in kinds:
         is_static = "Empty Generation Slots" in values
         kinds = (ExecutorLine if "iter" in values else StaticLine if is_static else InflightLine,)
-    _convert(values, kinds[0])
+    try:
+        _convert(values, kinds[0])
+    except ValueError:
+        if len(kinds) == 1:
+            raise
+        _of_client(values, kinds)
+
+
+def _of_client(values: Mapping[str, Any], kinds: tuple[type[Struct], ...]) -> None:
+    """`check_line` of a line that is not of a run with an engine: of one against an endpoint it has another type."""
+    ours, client = kinds
+    only_there = {item.encode_name for item in fields(client)} - {item.encode_name for item in fields(ours)}
+    _convert(values, client if only_there & values.keys() else ours)
 
 
 def _convert(values: Mapping[str, Any], kind: type[Struct]) -> None:
