@@ -17,6 +17,7 @@ from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
@@ -34,6 +35,7 @@ from ifbbench.simulation.step_work import StepWork, least_work
 
 if TYPE_CHECKING:
     from ifbbench.execution.communicator import Communicator
+    from ifbbench.model.llama import LlamaModel
 
 WARM_UP_PROMPT_LEN = 8
 LONG_WARM_UP_PROMPT_LEN = 2048
@@ -106,7 +108,6 @@ def build_engine(
 
     from ifbbench.execution import build, host
     from ifbbench.execution.device import copy_bytes_per_s, matmul_flops_per_s
-    from ifbbench.model.lora_store import pages_in_host_memory
 
     if communicator is None and num_ranks(config) > 1:
         raise InputError(f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
@@ -128,14 +129,8 @@ def build_engine(
         communicator.smallest([])  # all have loaded: from here on they answer quickly
     if device.type == "cpu" and owns_process:  # only now, so that memory freed by loading returns to the system
         host.keep_freed_memory()
-    lora, lora_bytes = None, 0
-    if resolved.uses_lora:
-        make_pages = pages_in_host_memory(loaded.dtype, pinned=device.type == "cuda")
-        memory = build.adapter_memory(device) // num_sharing
-        if communicator is not None:
-            (memory,) = communicator.smallest([memory])
-        lora = lora_config(resolved, model, memory, loaded.dtype.itemsize, make_pages, loaded.part)
-        lora_bytes = lora.device_pages * lora.page_bytes
+    lora = _adapters(resolved, model, loaded, num_sharing, communicator) if resolved.uses_lora else None
+    lora_bytes = lora.device_pages * lora.page_bytes if lora else 0
     memory_bytes = build.kv_memory(resolved, loaded, device, lora_bytes, num_sharing)
     layout = cache_layout(resolved, model, memory_bytes, loaded.part)
     if communicator is not None:
@@ -158,6 +153,23 @@ def build_engine(
         clock = LeadingClock(communicator) if communicator.rank == 0 else clock
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, device.type,
                   makes_tokens=True, profile=profile, communicator=communicator)  # fmt: skip
+
+
+def _adapters(
+    resolved: RunConfig, model: ModelConfig, loaded: "LlamaModel", num_sharing: int,
+    communicator: "Communicator | None",
+) -> LoraConfig:
+    """LoRA adapters and their caches, with pages in as much memory as all ranks have.
+
+    num_sharing: ranks that share the device's memory."""
+    from ifbbench.execution import build
+    from ifbbench.model.lora_store import pages_in_host_memory
+
+    make_pages = pages_in_host_memory(loaded.dtype, pinned=loaded.device.type == "cuda")
+    memory = build.adapter_memory(loaded.device) // num_sharing
+    if communicator is not None:
+        (memory,) = communicator.smallest([memory])
+    return lora_config(resolved, model, memory, loaded.dtype.itemsize, make_pages, loaded.part)
 
 
 def _smallest(layout: CacheLayout, communicator: "Communicator") -> CacheLayout:

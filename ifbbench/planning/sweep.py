@@ -118,12 +118,7 @@ def run_sweep(
     failed is in it with its error. InputError, before anything is run, if a trace cannot be read, results would be
     overwritten, no point can be run or all would write the same file.
     """
-    for name in SIDE_OUTPUTS:
-        if getattr(base, name) is not None:
-            raise InputError(f"--{name} names one file, but a sweep makes many runs; use it with `ifbbench run`.")
-    for name, other in ((TRACE, f"TRACE ({source})" if source else ""), ("seed", "--repeat" if repeats > 1 else "")):
-        if name in points[0] and other:
-            raise InputError(f"--over {name} and {other} exclude each other; leave out one of them.")
+    _check_settings(source, base, points, repeats)
     keep = keep or ("run" if len(points) * repeats <= MAX_KEPT_RUNS else "summary")
     runs, executor = _runs(source, base, points, repeats, progress), executor or LocalProcesses()
     executor.check(runs)
@@ -178,6 +173,16 @@ def run_sweep(
             table = write()
         failed = sum(bool(row["error"] or row.get("requests.failed")) for row in table)
         return SweepResult(directory, table, failed, resumed, ended.warnings(runs))
+
+
+def _check_settings(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int) -> None:
+    """InputError for settings that a sweep cannot have, or that exclude each other."""
+    for name in SIDE_OUTPUTS:
+        if getattr(base, name) is not None:
+            raise InputError(f"--{name} names one file, but a sweep makes many runs; use it with `ifbbench run`.")
+    for name, other in ((TRACE, f"TRACE ({source})" if source else ""), ("seed", "--repeat" if repeats > 1 else "")):
+        if name in points[0] and other:
+            raise InputError(f"--over {name} and {other} exclude each other; leave out one of them.")
 
 
 def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int, progress: Progress) -> list[Run]:

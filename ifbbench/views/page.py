@@ -27,11 +27,11 @@ def write_page(directories: Sequence[Path], into: Path) -> Path:
         content["divergence"] = None if divergence is None else divergence.as_dict()
         content["same_trace"] = comparison.same_trace
     title = " and ".join(dict.fromkeys(run["name"] for run in content["runs"]))
-    return write_html(into / FILE, "page", SCRIPTS, title, content)
+    return write_html(into / FILE, "run", SCRIPTS, title, content)
 
 
 def write_html(path: Path, template: str, scripts: Sequence[str], title: str, content: dict[str, Any]) -> Path:
-    """Write `template`.html with its scripts and `content` as one file."""
+    """Write a page as one file: page.html with the body of `template`.html, its scripts and `content`."""
     replace_file(path, _html(template, scripts, title, content))
     return path
 
@@ -40,13 +40,17 @@ def _html(template: str, scripts: Sequence[str], title: str, content: dict[str, 
     templates = files("ifbbench.views") / "templates"
     # "<" cannot begin a tag in the data, and NaN is not JSON.
     data = json.dumps(_finite(content), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    # The first line of a body is its link for keyboards, which stands before the header.
+    skip, _, body = (templates / f"{template}.html").read_text(encoding="utf-8").partition("\n")
     parts = {
+        "skip": skip,
+        "body": body,
         "title": title.replace("&", "&amp;").replace("<", "&lt;"),
         "style": (templates / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((templates / name).read_text(encoding="utf-8") for name in scripts),
         "data": data,
     }
-    html = (templates / f"{template}.html").read_text(encoding="utf-8")
+    html = (templates / "page.html").read_text(encoding="utf-8")
     for name, text in parts.items():
         html = html.replace(f"{{{{{name}}}}}", text)
     return html

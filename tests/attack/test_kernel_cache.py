@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: only a whole library that this user wrote, and nobody else could write, is loaded."""
+"""The cache of compiled kernels: a library is loaded only if it is undamaged and no other user can have written it."""
 
 import ctypes
 import json

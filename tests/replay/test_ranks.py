@@ -108,7 +108,7 @@ def started(trace: Path, directory: Path, *options: str, status: int) -> Iterato
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; an ended one that nobody waited for does not count."""
+    """Whether the process runs. A zombie does not."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"

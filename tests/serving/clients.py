@@ -43,13 +43,21 @@ def server_process(*options: str) -> Iterator[ServerProcess]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
+    with announced(process, r" at (http://\S+);") as (found, text):
+        yield ServerProcess(process, found[1], text)
+
+
+@contextmanager
+def announced(process: subprocess.Popen[str], pattern: str) -> Iterator[tuple[re.Match[str], str]]:
+    """The match of `pattern` in the first line of a server's output that has it, and all output up to there; at the end
+    of the block the server is killed. AssertionError if the server ends before."""
     lines = []
     try:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if found := re.search(r" at (http://\S+);", line):
-                yield ServerProcess(process, found[1], "".join(lines))
+            if found := re.search(pattern, line):
+                yield found, "".join(lines)
                 break
         else:
             raise AssertionError("".join(lines))

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving.clients import announced
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tensorrt_llm"
@@ -46,20 +47,9 @@ def start(*options: str) -> subprocess.Popen[str]:
 @contextmanager
 def triton(*options: str) -> Iterator[Triton]:
     process = start(*options, "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0")
-    lines = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r" at http://\S+:(\d+) \(HTTP\), gRPC on port (\d+), metrics on port (\d+);", line):
-                yield Triton(process, *map(int, found.groups()))
-                break
-        else:
-            raise AssertionError("".join(lines))
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    pattern = r" at http://\S+:(\d+) \(HTTP\), gRPC on port (\d+), metrics on port (\d+);"
+    with announced(process, pattern) as (found, _):
+        yield Triton(process, *map(int, found.groups()))
 
 
 @dataclass
