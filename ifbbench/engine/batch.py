@@ -83,6 +83,16 @@ class Batch(NamedTuple):
     drafts: DraftInputs | None = None
 
     @property
+    def num_last_chunks(self) -> int:
+        """Context chunks that complete their prompts. Each yields an output, before those of generation."""
+        return sum(chunk.is_last for chunk in self.context)
+
+    @property
+    def num_outputs(self) -> int:
+        """Requests that get tokens."""
+        return self.num_last_chunks + len(self.slots)
+
+    @property
     def num_context_tokens(self) -> int:
         return sum(chunk.length for chunk in self.context)
 

@@ -65,7 +65,7 @@ def confirm(
         return _confirm_drafted(iteration, outputs, active, drafts)
     if len(outputs) < 2:
         return _confirm_pass(iteration, rows, outputs[0] if outputs else NO_OUTPUTS, active)
-    num_context = sum(chunk.is_last for chunk in iteration.batches[0].context)
+    num_context = iteration.batches[0].num_last_chunks
     done = _confirm_pass(iteration, rows[:num_context], outputs[0], active)
     return done + _confirm_pass(iteration, rows[num_context:], outputs[1], active)
 
@@ -105,8 +105,7 @@ def _confirm_drafted(
     found, counts = list[Request](), DraftCounts()
     iteration.record.drafts, first = counts, 0
     for batch, of_pass in zip(iteration.batches, outputs, strict=True):
-        num_outputs = sum(chunk.is_last for chunk in batch.context) + len(batch.slots)
-        rows, first = iteration.output_rows[first : first + num_outputs], first + num_outputs
+        rows, first = iteration.output_rows[first : first + batch.num_outputs], first + batch.num_outputs
         if batch.drafts is None:
             found += _confirm_pass(iteration, rows, of_pass, active)
             continue

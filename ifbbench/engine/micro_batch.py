@@ -6,6 +6,7 @@ from itertools import chain
 from operator import attrgetter
 
 from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit
 from ifbbench.engine.request import Request
 
@@ -48,7 +49,7 @@ class MicroBatchScheduler:
             admitted = [request for request in admitted if not active.table.in_other_micro_batch(request.slot)]
         tokens, max_requests = active.step_tokens(generation), self.max_batch_size
         if self.num_micro_batches > 1:
-            max_requests = min(max_requests, -(-len(active) // self.num_micro_batches))
+            max_requests = min(max_requests, ceil_div(len(active), self.num_micro_batches))
         takes_all = not (fitting.held or fitting.paused or active.mixed_beam_widths)
         if takes_all:
             # Whether all generation requests run at any place in the order, so that only contexts are selected.

@@ -52,7 +52,7 @@ class DraftModel:
         The first pass runs context chunks and the two newest tokens of each generation request; each further one runs
         the draft before. Reads the block tables before it returns."""
         assert batch.drafts is not None
-        num_last = sum(chunk.is_last for chunk in batch.context)
+        num_last = batch.num_last_chunks
         of_prompts, of_generation = batch.drafts.counts[:num_last], batch.drafts.counts[num_last:]
         counts = np.concatenate([of_prompts, np.ones(len(batch.slots), np.int32)])
         tokens = np.concatenate([batch.drafts.tokens[: of_prompts.sum()], np.zeros(len(batch.slots), np.int32)])

@@ -70,8 +70,7 @@ class DraftedBatches:
         """`batch`; with inputs for no drafts if it has none but a draft model must see its tokens."""
         if batch.drafts is not None or self._draft_model is None:
             return batch
-        num_outputs = sum(chunk.is_last for chunk in batch.context) + len(batch.slots)
-        return batch._replace(drafts=DraftInputs(np.zeros(num_outputs, np.int32), np.zeros(0, np.int32)))
+        return batch._replace(drafts=DraftInputs(np.zeros(batch.num_outputs, np.int32), np.zeros(0, np.int32)))
 
     def prepare(self, batch: Batch, packed: PackedBatch) -> PreparedDrafts:
         """Reads requests and block tables before it returns."""

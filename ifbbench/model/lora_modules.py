@@ -11,6 +11,7 @@ import numpy as np
 
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.model.config import ModelConfig
 
 if TYPE_CHECKING:  # simulated runs need the sizes only, without PyTorch
@@ -118,8 +119,8 @@ class PageLayout:
         self.num_layers = num_layers
         sizes = [module.values_of_rank for module in modules]
         self.width = min(sizes)
-        of_layer = min(OPTIMAL_RANK, max_rank) * sum(-(-size // self.width) for size in sizes)
-        self.slots = max(num_layers * of_layer, -(-max_rank * max(sizes) // self.width))
+        of_layer = min(OPTIMAL_RANK, max_rank) * sum(ceil_div(size, self.width) for size in sizes)
+        self.slots = max(num_layers * of_layer, ceil_div(max_rank * max(sizes), self.width))
 
     @property
     def page_values(self) -> int:
@@ -130,7 +131,7 @@ class PageLayout:
         page, slot, used = np.zeros_like(ranks), np.zeros_like(ranks), [0]
         sizes = ranks * np.array([module.values_of_rank for module in self.modules])
         for layer, module in np.argwhere(ranks).tolist():
-            slots = -(-int(sizes[layer, module]) // self.width)
+            slots = ceil_div(int(sizes[layer, module]), self.width)
             if used[-1] + slots > self.slots:
                 used.append(0)
             page[layer, module], slot[layer, module] = len(used) - 1, used[-1]
@@ -140,13 +141,13 @@ class PageLayout:
 
 def page_layout(config: RunConfig, model: ModelConfig) -> PageLayout:
     """The pages of adapters on each device under the settings of `config`."""
-    modules, layers = lora_modules(model, config.tp_size), -(-model.num_layers // config.pp_size)
+    modules, layers = lora_modules(model, config.tp_size), ceil_div(model.num_layers, config.pp_size)
     return PageLayout(modules, layers, config.max_lora_rank)
 
 
 def pages_of_bytes(num_bytes: int, page_bytes: int) -> int:
     """Pages of a cache of this size; the last one may begin within it, as in TensorRT-LLM."""
-    return -(-num_bytes // page_bytes)
+    return ceil_div(num_bytes, page_bytes)
 
 
 def device_pages(config: RunConfig, layout: PageLayout, free_bytes: int, value_bytes: int) -> int:
@@ -154,6 +155,6 @@ def device_pages(config: RunConfig, layout: PageLayout, free_bytes: int, value_b
     weights."""
     if config.lora_num_device_mod_layers is not None:
         largest = max(module.values_of_rank for module in layout.modules)
-        slots = config.lora_num_device_mod_layers * -(-largest // layout.width)
-        return -(-slots // layout.slots)
+        slots = config.lora_num_device_mod_layers * ceil_div(largest, layout.width)
+        return ceil_div(slots, layout.slots)
     return pages_of_bytes(int((config.lora_device_mem_fraction or 0) * free_bytes), layout.page_values * value_bytes)

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.model.config import ModelConfig, check_ranks
 
 ALL = slice(None)
@@ -107,7 +108,7 @@ class ModelPart:
     @property
     def vocabulary_size(self) -> int:
         """Token ids of a rank, padding included."""
-        return -(-self.model.vocab_size // self.tp_size)
+        return ceil_div(self.model.vocab_size, self.tp_size)
 
     def embedded(self, embedding: Tensor, tokens: Tensor) -> Tensor:
         """Input of the part's first layer, [tokens, hidden].

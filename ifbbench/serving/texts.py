@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ifbbench.errors import InputError
-from ifbbench.model.named_models import load_tokenizer, weights_path
+from ifbbench.model.named_models import TOKENIZER_FILE, load_tokenizer, weights_path
 from ifbbench.workload.texts import chat_text, content_text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -53,7 +53,7 @@ class Texts:
 
     def __init__(self, model: str, vocab_size: int) -> None:
         path = weights_path(model)
-        self.has_tokenizer = path is not None and (path.is_file() or (path / "tokenizer.json").is_file())
+        self.has_tokenizer = path is not None and (path.is_file() or (path / TOKENIZER_FILE).is_file())
         self.tokenizer: Tokenizer = load_tokenizer(model) if self.has_tokenizer else ByteTokenizer(vocab_size)
         self._template = ChatTemplate.of(path) if path is not None and path.is_dir() else None
 
