@@ -8,6 +8,8 @@ The batch manager is also a library:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ifbbench.compiled import use_compiled_modules
+
 if TYPE_CHECKING:
     from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
     from ifbbench.api.request import InferenceRequest
@@ -21,6 +23,8 @@ __all__ = [
     "BatchManager", "BatchManagerFailed", "Communicator", "InferenceRequest", "Retention", "RetentionRange",
     "SamplingParams", "__version__", "load_run",
 ]  # fmt: skip
+
+use_compiled_modules()
 
 # Imported at first use, so that `import ifbbench` and `ifbbench --help` are quick.
 _MODULES = {

@@ -26,3 +26,13 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder `shared` (traces, golden files) beside the repository")
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what attacks have counted, which processes of pytest-xdist would not."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    found = [one for report in reports if getattr(report, "when", "") == "call" for one in report.user_properties]
+    lines = [str(value) for name, value in found if name == "tries"]
+    if lines:
+        terminalreporter.section("attacks")
+        terminalreporter.write("".join(f"{line}\n" for line in lines))

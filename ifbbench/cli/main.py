@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import click
 
-from ifbbench import __version__
+from ifbbench import __version__, compiled
 from ifbbench.cli.options import DEBUG, debug_option
 from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.fields import shown
+from ifbbench.fields import printable, shown
 from ifbbench.files import DEVICE_ERRORS
 
 FAILED, INTERRUPTED = 1, 130
@@ -116,7 +116,7 @@ def _end(ctx: click.Context | None, message: str, status: int) -> NoReturn:
     except OSError:
         _discard_output()
     for line in (*_earlier_messages(), message):
-        click.echo(f"Error: {line}", err=True)
+        click.echo(f"Error: {printable(line)}", err=True)
     raise click.exceptions.Exit(status)
 
 
@@ -147,6 +147,12 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _print_version(ctx: click.Context, _parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        click.echo(f"ifbbench, version {__version__}, {compiled.description()}")
+        ctx.exit()
+
+
 @click.group(
     cls=LazyGroup,
     context_settings={
@@ -156,7 +162,8 @@ def _discard_output() -> None:
         "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
-@click.version_option(__version__, prog_name="ifbbench")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+              help="Show the version and exit.")  # fmt: skip
 def main() -> None:
     """Which batching settings should you run on your traffic, and why?
 

@@ -46,6 +46,7 @@ class RequestTable:
     cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
     any_paused: whether any request was ever paused.
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
+    started: by row, the context requests past their first chunk.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
@@ -72,6 +73,7 @@ class RequestTable:
         self.is_special = np.zeros(rows, np.bool_)
         self.num_special = 0
         self.lora_tasks = np.full(rows, -1, np.int64)
+        self.started: dict[int, Request] = {}
         self.makes_tokens = False
         self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
         self.any_in_flight = False
@@ -149,7 +151,7 @@ class ActiveRequests:
         self.generation: list[Request] = []
         self.by_slot: dict[int, Request] = {}
         self.generation_rows: Rows = NO_ROWS
-        self.num_with_lora = 0
+        self.num_with_lora = self.num_reading_tokens = 0
         self.num_changes = 0
         self._beam_widths: dict[int, int] = {}
         self._num_entered = 0
@@ -197,6 +199,7 @@ class ActiveRequests:
         request.enter(self.table, self._num_entered)
         self._num_entered += 1
         self.num_with_lora += request.lora_task_id is not None
+        self.num_reading_tokens += request.reads_tokens
         self._beam_widths[request.beam_width] = self._beam_widths.get(request.beam_width, 0) + 1
         self.by_slot[request.slot] = request
         insort(self.context, request, key=_ORDER)
@@ -237,6 +240,7 @@ class ActiveRequests:
         elif request.in_generation:
             self._remove_from_generation(request)
         self.num_with_lora -= request.lora_task_id is not None
+        self.num_reading_tokens -= request.reads_tokens
         self._beam_widths[request.beam_width] -= 1
         if not self._beam_widths[request.beam_width]:
             del self._beam_widths[request.beam_width]

@@ -1,12 +1,12 @@
-"""The interface between engine and executor: batches, their outputs, the protocols, and the builder of batches."""
+"""What passes between engine and executor: batches, their outputs, and the builder of batches."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
+from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftInputs, Drafts
@@ -142,48 +142,6 @@ class StepOutputs:
 NO_OUTPUTS = StepOutputs()
 
 
-class Executor(Protocol):
-    """Runs batches in the order of their submission. It never decides what runs.
-
-    An executor keeps the newest token of each slot, so that generation requests are named by slot alone; a first chunk
-    (or the first one after a resume) in a slot means that the slot has a new request. Several batches may be in flight.
-    """
-
-    def submit(self, batch: Batch) -> None:
-        """Start one batch, to run after those submitted before. If it raises, it has started nothing."""
-        ...
-
-    def collect(self) -> StepOutputs:
-        """Wait for the oldest batch in flight and return its outputs. If it raises, that batch is lost."""
-        ...
-
-    def close(self) -> None:
-        """Release memory and threads."""
-        ...
-
-
-@runtime_checkable
-class PredictableExecutor(Protocol):
-    """An executor on a virtual clock that can compute in advance how long iterations take, and returns no tokens."""
-
-    def generation_times(
-        self, positions: Int64Array, steps: int, adapters: AdapterUse | None = None
-    ) -> tuple[int, Int64Array]:
-        """Of the next `steps` iterations of these generation requests alone: the host's time in each, and the device's,
-        [steps]; both in nanoseconds. positions: [requests], position of each one's next token. adapters: as in
-        `Batch`, all on the device."""
-        ...
-
-
-@runtime_checkable
-class WarmingExecutor(Protocol):
-    """An executor with work that can be done before the first iteration that needs it."""
-
-    def warm_up(self, report_progress: Callable[[int, int], None], /) -> None:
-        """Do that work. Some batches have run, and none is in flight. report_progress: takes done and total."""
-        ...
-
-
 class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 
@@ -198,6 +156,8 @@ class BatchBuilder:
         self._active = active
         self._kv_cache = kv_cache
         self._drafts = drafts
+        # The latest rows, and the same as slots of a batch.
+        self._rows, self._slots = NO_ROWS, NO_ROWS.astype(np.int32)
 
     def build(
         self, iteration: int, context: list[Request], rows: Rows, idle: Rows = NO_ROWS, now_s: float = 0.0
@@ -214,8 +174,7 @@ class BatchBuilder:
                 if request.num_draft_tokens:
                     self._kv_cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
         chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in context])
-        positions = self._kv_cache.registered[rows]
-        self._kv_cache.add_tokens(rows)
+        positions = self._kv_cache.add_tokens(rows)
         drafts = None
         if self._active.table.max_draft_tokens:
             drafts = self._drafts.take([chunk.request for chunk in chunks if chunk.is_last], rows)
@@ -251,8 +210,9 @@ class BatchBuilder:
         copies: tuple[BlockCopy, ...] = (), adapters: AdapterUse | None = None, drafts: DraftInputs | None = None,
     ) -> Batch:  # fmt: skip
         cache = self._kv_cache
-        slots, positions32, tables = rows.astype(np.int32), positions.astype(np.int32), cache.block_tables
-        width, beams, num_candidates = 1, None, 0
+        if rows is not self._rows:  # a plan that stands has the same rows again
+            self._rows, self._slots = rows, rows.astype(np.int32)
+        tables, width, beams, num_candidates = cache.block_tables, 1, None, 0
         if tables.shape[1] > 1:
             requests = [self._active.by_slot[row] for row in rows.tolist()]
             width = (requests[0] if requests else chunks[0].request).beam_width
@@ -262,8 +222,8 @@ class BatchBuilder:
                 for request in self._active.by_slot.values()
             )
         return Batch(
-            iteration, chunks, slots, positions32, tables, width, beams, num_candidates, self._padded, copies,
-            cache.window_tables, iteration % self._max_in_flight, adapters, drafts,
+            iteration, chunks, self._slots, positions.astype(np.int32), tables, width, beams, num_candidates,
+            self._padded, copies, cache.window_tables, iteration % self._max_in_flight, adapters, drafts,
         )  # fmt: skip
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:
@@ -281,6 +241,7 @@ class BatchBuilder:
         )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NullExecutor:
     """An Executor that makes no tokens: those of requests stay symbolic."""
 

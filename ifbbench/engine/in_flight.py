@@ -1,18 +1,21 @@
 """An iteration in flight: submission, collection, confirmation of its outputs, responses, and storing its blocks."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests, BoolArray, FloatArray, Int64Array, IntArray, Rows
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, StepOutputs
+from ifbbench.engine.active import ActiveRequests, BoolArray, FloatArray, Int64Array, IntArray, RequestTable, Rows
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.drafts import DraftCounts, Drafts
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
+from ifbbench.engine.scheduler import Plan
 
 
 @dataclass(slots=True)
@@ -53,6 +56,24 @@ class InFlightIteration:
         return outputs
 
 
+def forget_empty_turns(in_flight: deque[InFlightIteration]) -> int:
+    """Remove the latest of the iterations in flight, the oldest of which is the first, if they are turns of micro
+    batches without requests; returns how many."""
+    count = 0
+    while in_flight and not in_flight[-1].batches:
+        in_flight.pop()
+        count += 1
+    return count
+
+
+def is_pause_in_flight(in_flight: deque[InFlightIteration], plan: Plan, table: RequestTable, is_async: bool) -> bool:
+    """Whether a request that `plan` pauses is in one of the iterations in flight."""
+    if is_async:
+        return bool(in_flight)
+    micro_batches = {iteration.record.micro_batch for iteration in in_flight}
+    return any(int(table.micro_batch[pause.victim.slot]) in micro_batches for pause in plan.paused)
+
+
 # Confirmation: store the tokens, and find the requests that end with them.
 
 
@@ -80,6 +101,8 @@ def _confirm_pass(
     confirmed = table.confirmed[rows] + 1
     table.confirmed[rows] = confirmed
     done = confirmed == table.stop_after[rows]
+    if outputs is NO_OUTPUTS and not table.num_special:
+        return [active.by_slot[row] for row in rows[done].tolist()]
     if outputs.tokens is not None:
         tokens = outputs.tokens if indices is None else outputs.tokens[indices]
         table.write_outputs(rows, table.joined[rows] + confirmed - 1, tokens)
@@ -292,4 +315,4 @@ def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows, steps
     for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
         request = active.by_slot[row]
         if request.beam_width == 1:
-            kv_cache.store_generated(row, min(num_tokens, request.reuse.num_known))
+            kv_cache.store_generated(row, min(num_tokens, request.num_known_tokens))

@@ -1,20 +1,32 @@
 """The token generation loop: admits, schedules, runs and answers requests, one iteration after the other."""
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+
+from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import Clock, VirtualClock
 from ifbbench.engine.active import NO_MICRO_BATCH, ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
-from ifbbench.engine.batch import Batch, BatchBuilder, Executor, PredictableExecutor
+from ifbbench.engine.batch import BatchBuilder, ContextChunk
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.drafts import Drafts
-from ifbbench.engine.fast_forward import FastForward
-from ifbbench.engine.in_flight import InFlightIteration, Response, confirm, response_of, store_generated, streamed
+from ifbbench.engine.fast_forward import MAX_STEPS, FastForward
+from ifbbench.engine.in_flight import (
+    InFlightIteration,
+    Response,
+    confirm,
+    forget_empty_turns,
+    is_pause_in_flight,
+    response_of,
+    store_generated,
+    streamed,
+)
+from ifbbench.engine.interfaces import Executor, Observer, PredictableExecutor, Unobserved
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.lora import AdapterCache, OutOfAdapterPages
-from ifbbench.engine.policies import GuaranteedNoEvict, MaxRequests, MaxUtilization, find_policy
-from ifbbench.engine.records import CacheState, IterationRecord, Observer, Unobserved
+from ifbbench.engine.policies import GuaranteedNoEvict, MaxRequests, MaxUtilization, find_policy, is_steady
+from ifbbench.engine.records import NO_CACHE_STATE, CacheState, IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.scheduler import Plan, Scheduler
 from ifbbench.errors import IfbbenchError
@@ -28,6 +40,7 @@ class ExecutorFailed(IfbbenchError):
     """The executor raised. The requests of its batch have ended with an error; the loop can continue with others."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TokenGenerationLoop:
     """The loop over one executor. `step()` runs one iteration in the caller's thread.
 
@@ -49,14 +62,10 @@ class TokenGenerationLoop:
         self.config = config
         self.table = RequestTable(config.num_slots)
         self.active = ActiveRequests(self.table)
-        self.kv_cache = config.make_cache()
-        self.iteration = 0
-        self._executor = executor
-        self._clock = clock
-        self._queued = queued
-        self._send_response = send_response
-        self._observer = observer or Unobserved()
-        self._poll_stop_signals = poll_stop_signals
+        self.kv_cache, self.iteration = config.make_cache(), 0
+        self._executor, self._clock = executor, clock
+        self._queued, self._poll_stop_signals = queued, poll_stop_signals
+        self._send_response, self._observer = send_response, observer or Unobserved()
         policy = find_policy(config.effective_policy)(config.max_active)
         self.adapters = AdapterCache(config.lora) if config.lora else None
         if self.adapters is not None and isinstance(policy, GuaranteedNoEvict | MaxUtilization | MaxRequests):
@@ -69,9 +78,8 @@ class TokenGenerationLoop:
                                      config.max_in_flight, self.adapters)  # fmt: skip
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
-        is_steady = getattr(policy, "is_steady", False) and not (self._is_static or config.has_dynamic_limits)
-        is_steady = is_steady and config.max_in_flight == 1 and not config.drafts.max_len
-        if is_steady and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
+        is_known = is_steady(policy) and FastForward.knows_steps_of(config)
+        if is_known and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
             self._fast_forward = FastForward(
                 config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
             )
@@ -93,14 +101,14 @@ class TokenGenerationLoop:
         start_s = self._clock.now()
 
         # Admit: fetch requests, refuse those that can never run, activate by priority.
-        self._activated += self._admission.admit(self.active, start_s)
-        if not len(self.active):
-            self._forget_empty_turns()
+        if activated := self._admission.admit(self.active, start_s):
+            self._activated += activated
+            start_s = self._clock.now()  # in real time, they may have arrived since the step began
+        if not self.active.by_slot:
+            # Turns of micro batches without requests since the last one ended did not happen.
+            self.iteration -= forget_empty_turns(self._in_flight)
             if not self._in_flight:
                 return False
-        # On a simulated device, all iterations up to the next event may be known: advance them together.
-        if self._fast_forward is not None and self._step_many(self._fast_forward, start_s):
-            return True
 
         # Schedule: the capacity policy, then the micro-batch scheduler.
         if self._scheduler.tune_limits is not None:
@@ -109,10 +117,16 @@ class TokenGenerationLoop:
             self.table.begin_turn(self.iteration % self._num_micro_batches)
         if self.config.drafts.max_len:
             self._drafts.propose()
+        # On a simulated device, all iterations up to the next event may be known: no batch is built.
+        known = None if self._fast_forward is None else self._fast_forward.next_plan()
+        if known is not None and self._step_many(known, start_s, MAX_STEPS):
+            return True
         plan = self._scheduler.plan()
-        while plan.paused and self._awaits_tokens(plan):
+        if self._fast_forward is not None and self._step_many(plan, start_s, self._scheduler.times_certain(plan)):
+            return True
+        while plan.paused and is_pause_in_flight(self._in_flight, plan, self.table, self.config.is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
-            while self._awaits_tokens(plan):
+            while is_pause_in_flight(self._in_flight, plan, self.table, self.config.is_async):
                 self._complete_oldest()
             plan = self._scheduler.plan()
 
@@ -160,7 +174,7 @@ class TokenGenerationLoop:
 
     def truncate_blocks(self, conversation: Request, num_tokens: int) -> None:
         """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
-        if (known := conversation.reuse.known()) is not None:
+        if (known := conversation.known_tokens()) is not None:
             self.kv_cache.truncate(known, conversation.prompt_len, num_tokens)
 
     def abort(self, error: str) -> None:
@@ -180,36 +194,29 @@ class TokenGenerationLoop:
             return False
         return self.table.num_in_flight > 0 or any(iteration.batches for iteration in self._in_flight)
 
-    def _forget_empty_turns(self) -> None:
-        """No request is active: the turns of micro batches without requests since the last one ended did not happen."""
-        while self._in_flight and not self._in_flight[-1].batches:
-            self._in_flight.pop()
-            self.iteration -= 1
-
-    def _awaits_tokens(self, plan: Plan) -> bool:
-        """Whether a request to pause is in flight."""
-        if self.config.is_async:
-            return bool(self._in_flight)
-        in_flight = {iteration.record.micro_batch for iteration in self._in_flight}
-        return any(int(self.table.micro_batch[pause.victim.slot]) in in_flight for pause in plan.paused)
-
     def _refuse(self, request: Request, error: str) -> None:
         self._observer.left(request, error)
         self._send_response(Response(request, is_final=True, error=error))
 
-    def _step_many(self, fast_forward: FastForward, start_s: float) -> bool:
-        """Run all iterations up to the next event at once; False, with nothing done, if not even one is certain."""
-        plan = fast_forward.next_plan(start_s)
-        if plan is None:
+    def _step_many(self, plan: Plan, start_s: float, max_steps: int) -> bool:
+        """Run up to `max_steps` iterations of `plan`, as many as are certain; False, with nothing done, if none is."""
+        fast_forward = self._fast_forward
+        if fast_forward is None or not fast_forward.may_run(plan):
             return False
-        stretch = fast_forward.advance(plan, self._record(plan, (), start_s))
-        if stretch is None:
-            return False
+        try:
+            first = self._record(plan, fast_forward.start_context(plan), NO_CACHE_STATE, start_s)
+            if (stretch := fast_forward.advance(plan, first, max_steps)) is None:
+                return False
+        except OutOfBlocks as error:
+            raise self._does_not_fit(error) from error
         self._activated = []
         self.iteration += stretch.length
         self._observer.stretch(stretch)
         self._finish(stretch.finished)
         return True
+
+    def _does_not_fit(self, error: Exception) -> SchedulerStalled:
+        return SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}")
 
     def _pause(self, request: Request) -> None:
         """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
@@ -223,9 +230,11 @@ class TokenGenerationLoop:
         try:
             batches = self._builder.build(self.iteration, plan.context, plan.rows, plan.idle, start_s)
         except (OutOfBlocks, OutOfAdapterPages) as error:
-            raise SchedulerStalled(f"policy {self.config.policy} let requests run that do not fit: {error}") from error
+            raise self._does_not_fit(error) from error
         completing = [request for request in plan.context if request.is_last_chunk]
-        record = self._record(plan, batches, start_s)
+        record = self._record(plan, batches[0].context if batches else (), CacheState.of(self.kv_cache), start_s)
+        if batches:
+            record.idle, record.loads = len(plan.idle), batches[0].adapters.loads if batches[0].adapters else ()
         iteration = InFlightIteration(record, batches, plan.output_rows(completing), set(plan.idle.tolist()))
         iteration.submit(self._executor)
         record.submit_s = self._clock.now()
@@ -238,37 +247,31 @@ class TokenGenerationLoop:
         self.iteration += 1
         return iteration
 
-    def _record(self, plan: Plan, batches: tuple[Batch, ...], start_s: float) -> IterationRecord:
-        """The record of an iteration that began at `start_s` and runs `batches`, after their blocks were taken."""
-        context = batches[0].context if batches else ()
-        padding = 0
-        if self._is_static and context:
-            lengths = [chunk.length for chunk in context]
-            padding = max(lengths) * len(lengths) - sum(lengths)
+    def _record(self, plan: Plan, chunks: Sequence[ContextChunk], cache: CacheState, start_s: float) -> IterationRecord:
+        """The record of an iteration that began at `start_s` and runs these chunks."""
+        lengths = [chunk.length for chunk in chunks]
+        padding = max(lengths) * len(lengths) - sum(lengths) if self._is_static and chunks else 0
         tokens = num_generation = len(plan.rows)
         if self.table.any_wide_steps:
             tokens = int(self.table.step_tokens[plan.rows].sum())
-            tokens += sum(chunk.request.num_draft_tokens for chunk in context if chunk.is_last)
+            tokens += sum(chunk.request.num_draft_tokens for chunk in chunks if chunk.is_last)
         waiting = self._admission.waiting
         return IterationRecord(
             self.iteration, micro_batch=self.iteration % self._max_in_flight, start_s=start_s,
             timestamp=self._clock.timestamp(), active=len(self.active), queued=len(waiting) + self._queued(),
-            activated=self._activated, context=context, num_context_tokens=sum([chunk.length for chunk in context]),
+            activated=self._activated, context=tuple(chunks), num_context_tokens=sum(lengths),
             recomputed=0, num_generation=num_generation, num_generation_tokens=tokens, held=plan.held,
             paused=plan.paused, left_out=plan.first_left_out(waiting), blocked=plan.blocked,
-            cache=CacheState.of(self.kv_cache), idle=len(plan.idle) if batches else 0, padding=padding,
-            num_micro_batches=self._num_micro_batches, in_flight=self.table.num_in_flight,
-            loads=batches[0].adapters.loads if batches and batches[0].adapters else (),
+            cache=cache, padding=padding, num_micro_batches=self._num_micro_batches,
+            in_flight=self.table.num_in_flight,
         )  # fmt: skip
 
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
         """Advance all submitted requests by their chunk or token. Returns how many of the tokens had been computed
         before a pause."""
         table, rows, reuses_blocks = self.table, plan.rows, self.config.reuse.enabled
-        recomputed = 0
-        for request in plan.context:
-            recomputed += request.advance_context()
-        if table.any_paused:
+        recomputed = sum([request.advance_context() for request in plan.context])
+        if table.any_paused and len(rows):
             cached = self.kv_cache.registered[rows] - self.kv_cache.attention_window.bubble
             recomputed += self.active.count_recomputed(rows, cached)
         table.generated[rows] += 1
@@ -343,5 +346,5 @@ class TokenGenerationLoop:
         store = None
         if self.config.reuse.enabled:
             computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
-            store = min(computed, request.reuse.num_known)
+            store = min(computed, request.num_known_tokens)
         self.kv_cache.remove_sequence(request.slot, store, self._clock.now())

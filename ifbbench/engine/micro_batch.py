@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import attrgetter
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.attention_window import ceil_div
+from ifbbench.engine.kv_cache.attention_window import UNLIMITED, ceil_div
 from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit
 from ifbbench.engine.request import Request
 
@@ -89,7 +89,7 @@ class MicroBatch:
         self.context: list[Request] = []
         self.held: list[Request] = []
         self.left_out: LeftOut | None = None
-        self.count = self.tokens = self.chunk_candidate_tokens = 0
+        self.count = self.tokens = 0
         self.beam_width: int | None = None
         self.all_fit = True
 
@@ -139,13 +139,6 @@ class MicroBatch:
 
     def _select_for_chunks(self, requests: list[Request]) -> None:
         """Add `requests`; their chunks are sized later. They count towards the batch size even if they get no chunk."""
-        longest = self.scheduler.chunk_limits.max_context_length
-        for request in requests:
-            request.chunk = request.prompt_len - request.position
-            cost = request.chunk + request.num_draft_tokens
-            if longest is not None and cost > longest:
-                cost, self.all_fit = longest, False
-            self.chunk_candidate_tokens += cost
         self.count += len(requests)
         self.context += requests
 
@@ -162,14 +155,13 @@ class MicroBatch:
         if scheduler.chunking_policy and self.context:
             budget = scheduler.max_num_tokens
             capacity = None if budget is None else budget - self.tokens
-            if capacity is not None and self.chunk_candidate_tokens > capacity:
-                self.all_fit = False
+            self.all_fit = self._take_whole(capacity)
             if not self.all_fit:
-                size_chunks(self.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
-                cut = next((request for request in self.context if not request.is_last_chunk), None)
+                waiting = self.context
+                self.context = size_chunks(waiting, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
+                cut = _first_cut(waiting, self.context)
                 if cut and (self.left_out is None or cut.order < self.left_out.request.order):
                     self.left_out = LeftOut(cut, Limit.NUM_TOKENS)
-                self.context = [request for request in self.context if request.chunk > 0]
         if len(self.context) > 1:
             # Prompts that stay incomplete before those on their last chunk, each by LoRA id (none first).
             self.context.sort(
@@ -180,29 +172,48 @@ class MicroBatch:
             )
         return self
 
+    def _take_whole(self, capacity: int | None) -> bool:
+        """Give each context request all its remaining tokens, if these fit."""
+        total, longest = 0, self.scheduler.chunk_limits.max_context_length
+        for request in self.context:
+            request.chunk = request.prompt_len - request.position
+            cost = request.chunk + request.num_draft_tokens
+            total += cost
+            if (longest is not None and cost > longest) or (capacity is not None and total > capacity):
+                return False
+        return True
+
+
+def _first_cut(waiting: list[Request], selected: list[Request]) -> Request | None:
+    """The first of `waiting` that has no chunk, or not all of its tokens in it. selected: those with a chunk."""
+    for request, chosen in zip_longest(waiting, selected):
+        if request is not chosen or not request.is_last_chunk:
+            return request
+    return None
+
 
 # Chunk sizes (TensorRT-LLM's `MicroBatchScheduler::setCtxRequestsChunkSize`).
 
 
-def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
     """Give each request in turn as much as is left. One that gets nothing does not block those behind it: the short
     rest of a prompt may use what is left over."""
-    longest = limits.max_context_length
-    left = capacity
+    left = UNLIMITED if capacity is None else capacity
+    longest = UNLIMITED if limits.max_context_length is None else limits.max_context_length
+    largest, selected = min(left, longest), list[Request]()
+    in_units = largest - largest % limits.unit
     for request in requests:
-        size = remaining = request.prompt_len - request.position
-        if left is not None and size > left:
-            size = left
-        if longest is not None and size > longest:
-            size = longest
-        if size < remaining:
-            size -= size % limits.unit
-        request.chunk = size
-        if left is not None:
+        remaining = request.prompt_len - request.position
+        request.chunk = size = remaining if remaining <= largest else in_units
+        if size:
+            selected.append(request)
             left -= size
+            largest = min(left, longest)
+            in_units = largest - largest % limits.unit
+    return selected
 
 
-def equal_progress(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+def equal_progress(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
     """Raise all chunks by one unit in turn, round after round, while the budget lasts."""
     for request in requests:
         request.set_chunk(0)
@@ -217,14 +228,17 @@ def equal_progress(requests: Sequence[Request], capacity: int | None, limits: Ch
             request.set_chunk(request.chunk + increment)
             total += increment
             progress = True
+    return [request for request in requests if request.chunk]
 
 
-def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> None:
-    """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit)."""
+def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> list[Request]:
+    """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit); returns those that
+    get one."""
     size = equal_progress if policy == "equal_progress" else first_come_first_served
-    size(requests, capacity, limits)
-    if any(request.num_draft_tokens for request in requests):
-        _fit_draft_tokens(requests, capacity, limits)
+    selected = size(requests, capacity, limits)
+    if any(request.num_draft_tokens for request in selected):
+        _fit_draft_tokens(selected, capacity, limits)
+    return selected
 
 
 def _fit_draft_tokens(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:

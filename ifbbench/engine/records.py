@@ -3,15 +3,11 @@ digest of a schedule, which are made of them."""
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ifbbench.engine.active import Int64Array
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftCounts
@@ -61,11 +57,10 @@ class CacheState(NamedTuple):
     def of(cls, cache: KvCache) -> "CacheState":
         if not cache.num_blocks:
             return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
-        counters = cache.counters
-        num_blocks, used, size = cache.num_blocks, cache.num_used, cache.attention_window.tokens_per_block
+        counters, used, size = cache.counters, cache.num_used, cache.attention_window.tokens_per_block
         return cls(
-            num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
-            num_blocks * size, used * size, cache.filled_places, counters.missed,
+            cache.num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
+            cache.num_blocks * size, used * size, cache.filled_places, counters.missed,
         )  # fmt: skip
 
     def moved(self, blocks: int, tokens: int) -> "CacheState":
@@ -77,6 +72,10 @@ class CacheState(NamedTuple):
             self.max_blocks, used + blocks, size, total + blocks, new + blocks, self.reused, self.max_tokens,
             self.held_tokens + blocks * size, self.filled_tokens + tokens, self.missed,
         )  # fmt: skip
+
+
+# Of a record that is not complete yet.
+NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -139,19 +138,23 @@ class IterationRecord:
 
 
 class Stretch(NamedTuple):
-    """Consecutive iterations in which the same generation requests each generate a token, and no more happens.
+    """Consecutive iterations in which the same generation requests each generate a token, and the same prompts run
+    chunks of the same lengths, without completing them in two iterations or more.
 
     first: record of the first iteration, without `finished`: those requests are completed by the last one.
-    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks: [iterations], blocks taken since the
-        first one ran. epoch_s: the run's second zero in seconds since the Unix epoch.
+    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks, more_tokens: [iterations], blocks and
+    places for tokens taken since the first one ran. last_cache: of the last one. epoch_s: the run's second zero in
+    seconds since the Unix epoch.
     """
 
     first: IterationRecord
     finished: list[Request]
-    start_s: NDArray[np.float64]
-    submit_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    more_blocks: Int64Array
+    start_s: list[float]
+    submit_s: list[float]
+    end_s: list[float]
+    more_blocks: list[int]
+    more_tokens: list[int]
+    last_cache: CacheState
     epoch_s: int
 
     @property
@@ -164,62 +167,28 @@ class Stretch(NamedTuple):
 
     def cache(self, index: int) -> CacheState:
         """The KV cache while the iteration at `index` of the stretch ran."""
-        return self.first.cache.moved(int(self.more_blocks[index]), self.first.num_generation * index)
+        return self.first.cache.moved(self.more_blocks[index], self.more_tokens[index])
 
     def records(self) -> Iterator[IterationRecord]:
-        times = zip(self.start_s.tolist(), self.submit_s.tolist(), self.end_s.tolist(), strict=True)
-        for index, (start_s, submit_s, end_s) in enumerate(times):
+        for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
+            chunks = [chunk._replace(start=chunk.start + index * chunk.length) for chunk in self.first.context]
             yield replace(
-                self.first, iteration=self.first.iteration + index, cache=self.cache(index), start_s=start_s,
-                submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
+                self.first, context=tuple(chunks), iteration=self.first.iteration + index, cache=self.cache(index),
+                start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
                 finished=self.finished if index == self.length - 1 else [],
             )  # fmt: skip
-
-
-class Delivery(Protocol):
-    """When the tokens of iterations reach their clients, where that is later than the end of the iteration."""
-
-    def of_iteration(self, record: IterationRecord) -> float:
-        """In seconds on the run's clock."""
-        ...
-
-    def of_stretch(self, stretch: Stretch) -> NDArray[np.float64]:
-        """[iterations] of it."""
-        ...
-
-
-class Observer(Protocol):
-    """Is notified of each iteration after it has run, and of each request that ends without being complete."""
-
-    def iteration(self, record: IterationRecord) -> None:
-        return None
-
-    def stretch(self, stretch: Stretch) -> None:
-        """Several iterations at once."""
-        return None
-
-    def left(self, request: Request, error: str | None) -> None:
-        """`request` was refused or failed for `error`, or was stopped by its client (None)."""
-        return None
-
-
-class Unobserved(Observer):
-    """An observer that does nothing."""
 
 
 class IterationStatistics:
     """The statistics of each iteration under the names of TensorRT-LLM's batch manager.
 
-    max_requests: the engine's limit of active requests. names: the fields of the batching type, in order.
-    is_static: whether that is V1.
-
-    Static batches (V1) are reported as a whole, as TensorRT-LLM's `TrtGptModelV1` does, which runs a batch in one call:
-    see `reported`.
+    max_requests: the engine's limit of active requests. names: the fields of the batching type, in order. is_static:
+    V1. Static batches are reported as a whole (see `reported`), as TensorRT-LLM does, which runs one in one call.
     """
 
     def __init__(self, batching_type: BatchingType, max_requests: int) -> None:
+        self.batching_type, self.max_requests = batching_type, max_requests
         self.is_static = batching_type is BatchingType.V1
-        self._max_requests = max_requests
         self.names = (*COMMON_FIELDS, *(STATIC_FIELDS if self.is_static else INFLIGHT_FIELDS))
         self._num_static_batches = 0
         self._steps: list[IterationRecord] = []
@@ -242,7 +211,7 @@ class IterationStatistics:
         first, last = steps[0], steps[-1]
         whole = replace(
             first, iteration=self._num_static_batches, end_s=last.end_s, cache=last.cache, finished=last.finished,
-            submit_s=first.start_s + sum(step.submit_s - step.start_s for step in steps),
+            submit_s=first.start_s + sum([step.submit_s - step.start_s for step in steps], 0.0),
             num_generation=sum(step.num_generation for step in steps),
             num_generation_tokens=sum(step.num_generation_tokens for step in steps),
             idle=sum(step.idle for step in steps), steps=(first.iteration, last.iteration),
@@ -267,7 +236,7 @@ class IterationStatistics:
         num_blocks, used, size, total, new, reused, *_ = record.cache
         free = None if num_blocks is None or used is None else num_blocks - used
         return (
-            self.format_timestamp(record.timestamp), record.iteration, record.active, self._max_requests,
+            self.format_timestamp(record.timestamp), record.iteration, record.active, self.max_requests,
             num_blocks, free, used, size, total, new, reused, scheduled, chunks, *of_type,
         )  # fmt: skip
 
@@ -280,15 +249,18 @@ class IterationStatistics:
 
 
 _NO_REQUESTS: set[int] = set()
+_SAME_AGAIN = b'{"context":[],"joined":[],"left":[],"paused":[]}\n'
+_ONE_CHUNK = _SAME_AGAIN.replace(b"[]", b"[[%d,%d]]", 1)
 
 
-def _digest_line(context: list[list[int]], joined: list[int], left: list[int], paused: list[int]) -> bytes:
-    """One line of canonical JSON: without spaces, lists of numbers are written alike in Python and JSON."""
-    return f'{{"context":{context},"joined":{joined},"left":{left},"paused":{paused}}}\n'.replace(" ", "").encode()
-
-
-# The same generation requests ran as in the iteration before, and nothing else.
-_SAME_AGAIN = _digest_line([], [], [], [])
+def _line_of(context: Sequence[ContextChunk], joined: Set[int], left: Set[int], paused: Set[int]) -> bytes:
+    """One line of the digest, canonical JSON."""
+    if not (joined or left or paused) and len(context) < 2:
+        return _ONE_CHUNK % (context[0].request.index, context[0].length) if context else _SAME_AGAIN
+    # Without spaces, lists of numbers are written alike in Python and JSON.
+    chunks = sorted([[chunk.request.index, chunk.length] for chunk in context])
+    lists = f'"context":{chunks},"joined":{sorted(joined)},"left":{sorted(left)},"paused":{sorted(paused)}'
+    return f"{{{lists}}}\n".replace(" ", "").encode()
 
 
 class ScheduleDigest:
@@ -312,14 +284,11 @@ class ScheduleDigest:
         if joined or left:
             self._generating -= left
             self._generating |= joined
-        if record.context or record.num_generation or paused:
-            context = sorted([[chunk.request.index, chunk.length] for chunk in record.context])
-            changed = context or joined or left or paused
-            line = _digest_line(context, sorted(joined), sorted(left), sorted(paused)) if changed else _SAME_AGAIN
-            self._hash.update(line)
+        if record.budget_used or paused:
+            self._hash.update(_line_of(record.context, joined, left, paused))
         turn = record.iteration % record.num_micro_batches
         self._entering[turn] = {chunk.request.index for chunk in record.context if chunk.is_last}
-        self._leaving[turn] = {request.index for request in record.finished}
+        self._leaving[turn] = {request.index for request in record.finished} if record.finished else _NO_REQUESTS
         self._held = held
 
     def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
@@ -340,8 +309,8 @@ class ScheduleDigest:
 
     def add_stretch(self, stretch: Stretch) -> None:
         """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
-        self.add(stretch.first)
-        self._hash.update(_SAME_AGAIN * (stretch.length - 1))
+        self.add(first := stretch.first)
+        self._hash.update(_line_of(first.context, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS) * (stretch.length - 1))
         self._leaving[0] = {request.index for request in stretch.finished}
 
     def hexdigest(self) -> str:

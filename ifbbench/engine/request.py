@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.active import Int64Array, IntArray, RequestTable
@@ -52,6 +53,7 @@ class ReuseIdentity:
 NO_IDENTITY = ReuseIdentity()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Request:
     """One request in the engine.
 
@@ -62,11 +64,11 @@ class Request:
     """
 
     __slots__ = (
-        "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id", "max_new_tokens",
-        "num_draft_tokens", "num_drafted",
-        "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
-        "prepopulated", "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "retention",
-        "reuse", "reused_tokens", "sampling", "search", "slot", "state", "stop", "table",
+        "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id",
+        "max_new_tokens", "num_draft_tokens", "num_drafted", "num_sent", "numbers", "options", "order",
+        "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority", "prompt_len",
+        "prompt_tokens", "recomputed_tokens", "request_id", "retention", "reuse", "reused_tokens", "sampling", "search",
+        "slot", "state", "stop", "table",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +92,8 @@ class Request:
         self.sampling = sampling
         self.options = options
         self.stop = stop
-        self.reuse = ReuseTokens(self, reuse)
+        self.reuse = reuse
+        self._known: KnownTokens | None = None
         self.retention = retention
         self.search: BeamSearch | None = None
         self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
@@ -158,8 +161,12 @@ class Request:
     @property
     def is_special(self) -> bool:
         """Whether each new token needs more than to be stored: streaming, beam search, stop sequences, or numbers."""
-        options = self.options
-        return self.beam_width > 1 or bool(self.stop.stop_sequences) or options.streaming or options.returns_numbers
+        return self.options.streaming or self.reads_tokens
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether what a new token is decides something, or it comes with numbers: beam search, stop sequences."""
+        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.options.returns_numbers
 
     def tokens_between(self, start: int, stop: int) -> IntArray:
         """Token ids at positions `start` to `stop - 1` of prompt and output. ValueError if the prompt is symbolic."""
@@ -218,6 +225,8 @@ class Request:
             recomputed = min(end, self.cached_before_pause) - self.position
             self.recomputed_tokens += recomputed
         self.position, self.chunk = end, 0
+        if self.table is not None:
+            self.table.started[self.slot] = self
         return recomputed
 
     def start_generation(self) -> None:
@@ -225,6 +234,7 @@ class Request:
         assert self.table is not None
         self.state = RequestState.GENERATION_IN_PROGRESS
         self.table.generated[self.slot] = 1
+        self.table.started.pop(self.slot, None)
 
     def finish_scheduling(self) -> None:
         """The last step is in flight."""
@@ -252,11 +262,13 @@ class Request:
         self.pauses += 1
         if self.table is not None:
             self.table.generated[self.slot] = self.table.confirmed[self.slot] = 0
+            self.table.started.pop(self.slot, None)
         self._write_row()
 
     def leave(self) -> None:
         """Return the row. Counters and tokens must have been read before."""
         assert self.table is not None
+        self.table.started.pop(self.slot, None)
         self.table.return_row(self.slot)
         self.table, self.slot = None, -1
 
@@ -282,44 +294,33 @@ class Request:
         table.stop_after[row] = self.output_len - joined
         table.reserved[row] = self.max_new_tokens
 
-
-class ReuseTokens:
-    """The tokens of a request as the reuse tree needs them: prompt and output so far. Made on first use."""
-
-    __slots__ = ("_identity", "_known", "_request")
-
-    def __init__(self, request: Request, identity: ReuseIdentity) -> None:
-        self._request = request
-        self._identity = identity
-        self._known: KnownTokens | None = None
+    # Tokens as the reuse tree needs them.
 
     @property
-    def num_known(self) -> int:
+    def num_known_tokens(self) -> int:
         """How many tokens of the sequence are known, from its first on."""
-        known = self.known()
+        known = self.known_tokens()
         return 0 if known is None else len(known.tokens)
 
-    def known(self) -> KnownTokens | None:
-        """Prompt and output so far; None if the prompt has neither token ids nor symbols."""
-        known, request = self._known or self._known_prompt(), self._request
-        self._known = known
-        if known is None or request.table is None or request.beam_width > 1:
+    def known_tokens(self) -> KnownTokens | None:
+        """Prompt and output so far; None if the prompt has neither token ids nor symbols. Made on first use."""
+        known = self._known = self._known or self._known_prompt()
+        if known is None or self.table is None or self.beam_width > 1:
             return known
-        appended = len(known.tokens) - request.original_prompt_len
-        if request.num_outputs <= appended:
+        appended = len(known.tokens) - self.original_prompt_len
+        if self.num_outputs <= appended:
             return known
         if isinstance(known.tokens, SymbolicTokens):
-            known.tokens.append(self._identity.output_symbol + appended, request.num_outputs - appended)
-        elif request.table.makes_tokens:
-            known.tokens.append(request.table.outputs(request.slot, appended, request.num_outputs))
+            known.tokens.append(self.reuse.output_symbol + appended, self.num_outputs - appended)
+        elif self.table.makes_tokens:
+            known.tokens.append(self.table.outputs(self.slot, appended, self.num_outputs))
         return known
 
     def _known_prompt(self) -> KnownTokens | None:
-        request, identity = self._request, self._identity
-        if identity.runs is not None:
-            tokens: TokenIds | SymbolicTokens = SymbolicTokens(identity.runs)
-        elif request.prompt_tokens is not None:
-            tokens = TokenIds(request.prompt_tokens[: request.original_prompt_len], identity.extra_ids)
+        if self.reuse.runs is not None:
+            tokens: TokenIds | SymbolicTokens = SymbolicTokens(self.reuse.runs)
+        elif self.prompt_tokens is not None:
+            tokens = TokenIds(self.prompt_tokens[: self.original_prompt_len], self.reuse.extra_ids)
         else:
             return None
-        return KnownTokens(tokens, (tokens.kind, request.lora_task_id, identity.cache_salt))
+        return KnownTokens(tokens, (tokens.kind, self.lora_task_id, self.reuse.cache_salt))

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ifbbench.engine.active import NO_ROWS, ActiveRequests, Rows
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.config import CONTIGUOUS_POLICY, BatchingConfig, BatchingType
 from ifbbench.engine.dynamic_limits import DynamicLimits
+from ifbbench.engine.interfaces import CapacityPolicy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
-from ifbbench.engine.policies import PolicyFailed
-from ifbbench.engine.policies.policy import CapacityPolicy, LeftOut, Limit, Pause
+from ifbbench.engine.policies import POLICY_CLASSES, CheckedPolicy, is_steady
+from ifbbench.engine.policies.policy import LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
 
 _log = logging.getLogger("ifbbench.scheduler")
@@ -67,8 +68,9 @@ class Scheduler:
     ) -> None:
         self.is_static = config.batching_type is BatchingType.V1
         self.complete: list[Request] = []
-        self._policy = policy
-        self._policy_name = config.effective_policy
+        self._name_of_policy = name = config.effective_policy
+        is_built_in = name in POLICY_CLASSES or name == CONTIGUOUS_POLICY
+        self._policy: CapacityPolicy = policy if is_built_in else CheckedPolicy(name, policy)
         is_chunked = config.chunk_unit is not None
         self._micro_batch = MicroBatchScheduler(
             config.micro_batch_size, config.max_num_tokens, config.chunking_policy if is_chunked else None,
@@ -78,27 +80,24 @@ class Scheduler:
         self._active = active
         self._kv_cache = kv_cache
         self._chunk_unit = config.chunk_unit or 0
-        is_steady = getattr(policy, "is_steady", False) and not getattr(policy, "may_pause", True)
+        self._may_pause = getattr(policy, "may_pause", True)
         # Before each iteration, where limits are tuned; then no decision is certain to stand.
         self.tune_limits: Callable[[ActiveRequests], None] | None = None
         if config.has_dynamic_limits:
             self.tune_limits = DynamicLimits(config, self._micro_batch).update
-        is_steady = is_steady and config.num_micro_batches == 1 and not config.drafts.max_len
-        self._may_repeat = is_steady and not (config.reuse.enabled or self.is_static or self.tune_limits)
+        self._may_repeat = is_steady(policy) and config.num_micro_batches == 1 and not config.drafts.max_len
+        self._may_repeat = self._may_repeat and not (self.is_static or self.tune_limits)
         self._is_logged = _log.isEnabledFor(logging.DEBUG)
         # The latest plan, and `num_changes` of the active requests when it was made.
         self._latest: tuple[Plan, int] | None = None
 
     def plan(self) -> Plan:
-        """Schedule one iteration. Raises PolicyFailed if the policy raises."""
+        """Schedule one iteration. Raises PolicyFailed if a user's policy raises."""
         if self.is_static and self._active.generation:
             return self._next_static_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
-        try:
-            fitting = self._policy.schedule(self._active, self._kv_cache)
-        except (Exception, SystemExit) as error:  # a user's policy may raise anything
-            raise PolicyFailed(self._policy_name, error) from error
+        fitting = self._policy.schedule(self._active, self._kv_cache)
         selected = self._micro_batch.schedule(self._active, fitting)
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
         blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
@@ -126,6 +125,16 @@ class Scheduler:
         """The latest plan, if no request has entered, changed phase or left since it was made."""
         return self._latest[0] if self._latest and self._latest[1] == self._active.num_changes else None
 
+    def times_certain(self, plan: Plan) -> int:
+        """In how many iterations `plan`, which was just made, is certain to run, this one included: the one prompt that
+        it has may have tokens for more chunks of the same size."""
+        if len(plan.context) != 1 or not self._may_repeat or plan.held or plan.paused:
+            return 1
+        request, size = plan.context[0], plan.num_chunk_tokens
+        if self._may_pause or self._kv_cache.reuse.enabled or request.num_draft_tokens or not size:
+            return 1
+        return 1 + max(0, (request.remaining_context - size - self._chunk_unit) // size)
+
     def end_together(self, done: list[Request]) -> list[Request]:
         """Members of a static batch are done. Returns the whole batch if that completes it, else an empty list."""
         self.complete += done
@@ -135,13 +144,28 @@ class Scheduler:
         return finished
 
     def _repeated_plan(self) -> Plan | None:
-        """The standing plan, if the next decision is certain to be the same: the one prompt that ran a chunk has tokens
-        for another of the same size."""
+        """The standing plan, if the next decision is certain to be the same: only generation ran, or the one prompt
+        that ran a chunk has tokens for another of the same size; or the plan with its last chunk, if no other prompt
+        waits. A policy that may pause decides again unless each request has a block, and any policy where a request may
+        have waited for blocks to reuse."""
         plan = self.standing_plan() if self._may_repeat else None
-        if plan is None or len(plan.context) != 1 or plan.held or plan.num_chunk_tokens == 0:
+        if plan is None or plan.held or plan.paused:
+            return None
+        if self._may_pause and (self._active.context or not self._kv_cache.has_blocks_for(len(plan.rows))):
+            return None
+        if self._kv_cache.reuse.enabled and len(self._active.context) > len(plan.context):
+            return None  # those that wait for blocks to reuse
+        if not plan.context:
+            return None if self._active.table.any_wide_steps else plan
+        if len(plan.context) > 1 or plan.num_chunk_tokens == 0:
             return None
         request = plan.context[0]
-        if request.remaining_context < plan.num_chunk_tokens + self._chunk_unit or request.num_draft_tokens:
+        if request.num_draft_tokens:
+            return None
+        if request.remaining_context <= plan.num_chunk_tokens and len(self._active.context) == 1:
+            request.set_chunk(request.remaining_context)
+            return Plan([request], plan.rows, num_chunk_tokens=request.chunk)
+        if request.remaining_context < plan.num_chunk_tokens + self._chunk_unit:
             return None
         request.set_chunk(plan.num_chunk_tokens)
         return plan
@@ -161,7 +185,7 @@ class Scheduler:
         for request in self._active:
             if request.in_generation:
                 needed = cache.counted(cache.step_needs(np.array([request.slot]), request.num_draft_tokens)[0])
-            elif getattr(self._policy, "may_pause", True):
+            elif self._may_pause:
                 needed = cache.first_chunk_need(request)
             else:
                 needed = cache.blocks_to_completion(request)
@@ -177,7 +201,7 @@ class Scheduler:
             else:
                 decision = f"left out: {limits.get(request.slot, 'behind another request')}"
             _log.debug(
-                "request %d: policy %s, needs %s blocks, %s free: %s", request.request_id, self._policy_name, needed,
+                "request %d: policy %s, needs %s blocks, %s free: %s", request.request_id, self._name_of_policy, needed,
                 cache.free_blocks, decision,
             )  # fmt: skip
 

@@ -165,7 +165,8 @@ class ClientPopulation(Population):
 class ClientMetrics:
     """Sums and samples of a run against an endpoint.
 
-    class_of: of a request by its index. config: has `slo` and `concurrency`.
+    class_of: of a request by its index. config: has `slo` and `concurrency`. send_delay_s: of each request that was
+    sent, from its arrival. errors, retries: numbers by kind.
     """
 
     def __init__(self, class_of: ClassOf, config: Mapping[str, Any]) -> None:
@@ -177,7 +178,7 @@ class ClientMetrics:
         self._is_closed_loop = config.get("concurrency") is not None
         self._populations: dict[tuple[str | None, float], ClientPopulation] = {}
         self._sources: Counter[str] = Counter()
-        self._send_delay_s = array("d")
+        self.send_delay_s = array("d")
         self._first_arrival_s, self._last_end_s = float("inf"), 0.0
         self._completed = self._num_short = 0
 
@@ -193,7 +194,7 @@ class ClientMetrics:
         self._first_arrival_s = min(self._first_arrival_s, line.arrival_s)
         self.retries.update(line.retries)
         if line.sent_s is not None:
-            self._send_delay_s.append(line.sent_s - line.arrival_s)
+            self.send_delay_s.append(line.sent_s - line.arrival_s)
         if line.kind is not None or line.ttft_s is None or line.e2e_s is None or line.end_s is None:
             self.errors[line.kind or "unknown"] += 1
             population.failed += 1
@@ -234,7 +235,7 @@ class ClientMetrics:
             "chunk_tokens": dict(self._sources.most_common()),
             "tokens_per_chunk": distribution(np.asarray(whole.gaps.tokens, np.float64)),
             "chunk_gap_s": distribution(gap_s[~np.isnan(gap_s)]),
-            "send_delay_s": distribution(self._send_delay_s),
+            "send_delay_s": distribution(self.send_delay_s),
         }
         return found | {"schedule_digest": None, "partial": partial}
 

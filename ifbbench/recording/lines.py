@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, Final
 
-from msgspec import UNSET, Raw, Struct, UnsetType, field
+from msgspec import UNSET, Raw
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
@@ -27,6 +27,7 @@ from ifbbench.recording.iteration_lines import (
     StaticLine,
     executor_line,
 )
+from ifbbench.recording.request_lines import RequestLine
 
 FRAGMENTATION_DIGITS = 6
 LINES_AT_ONCE = 64
@@ -34,68 +35,24 @@ LINES_AT_ONCE = 64
 encode = Encoder().encode
 
 
-def number(value: float) -> float:
+def number(value: float) -> Any:
     """`value`, to be encoded as `repr` writes it. msgspec does so too, but for floats below 1e-4 and from 1e16 on
     (0.00001, 1e16): these become their text, which only `encode` may use."""
-    return value if 1e-4 <= value < 1e16 or not value else cast(float, Raw(repr(value).encode()))
+    return value if 1e-4 <= value < 1e16 or not value else Raw(repr(value).encode())
 
 
-class SpanLine(Struct):
-    """A line of `spans.jsonl`: consecutive iterations of a micro batch in which one request does one thing.
+class Phase:
+    """What a request does in an iteration."""
 
-    cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
-    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
-    output tokens that were not there before. every: with several micro batches, of a span in which the request runs,
-    their number: it runs in each so many iterations, from the first to the last. steps: of generation, tokens of each
-    iteration, where draft tokens make it more than one in some.
-    """
-
-    request_id: int
-    phase: str
-    first_iteration: int
-    last_iteration: int
-    tokens: int
-    cause: str | int | None
-    first_output: int | UnsetType
-    chunks: list[int] | UnsetType
-    produced: int | UnsetType
-    every: int | UnsetType = UNSET
-    steps: list[int] | UnsetType = UNSET
+    WAITING: Final = "waiting"
+    CONTEXT: Final = "context"
+    RECOMPUTE: Final = "recompute"
+    GENERATION: Final = "generation"
+    SKIPPED: Final = "skipped"
+    PAUSED: Final = "paused"
 
 
-class RequestLine(Struct):
-    """A line of `requests.jsonl`. Times are None, and attribution_s is empty, unless the request completed.
-
-    attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
-    class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
-    met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and
-    those that became output, of requests with any.
-    """
-
-    request_id: int
-    index: int
-    arrival_s: float
-    prompt_len: int
-    output_len: int
-    queue_time_s: float | None
-    ttft_s: float | None
-    tpot_s: float | None
-    e2e_s: float | None
-    first_scheduled_s: float | None
-    first_token_s: float | None
-    end_s: float | None
-    max_new_tokens: int
-    pauses: int
-    recomputed_tokens: int
-    reused_tokens: int
-    attribution_s: dict[str, float]
-    outcome: str
-    error: str | None
-    request_class: str | UnsetType = field(default=UNSET, name="class")
-    priority: float | UnsetType = UNSET
-    slo_met: bool | UnsetType = UNSET
-    draft_tokens: int | UnsetType = UNSET
-    accepted_draft_tokens: int | UnsetType = UNSET
+RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
 
 
 def request_line(
@@ -194,10 +151,10 @@ class IterationEncoder:
         free = (cache.max_blocks or 0) - used
         line = self._line(first)
         details = line.ifbbench
-        columns = (stretch.start_s, stretch.submit_s, stretch.end_s, stretch.more_blocks)
-        each = zip(*(column.tolist() for column in columns), strict=True)
+        columns = (stretch.start_s, stretch.submit_s, stretch.end_s, stretch.more_blocks, stretch.more_tokens)
+        each = zip(*columns, strict=True)
         lines = []
-        for iteration, (start_s, submit_s, end_s, more) in enumerate(each, start=first.iteration):
+        for iteration, (start_s, submit_s, end_s, more, tokens) in enumerate(each, start=first.iteration):
             if not iteration % every or (changed and iteration == first.iteration):
                 line.timestamp = timestamp_of(stretch.epoch_s + start_s)
                 line.iteration_counter = iteration
@@ -205,18 +162,19 @@ class IterationEncoder:
                 line.used_kv_cache_blocks = used + more
                 line.allocated_total_kv_cache_blocks = total + more
                 line.allocated_new_kv_cache_blocks = new + more
-                details.start_s = number(start_s)
-                details.latency_ms = number((end_s - start_s) * 1000)
-                details.host_ms = number((submit_s - start_s) * 1000)
-                details.device_ms = number((end_s - submit_s) * 1000)
-                fragmentation = max(0.0, 1.0 - filled / (held + more * size))
-                details.kv_fragmentation = number(round(fragmentation, FRAGMENTATION_DIGITS))
+                fragmentation = round(max(0.0, 1.0 - (filled + tokens) / (held + more * size)), FRAGMENTATION_DIGITS)
+                numbers = start_s, (end_s - start_s) * 1000, (submit_s - start_s) * 1000, (end_s - submit_s) * 1000
+                if min(numbers) < 1e-4 or fragmentation < 1e-4 or start_s >= 1e16:
+                    details.start_s, details.latency_ms, details.host_ms, details.device_ms = map(number, numbers)
+                    details.kv_fragmentation = number(fragmentation)
+                else:
+                    details.start_s, details.latency_ms, details.host_ms, details.device_ms = numbers
+                    details.kv_fragmentation = fragmentation
                 if not as_executor:
                     lines.append(encode(line))
                 else:
                     completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
                     lines.append(encode(executor_line(line, completed)))
-            filled += first.num_generation
         left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
         self._latest = stretch if left_out else None
         return lines
@@ -245,7 +203,8 @@ class IterationEncoder:
             number((end_s - submit_s) * 1000), UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET,
             record.queued, record.queued + record.active - record.in_flight - scheduled, self._bound_by,
             None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
-            [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
+            [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused]
+            if record.paused else [],
             record.recomputed, record.budget_used, record.padding or UNSET,
             record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
         )  # fmt: skip

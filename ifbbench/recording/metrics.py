@@ -6,9 +6,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.engine.policies.policy import Limit
@@ -17,8 +18,8 @@ from ifbbench.objectives import Objective
 from ifbbench.recording.traffic import SLOW_TTFT_S, Window, jain_index
 
 Objectives = tuple[Objective, ...]
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
 
 PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
@@ -92,7 +93,7 @@ class HeadOfLine:
             return {self.limit: end_s - begin_s}
         parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
         largest = max(parts, key=parts.__getitem__)
-        parts[largest] = end_s - begin_s - sum(seconds for limit, seconds in parts.items() if limit != largest)
+        parts[largest] = end_s - begin_s - sum([seconds for limit, seconds in parts.items() if limit != largest], 0.0)
         return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
 
     def _seconds(self, limit: str, until_s: float) -> float:
@@ -130,6 +131,7 @@ def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | 
     return dict(zip(STATISTICS, map(float, (mean, values[0], *percentiles, values[-1])), strict=True))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TokenGaps:
     """The gaps between consecutive output tokens of requests (ITL), counted rather than stored.
 
@@ -189,6 +191,7 @@ class TokenGaps:
         return gaps, np.concatenate([counts[iterations], np.ones(len(after), np.int64)])
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Population:
     """The requests of one class and priority that have ended: times and lengths of the completed ones as columns.
 

@@ -2,10 +2,9 @@
 
 import json
 import sys
-from copy import deepcopy
 from typing import Any
 
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.recording.recorder import Recorder
 
 
@@ -14,7 +13,8 @@ class PrintingRecorder(Recorder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._printed = deepcopy(self._statistics)
+        # Another one, because it remembers the steps of static batches.
+        self._printed = IterationStatistics(self._statistics.batching_type, self._statistics.max_requests)
 
     def iteration(self, record: IterationRecord) -> None:
         super().iteration(record)

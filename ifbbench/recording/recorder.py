@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import Clock, WallClock
-from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS
-from ifbbench.engine.records import CacheState, Delivery, IterationRecord, IterationStatistics, ScheduleDigest, Stretch
+from ifbbench.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
+from ifbbench.engine.interfaces import Delivery
+from ifbbench.engine.records import CacheState, IterationRecord, IterationStatistics, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.files import replace_file, writing
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.drafts import DraftTotals
-from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, RequestLine, encode, number, request_line
+from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, encode, number, request_line
 from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, limit_waited_for, slow_ttft_s
+from ifbbench.recording.request_lines import RequestLine
 from ifbbench.recording.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
@@ -61,40 +64,31 @@ class RunMetrics:
         self._waited_s = dict.fromkeys(BOUND_BY, 0.0)
         self._drafts: DraftTotals | None = None  # of a run with draft tokens
 
-    def add_iteration(self, record: IterationRecord, limit: str) -> None:
-        """Take in one iteration. limit: what bound it."""
+    def add_iterations(self, record: IterationRecord, limit: str, count: int, cache: CacheState) -> None:
+        """Take in one iteration, or a stretch that begins with it. limit: what bound them. cache: in the last one, when
+        requests hold most."""
         computed, padded = record.budget_used, record.padding + record.idle
         scheduled = len(record.context) + record.num_generation
-        self.iterations += 1
+        self.iterations += count
         if scheduled > self.peak_scheduled:
             self.peak_scheduled = scheduled
         if record.active > self.peak_active:
             self.peak_active = record.active
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
-        self.computed_tokens += computed
+        self.computed_tokens += computed * count
         self.empty_generation_slots += record.idle
         self.padded_slots += padded
-        self.slots += computed + padded
-        self._add_cache(record.cache)
-        self._limit_of.append(self._limits[limit])
+        self.slots += computed * count + padded
+        self._add_cache(cache)
+        number = self._limits[limit]
+        if count == 1:
+            self._limit_of.append(number)
+        else:
+            self._limit_of.extend([number] * count)
         if record.drafts is not None:
             self._drafts = self._drafts or DraftTotals()
             self._drafts.add(record.drafts)
-
-    def add_stretch(self, stretch: Stretch, limit: str) -> None:
-        """Take in all iterations of a stretch."""
-        first, count = stretch.first, stretch.length
-        self.iterations += count
-        if first.num_generation > self.peak_scheduled:
-            self.peak_scheduled = first.num_generation
-        if first.active > self.peak_active:
-            self.peak_active = first.active
-        self.computed_tokens += first.budget_used * count
-        self.slots += first.budget_used * count
-        # What requests hold only grows within a stretch.
-        self._add_cache(stretch.cache(stretch.length - 1))
-        self._limit_of.extend(array("i", [self._limits[limit]]) * count)
 
     def _add_cache(self, cache: CacheState) -> None:
         self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
@@ -109,10 +103,8 @@ class RunMetrics:
     def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> bytes:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        every = timeline.every
-        output_len = sum([(last - first) // every + 1 for first, last in stretches])
-        # On a real clock, a request may arrive after the start of the iteration that fetches it.
-        first_scheduled_s = max(starts[next(first for name, first in timeline.closed if name == "context")], arrival_s)
+        every, output_len = timeline.every, timeline.produced
+        first_scheduled_s = starts[next(first for name, first in timeline.closed if name == "context")]
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
         # Later than the last token where a static batch held the request back.
         end_s = ends[timeline.last_iteration]
@@ -125,8 +117,10 @@ class RunMetrics:
         self._completed += 1
         population.gaps.add(stretches, every)
         population.reused_tokens += request.reused_tokens
-        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
-        self.last_end_s = max(self.last_end_s, end_s)
+        if arrival_s < self.first_arrival_s:
+            self.first_arrival_s = arrival_s
+        if end_s > self.last_end_s:
+            self.last_end_s = end_s
         attribution_s = timeline.attribution(starts, end_s)
         for part, seconds in attribution_s.items():
             if seconds and (limit := limit_waited_for(part)) is not None:
@@ -192,6 +186,7 @@ class RunMetrics:
         return found | {"schedule_digest": digest, "partial": partial}
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SummaryRecorder:
     """An Observer that sums up a run in memory, for runs of which only the summary is kept: it writes no file, which
     saves a third of the time of a simulated run.
@@ -208,7 +203,7 @@ class SummaryRecorder:
     ) -> None:  # fmt: skip
         self.metrics = RunMetrics(total_requests, class_of, config)
         self._arrival_s = arrival_s
-        self._tracker = SpanTracker(self._write_spans, arrival_s, held_until_s)
+        self._tracker = SpanTracker(arrival_s, held_until_s)
         self._digest = ScheduleDigest()
         self._starts, self._ends = array("d"), array("d")
         self._delivery = delivery
@@ -218,7 +213,7 @@ class SummaryRecorder:
         limit = bound_by(record)
         self._starts.append(record.start_s)
         self._ends.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
-        self.metrics.add_iteration(record, limit)
+        self.metrics.add_iterations(record, limit, 1, record.cache)
         self._digest.add(record)
         self._write_iteration(record, limit)
         self._tracker.add(record, self._starts)
@@ -226,14 +221,19 @@ class SummaryRecorder:
 
     def stretch(self, stretch: Stretch) -> None:
         """Take in several iterations. Only the first one may change what a request does."""
+        if stretch.length == 1:
+            stretch.first.finished = stretch.finished
+            self.iteration(stretch.first)
+            return
         limit = bound_by(stretch.first)
-        self._starts.frombytes(stretch.start_s.tobytes())
-        end_s = stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch)
-        self._ends.frombytes(end_s.tobytes())
-        self.metrics.add_stretch(stretch, limit)
+        self._starts.extend(stretch.start_s)
+        self._ends.extend(stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch))
+        self.metrics.add_iterations(stretch.first, limit, stretch.length, stretch.last_cache)
         self._digest.add_stretch(stretch)
         self._write_stretch(stretch, limit)
         self._tracker.add(stretch.first, self._starts)
+        for chunk in stretch.first.context:
+            self._tracker.add_chunks(chunk, stretch.length - 1)
         self._end(stretch.finished, stretch.last_iteration)
 
     def left(self, request: Request, error: str | None) -> None:
@@ -261,18 +261,18 @@ class SummaryRecorder:
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None: ...
 
-    def _write_spans(self, lines: Iterable[bytes]) -> None: ...
-
     def _write_request(self, line: bytes) -> None: ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Recorder(SummaryRecorder):
     """A SummaryRecorder that also writes `iterations.jsonl`, `spans.jsonl`, `requests.jsonl` and, of static batches,
     `steps.jsonl` during the run, `summary.json` at its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. recording_format: suffix of the files of
-    lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. clock: files are
-    flushed each second by it; real time if None, so that a killed run loses little. The others: see SummaryRecorder.
+    lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. recording: with
+    "summary", iterations, steps and spans are not written. clock: files are flushed each second by it; real time if
+    None, so that a killed run loses little. The others: see SummaryRecorder.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Recorder(SummaryRecorder):
         arrival_s: SecondsOf, recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1, clock: Clock | None = None, profile: StepProfile | None = None,
         iteration_stats_format: str = ITERATION_STATS_FORMATS[0], held_until_s: SecondsOf | None = None,
-        class_of: ClassOf = lambda index: None, delivery: Delivery | None = None,
+        class_of: ClassOf = lambda index: None, delivery: Delivery | None = None, recording: str = RECORDINGS[0],
     ) -> None:  # fmt: skip
         super().__init__(description.get("config") or {}, total_requests, arrival_s, held_until_s, class_of, delivery)
         self.directory = directory
@@ -288,31 +288,35 @@ class Recorder(SummaryRecorder):
         write_begun(directory, description)
         as_executor, self._statistics = iteration_stats_format == "trtllm", statistics
         # Static batches have a line each, and their steps, which are iterations of the loop, a file of their own.
-        names = ("iterations", "spans", "requests", *((STEPS,) if statistics.is_static else ()))
-        self._writers = [JsonLinesWriter(directory / f"{name}.{recording_format}") for name in names]
-        self._batches, self._spans, self._requests = self._writers[:3]
-        self._iterations = self._writers[-1] if statistics.is_static else self._batches
+        names = ("requests", "iterations", "spans", STEPS)[: 1 if recording == "summary" else 3 + statistics.is_static]
+        self._writers = {name: JsonLinesWriter(directory / f"{name}.{recording_format}") for name in names}
+        self._requests, self._batches = self._writers["requests"], self._writers.get("iterations")
+        self._iterations = self._writers.get(STEPS, self._batches)
+        if "spans" in self._writers:
+            self._tracker.write = self._writers["spans"].write
         self._encoder = IterationEncoder(statistics, iteration_stats_every, profile, as_executor)
         self._batch_encoder = IterationEncoder(statistics, as_executor=as_executor)
         self._clock, self._flushed_s = clock or WallClock(), 0.0
 
     def flush(self) -> None:
         """Make everything up to here readable, open spans included, in case the run is killed."""
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.flush()
-        open_spans = self._tracker.open_lines(self.metrics.iterations - 1)
-        replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
+        if self._tracker.write is not None:
+            open_spans = self._tracker.open_lines(self.metrics.iterations - 1)
+            replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
         self._flushed_s = self._clock.now()
 
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
         """As SummaryRecorder.close, when all files are complete."""
         wall_s = self._clock.now()
         with writing(self.directory), ExitStack() as files:  # each is closed, even if another one cannot be written
-            for writer in self._writers:
+            for writer in self._writers.values():
                 files.callback(writer.close)
             self._tracker.close(self.metrics.iterations - 1)
-            self._iterations.write(self._encoder.last())
-            self._write_batches(self._statistics.unreported())
+            if self._iterations is not None:
+                self._iterations.write(self._encoder.last())
+                self._write_batches(self._statistics.unreported())
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         summary = super().close(partial, complete)
         write_json(self.directory / "summary.json", summary)
@@ -322,22 +326,23 @@ class Recorder(SummaryRecorder):
 
     def _end(self, finished: list[Request], iteration: int) -> None:
         super()._end(finished, iteration)
-        if self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
+        if finished and self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
             self.flush()
 
     def _write_iteration(self, record: IterationRecord, limit: str) -> None:
+        if self._iterations is None:
+            return
         self._iterations.write(self._encoder.record(record, limit))
         if self._statistics.is_static:
             self._write_batches(self._statistics.reported(record))
 
     def _write_batches(self, records: Iterable[IterationRecord]) -> None:
+        assert self._batches is not None
         self._batches.write([self._batch_encoder.whole(record, bound_by(record)) for record in records])
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None:
-        self._iterations.write(self._encoder.stretch(stretch, limit))
-
-    def _write_spans(self, lines: Iterable[bytes]) -> None:
-        self._spans.write(lines)
+        if self._iterations is not None:
+            self._iterations.write(self._encoder.stretch(stretch, limit))
 
     def _write_request(self, line: bytes) -> None:
         self._requests.write([line])

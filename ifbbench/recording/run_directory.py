@@ -33,6 +33,8 @@ STEPS = "steps"
 METRICS = "metrics"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace", METRICS)
+# Those that `--recording summary` leaves out.
+NOT_IN_SUMMARY = ("iterations", STEPS, "spans")
 # The table of the repeats of a run, beside the mean of their summaries.
 REPEATS_FILE = "repeats.csv"
 # What a sweep was asked to do, as a config file of `ifbbench sweep`.
@@ -42,9 +44,21 @@ PACKAGES = ("ifbbench", "torch", "triton", "numpy")
 
 
 def find_lines(directory: Path, name: str) -> Path:
-    """The file of lines called `name`, in the format that `directory` has it in; in the first format if in none."""
+    """The file of lines called `name`, in the format that `directory` has it in; in the first format if in none.
+    InputError if the run was recorded without it."""
     paths = _line_files(directory, name)
-    return next((path for path in paths if path.exists()), paths[0])
+    found = next((path for path in paths if path.exists()), None)
+    if found is None and name in NOT_IN_SUMMARY and _has_only_summary(directory / "run.json"):
+        raise InputError(
+            f"{directory}: recorded with --recording summary, which leaves out iterations and spans; run again with "
+            "--recording full."
+        )
+    return found or paths[0]
+
+
+def _has_only_summary(path: Path) -> bool:
+    described = json.loads(path.read_bytes() or b"{}") if path.exists() else {}
+    return (described.get("config") or {}).get("recording") == "summary"
 
 
 def find_iterations(directory: Path) -> Path:

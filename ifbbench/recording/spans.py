@@ -1,39 +1,26 @@
-"""Request timelines: the spans of waiting and running of each active request, made from iterations: only the requests
-that change what they do cost time in one."""
+"""The spans of waiting and running of each active request, made from iterations; only a change of them costs time."""
 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from msgspec import UNSET
 
+from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.recording.drafts import steps_of, stretches_of
-from ifbbench.recording.lines import SpanLine, encode
+from ifbbench.recording.lines import RUNNING, Phase, encode
 from ifbbench.recording.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
+from ifbbench.recording.request_lines import SpanLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
-_IN_QUEUE = f"{WAITING_FOR}{Limit.BATCH_SIZE}"
+_BATCH_SIZE = Limit.BATCH_SIZE.value
+_IN_QUEUE = f"{WAITING_FOR}{_BATCH_SIZE}"
 _IN_LINE = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
-
-
-class Phase(StrEnum):
-    """What a request does in an iteration."""
-
-    WAITING = "waiting"
-    CONTEXT = "context"
-    RECOMPUTE = "recompute"
-    GENERATION = "generation"
-    SKIPPED = "skipped"
-    PAUSED = "paused"
-
-
-RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
 
 
 @dataclass(slots=True)
@@ -45,11 +32,11 @@ class Span:
     generation with draft tokens: iterations that yielded several tokens, and how many beyond one.
     """
 
-    phase: Phase
+    phase: str
     first: int
     cause: str | int | None = None
     first_output: int = 0
-    chunks: list[int] = field(default_factory=list)
+    chunks: list[int] | None = None
     produced: int = 0
     extra: list[tuple[int, int]] | None = None
 
@@ -66,15 +53,18 @@ class RequestTimeline:
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
     produced: the number of these tokens. every: the number of micro batches. While the request runs, it runs in each so
-        many iterations. head: of the line, for the attribution.
+        many iterations. head: of the line, for the attribution. is_written: whether lines are returned.
     """
 
     __slots__ = (
-        "arrival_s", "closed", "every", "head", "last_iteration", "open", "produced", "request", "token_iterations",
+        "arrival_s", "closed", "every", "head", "is_written", "last_iteration", "open", "produced", "request",
+        "token_iterations",
     )  # fmt: skip
 
-    def __init__(self, request: Request, arrival_s: float, head: HeadOfLine, every: int = 1) -> None:
-        self.every = every
+    def __init__(
+        self, request: Request, arrival_s: float, head: HeadOfLine, every: int = 1, is_written: bool = True
+    ) -> None:
+        self.every, self.is_written = every, is_written
         self.request = request
         self.head = head
         self.arrival_s = arrival_s
@@ -97,20 +87,21 @@ class RequestTimeline:
         span, self.open = self.open, None
         if span is None or last < span.first:
             return ()
-        last = self._last_step(span, last)
+        phase = span.phase
+        if self.every > 1:
+            last = self._last_step(span, last)
         produced = self._produced_in(span, last)
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
-        if span.phase is Phase.GENERATION and produced:
+        if phase == Phase.GENERATION and produced:
             if span.extra is None:
                 self.token_iterations.append((last - (produced - 1) * self.every, last))
             else:
                 self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
             self.produced += produced
-        name = f"{WAITING_FOR}{span.cause}" if span.phase is Phase.WAITING else span.phase.value
-        self.closed.append((name, span.first))
+        self.closed.append((f"{WAITING_FOR}{span.cause}" if phase == Phase.WAITING else phase, span.first))
         self.last_iteration = last
-        return (self._line(span, last, produced),)
+        return (self._line(span, last, produced),) if self.is_written else ()
 
     def open_line(self, last: int) -> Sequence[bytes]:
         """The line of the open span as if iteration `last` were its last; none if it is empty."""
@@ -150,7 +141,7 @@ class RequestTimeline:
                 seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
             elif until_s > begin_s:
                 for limit, part_s in self.head.split(begin_s, until_s).items():
-                    part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE else f"{WAITING_BEHIND}{limit}"
+                    part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE.value else f"{WAITING_BEHIND}{limit}"
                     seconds[part] = seconds.get(part, 0.0) + part_s
             name, begin_s = next_name, until_s
         # The last span is one in which the request ran.
@@ -159,24 +150,22 @@ class RequestTimeline:
 
     def _last_step(self, span: Span, last: int) -> int:
         """The last iteration up to `last` in which the request did what `span` says."""
-        if self.every == 1 or span.phase not in RUNNING:
+        if span.phase not in RUNNING:
             return last
         return last - (last - span.first) % self.every
 
     def _produced_in(self, span: Span, last: int) -> int:
         """Output tokens that the span produced for the first time: those that a pause dropped do not count again."""
-        if span.phase is not Phase.GENERATION:
+        if span.phase != Phase.GENERATION:
             return span.produced
         again = max(0, self.produced - span.first_output)
         return max(0, tokens_of(span, last, self.every) - again)
 
     def _line(self, span: Span, last: int, produced: int) -> bytes:
-        line = SpanLine(
-            self.request.request_id, span.phase.value, span.first, last, 0, span.cause, UNSET, UNSET, UNSET
-        )
+        line = SpanLine(self.request.request_id, span.phase, span.first, last, 0, span.cause, UNSET, UNSET, UNSET)
         if self.every > 1 and span.phase in RUNNING:
             line.every = self.every
-        if span.phase is Phase.GENERATION:
+        if span.phase == Phase.GENERATION:
             line.tokens, line.produced = tokens_of(span, last, self.every), produced
             line.first_output = span.first_output
             if span.extra is not None:
@@ -189,15 +178,14 @@ class RequestTimeline:
 class SpanTracker:
     """Keeps the timeline of each active request and writes spans as they close.
 
-    write(lines): takes lines of `spans.jsonl`. arrival_s(request): its arrival by the trace, in seconds.
-    held_until_s(request): until when the client held it back, to limit the concurrency. head: kept for attributions.
+    arrival_s(request): its arrival by the trace, in seconds. held_until_s(request): until when the client held it back,
+    to limit the concurrency. write(lines): takes lines of `spans.jsonl`; without it, none are made. head: kept for
+    attributions.
     """
 
-    def __init__(
-        self, write: Callable[[Iterable[bytes]], None], arrival_s: SecondsOf, held_until_s: SecondsOf | None = None
-    ) -> None:
+    def __init__(self, arrival_s: SecondsOf, held_until_s: SecondsOf | None = None) -> None:
+        self.write: Callable[[Iterable[bytes]], None] | None = None
         self.head = HeadOfLine()
-        self._write = write
         self._arrival_s = arrival_s
         self._held_until_s = held_until_s or arrival_s
         self._num_micro_batches = 1
@@ -224,15 +212,21 @@ class SpanTracker:
         if record.drafts is not None:
             for request, extra in record.drafts.extra:
                 self._timelines[request.request_id].add_extra(record.iteration, extra)
-        if record.context or self._partial:
+        if record.context or self._partial.get(record.iteration % record.num_micro_batches):
             self._run_context(record)
         if record.blocked or self._blocked:
             self._block(record)
 
+    def add_chunks(self, chunk: ContextChunk, count: int) -> None:
+        """`chunk` was the first of a stretch, in which its request ran `count` further ones of the same length."""
+        span = self._timelines[chunk.request.request_id].open
+        if span is not None and span.chunks is not None:
+            span.chunks += [chunk.length] * count
+
     def end(self, request: Request, iteration: int) -> RequestTimeline:
         """`request` is complete with `iteration`; returns its timeline."""
         timeline = self._forget(request)
-        self._write(timeline.end(iteration))
+        self._close(timeline.end(iteration))
         return timeline
 
     def drop(self, request: Request, iteration: int) -> None:
@@ -241,7 +235,7 @@ class SpanTracker:
         if timeline is not None and timeline.request is request:
             self._forget(request)
             # An iteration that failed produced no token, though it ran.
-            self._write(timeline.end(iteration - 1, max_produced=request.num_outputs - timeline.produced))
+            self._close(timeline.end(iteration - 1, max_produced=request.num_outputs - timeline.produced))
 
     def open_lines(self, last_iteration: int) -> Iterator[bytes]:
         """The lines of all open spans, as if they ended with `last_iteration`."""
@@ -251,7 +245,7 @@ class SpanTracker:
     def close(self, last_iteration: int) -> None:
         """Write all open spans: the run ends with `last_iteration`."""
         for timeline in self._timelines.values():
-            self._write(timeline.end(last_iteration))
+            self._close(timeline.end(last_iteration))
 
     def _forget(self, request: Request) -> RequestTimeline:
         for group in (*self._partial.values(), self._held, self._blocked):
@@ -260,15 +254,15 @@ class SpanTracker:
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
         timeline = self._timelines[request.request_id] = RequestTimeline(
-            request, self._arrival_s(request), self.head, self._num_micro_batches
+            request, self._arrival_s(request), self.head, self._num_micro_batches, self.write is not None
         )
-        held_from = bisect_left(starts, timeline.arrival_s)
-        queued_from = bisect_left(starts, self._held_until_s(request))
-        if held_from < queued_from:
+        held_until_s = self._held_until_s(request)
+        queued_from = bisect_left(starts, held_until_s)
+        if held_until_s > timeline.arrival_s and (held_from := bisect_left(starts, timeline.arrival_s)) < queued_from:
             timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
         # While it was in the queue, all places of the batch were taken.
         if queued_from < iteration:
-            self._begin(timeline, Span(Phase.WAITING, queued_from, Limit.BATCH_SIZE.value))
+            self._begin(timeline, Span(Phase.WAITING, queued_from, _BATCH_SIZE))
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 
     def _pause(self, record: IterationRecord) -> None:
@@ -308,9 +302,10 @@ class SpanTracker:
             partial_before.pop(request.request_id, None)
             phase = Phase.RECOMPUTE if request.pauses else Phase.CONTEXT
             span = timeline.open
-            if span is None or span.phase is not phase:
-                span = Span(phase, record.iteration)
+            if span is None or span.phase != phase:
+                span = Span(phase, record.iteration, chunks=[])
                 self._begin(timeline, span)
+            assert span.chunks is not None
             span.chunks.append(chunk.length)
             if not chunk.is_last:
                 partial[request.request_id] = timeline
@@ -339,11 +334,15 @@ class SpanTracker:
 
     def _set_cause(self, timeline: RequestTimeline, cause: str, iteration: int) -> bool:
         """Set why a request waits; whether it does."""
-        if timeline.open is None or timeline.open.phase is not Phase.WAITING:
+        if timeline.open is None or timeline.open.phase != Phase.WAITING:
             return False
         if timeline.open.cause != cause:
             self._begin(timeline, Span(Phase.WAITING, iteration, cause))
         return True
 
     def _begin(self, timeline: RequestTimeline, span: Span) -> None:
-        self._write(timeline.begin(span))
+        self._close(timeline.begin(span))
+
+    def _close(self, lines: Sequence[bytes]) -> None:
+        if lines and self.write is not None:
+            self.write(lines)

@@ -4,12 +4,12 @@ Arguments named arrival_s, queue_time_s, ttft_s and e2e_s are arrays over the co
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.float64]
 
 # Fewer requests say nothing about the traffic.
 MIN_REQUESTS = 20

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, tick
 from ifbbench.config import RunConfig
@@ -39,6 +40,7 @@ class StaticEmulation:
     timeout_s: float
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReplayClient:
     """Submits requests when they have arrived; hands them out by priority, then by arrival.
 

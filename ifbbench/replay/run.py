@@ -1,21 +1,23 @@
 """One run: a trace through the engine into a run directory."""
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.api.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
+from ifbbench.engine.interfaces import Delivery
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import named_if_stuck
-from ifbbench.engine.records import Delivery, IterationStatistics
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.files import check_new_file, replace_file
 from ifbbench.recording import run_directory
@@ -23,7 +25,7 @@ from ifbbench.recording.printing import PrintingRecorder
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
-from ifbbench.replay.rank_runs import leading, loop_maker, starts_ranks
+from ifbbench.replay.rank_runs import leading, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
@@ -60,12 +62,12 @@ def run_trace(
     started them, they are started here. Ranks of a launcher other than 0 do not return.
 
     owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
-    on_recorded: is called with the run directory when the recording has ended, also
-    that of a run that ended early. Raises InputError before anything is written if the input or the settings are bad,
-    and RunFailed if the run ends early; its directory is then marked partial."""
+    on_recorded: when it has ended, also that of a run that ended early. Raises InputError before anything is written
+    if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     if not config.makes_no_tokens and starts_ranks(config):
+        run = partial(run_trace, source, config, owns_process=True)
         callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
-        result: RunResult = run_in_ranks(run_trace, source, config, progress, callbacks)
+        result: RunResult = run_in_ranks(run, config, progress, callbacks)
         return result
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
@@ -108,7 +110,8 @@ def summarise_run(
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
     if not config.makes_no_tokens and starts_ranks(config):
-        summary: dict[str, Any] = run_in_ranks(summarise_run, source, config, progress)
+        run = partial(summarise_run, source, config, owns_process=True)
+        summary: dict[str, Any] = run_in_ranks(run, config, progress)
         return summary
     trace = load_trace(source, config, progress)
     with engine_for(trace, config, progress, owns_process) as engine:
@@ -145,7 +148,7 @@ def engine_for(
     beam_width = columns_of(trace.requests).max_beam_width
     with leading(config, beam_width) as communicator:
         engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
-        try:
+        with closing(engine.executor):
             for refusal, count in expected_refusals(trace, engine.config, engine.limits):
                 share = f"{count:,} of {len(trace):,}"
                 _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice(refusal, engine.config))
@@ -154,8 +157,6 @@ def engine_for(
             _tell_last_arrival(trace, engine)
             warm_up(engine, progress)
             yield engine
-        finally:
-            engine.executor.close()
 
 
 def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
@@ -205,21 +206,22 @@ def _recorder(
         config.recording_format, config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
+        recording=config.recording,
     )  # fmt: skip
 
 
 def _replay(
-    trace: Trace, engine: Engine, client: ReplayClient, recorder: SummaryRecorder, progress: Progress,
-    kept: str,
-) -> dict[str, Any]:  # fmt: skip
+    trace: Trace, engine: Engine, client: ReplayClient, recorder: SummaryRecorder, progress: Progress, kept: str
+) -> dict[str, Any]:
     """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
     clock = engine.clock
-    manager = (TokenGenerationLoop if engine.communicator is None else loop_maker(engine))(
+    manager = loop_maker(engine.config, engine.communicator)(
         engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
         next_change=client.next_arrival_s, next_priority=client.next_priority,
     )  # fmt: skip
     progress.stage(REPLAYING)
     clock.restart()
+    gc.freeze()  # what exists now stays until the end, so that collections need not look at it
     try:
         with named_if_stuck(engine.limits.effective_policy, lambda: manager.iteration):
             _loop(manager, client, recorder, progress, len(trace), clock)
@@ -234,6 +236,7 @@ def _replay(
             f"{client.answered} of {len(trace)} requests were done; {kept}",
         ) from error
     finally:
+        gc.unfreeze()
         progress.stage(WRITING)
         if client.done:  # with --duration, not each request of the trace was submitted
             recorder.metrics.total = client.submitted
@@ -248,8 +251,7 @@ def _more_figures(
     figures: dict[str, Any] = {"arrivals": client.arrivals()}
     if manager.adapters is not None:
         figures["lora"] = manager.adapters.figures()
-    config = engine.config
-    if config.hardware is None:
+    if (config := engine.config).hardware is None:
         return figures
     if manager.adapters is not None:
         return figures | {"expected_error": {"compared": False, "reason": "no run with LoRA adapters was compared"}}
@@ -297,11 +299,11 @@ def _loop(
 def describe(trace: Trace, engine: Engine, asked: RunConfig) -> dict[str, Any]:
     """The content of run.json, but for the name. asked: the settings before they were resolved."""
     profile, config = engine.profile, engine.config.as_dict() | {"device": engine.device}
-    limits = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s} if profile else None
-    ranks = {} if engine.communicator is None else {"ranks": engine.communicator.ranks}
+    more: dict[str, Any] = {} if engine.communicator is None else {"ranks": engine.communicator.ranks}
+    if profile:
+        more["device_limits"] = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s}
     return {
-        "name": "",
-        "config": config,
+        "name": "", "config": config,
         "derived": [name for name, value in asked.as_dict().items() if value is None and config[name] is not None],
         "num_kv_blocks": engine.limits.num_blocks,
         "seed": engine.config.seed,
@@ -310,7 +312,7 @@ def describe(trace: Trace, engine: Engine, asked: RunConfig) -> dict[str, Any]:
         "versions": run_directory.versions(),
         "hardware": run_directory.hardware(engine.device),
         "git_revision": run_directory.git_revision(),
-    } | ({"device_limits": limits} if limits else {}) | ranks
+    } | more  # fmt: skip
 
 
 def _places(config: RunConfig, trace: Trace) -> Iterable[Path]:

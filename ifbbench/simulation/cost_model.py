@@ -3,19 +3,19 @@
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.active import Int64Array
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, ContextChunk, StepOutputs
 from ifbbench.engine.lora import AdapterUse
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
-from ifbbench.simulation.step_work import StepWork, StepWorks, draft_passes
+from ifbbench.simulation.step_work import OperationCost, StepWork, StepWorks, draft_passes
 
 if TYPE_CHECKING:
     from ifbbench.simulation.lora_cost import LoraCost
@@ -37,21 +37,6 @@ HIDDEN_QUERY_HEADS = 4
 COST_OF_FURTHER_HEAD = 0.08
 
 
-@dataclass(frozen=True, slots=True)
-class OperationCost:
-    """The cost of one operation in an iteration, on each device, summed over all layers.
-
-    flops: additions and multiplications. bytes: moved through memory, or the network for all-reduces and pipeline
-    transfers. limit: what takes most of the seconds: compute, memory, network, latency or launch.
-    """
-
-    name: str
-    flops: float
-    bytes: float
-    seconds: float
-    limit: str
-
-
 class _Times(dict[int, float]):
     """Nanoseconds of operations together, by number of tokens. Computed once each, because the same numbers recur."""
 
@@ -59,7 +44,7 @@ class _Times(dict[int, float]):
         self._operations = operations
 
     def __missing__(self, tokens: int) -> float:
-        self[tokens] = time_ns = NANOSECONDS * sum(operation.seconds for operation in self._operations(tokens))
+        self[tokens] = time_ns = NANOSECONDS * sum([operation.seconds for operation in self._operations(tokens)], 0.0)
         return time_ns
 
 
@@ -95,7 +80,7 @@ class CostModel:
         self._kernels = model.num_layers * per_layer + KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
         all_reduces = model.num_layers * ALL_REDUCES_PER_LAYER * (shard.tp_size > 1)
-        self._launch_ns = share.launch_s * (self._kernels + all_reduces) * NANOSECONDS
+        self.launch_ns = share.launch_s * (self._kernels + all_reduces) * NANOSECONDS
 
         self._kv_bytes_per_token = model.num_layers * shard.kv_bytes_per_token_and_layer
         self._flops_per_pair = 4.0 * model.num_layers * shard.query_size
@@ -108,11 +93,6 @@ class CostModel:
         self._tokens_ns = _Times(self.of_tokens)
         self._outputs_ns = _Times(self.of_outputs)
 
-    @property
-    def launch_ns(self) -> float:
-        """Nanoseconds of the host to launch the kernels of an iteration one by one."""
-        return self._launch_ns
-
     # The time of an iteration.
 
     def device_ns(self, work: StepWork) -> int:
@@ -123,7 +103,7 @@ class CostModel:
             busy += self._context_attention_ns(work) + self._context_ns
         elif self._cuda_graphs:
             return round(busy)
-        return round(max(busy, self._launch_ns))
+        return round(max(busy, self.launch_ns))
 
     def stages_ns(self, work: StepWork) -> list[int]:
         """`device_ns`, divided among the pipeline stages in the order in which a batch passes through them.
@@ -139,16 +119,13 @@ class CostModel:
         times[-1] += outputs_ns
         return times
 
-    def generation_ns(self, generation_tokens: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`device_ns` of many iterations without context at once, [iterations], exactly.
+    def generation_ns(self, generation_tokens: int, kv_tokens: Sequence[int]) -> list[int]:
+        """`device_ns` of many iterations without context, [iterations].
 
-        generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`.
-        """
+        generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`."""
         busy = self._tokens_ns[generation_tokens] + self._outputs_ns[generation_tokens]
-        times = busy + kv_tokens * self._ns_per_kv_token
-        at_least = 0.0 if self._cuda_graphs else self._launch_ns
-        rounded: NDArray[np.int64] = np.rint(np.maximum(times, at_least)).astype(np.int64)
-        return rounded
+        per_token, at_least = self._ns_per_kv_token, 0.0 if self._cuda_graphs else self.launch_ns
+        return [round(max(busy + tokens * per_token, at_least)) for tokens in kv_tokens]
 
     def times_ns(self, works: StepWorks) -> NDArray[np.float64]:
         """`device_ns` of many iterations at once, [iterations], exactly; 0 of those without work."""
@@ -162,7 +139,7 @@ class CostModel:
         attention_ns = np.maximum(by_pairs, by_keys * self._ns_per_context_kv_token)
         busy += np.where(has_context, attention_ns + self._context_ns, 0.0)
         launched = has_context | (works.generation_tokens > 0 if not self._cuda_graphs else False)
-        rounded: NDArray[np.float64] = np.rint(np.where(launched, np.maximum(busy, self._launch_ns), busy))
+        rounded: NDArray[np.float64] = np.rint(np.where(launched, np.maximum(busy, self.launch_ns), busy))
         return rounded
 
     def host_ns(self, num_requests: int, context_tokens: int = 0) -> int:
@@ -181,7 +158,7 @@ class CostModel:
             *self.of_outputs(work.outputs), kernel_starts, OperationCost("context start", 0, 0, context_s, "latency"),
         )  # fmt: skip
         with_launches = work.context_tokens > 0 or not self._cuda_graphs
-        waited = self._launch_ns / NANOSECONDS - sum(operation.seconds for operation in done)
+        waited = self.launch_ns / NANOSECONDS - sum([operation.seconds for operation in done], 0.0)
         waiting = OperationCost("waiting for launches", 0, 0, max(waited, 0.0) if with_launches else 0.0, "launch")
         return (*done, waiting)
 
@@ -282,6 +259,7 @@ class CostModel:
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SimulatedExecutor:
     """A device that executes batches in order, each in the time that `cost_model` predicts.
 
@@ -296,8 +274,7 @@ class SimulatedExecutor:
         self, cost_model: CostModel, clock: VirtualClock, windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
         lora: "LoraCost | None" = None, draft_model: CostModel | None = None,
     ) -> None:  # fmt: skip
-        """windows: see `StepWork.of_windows`. lora: the time of adapters; None if there are none. draft_model: proposes
-        the draft tokens before each batch."""
+        """windows: see `StepWork.of_windows`. lora: the time of adapters. draft_model: of draft tokens."""
         self._lora = lora
         self.cost_model = cost_model
         self.windows = tuple(windows)
@@ -323,22 +300,45 @@ class SimulatedExecutor:
             self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
         self._in_flight.append((finish_ns, draft_ns))
 
-    def generation_times(
-        self, positions: Int64Array, steps: int, adapters: AdapterUse | None = None
-    ) -> tuple[int, Int64Array]:
-        """Nanoseconds of the host, and of the device in each of the next `steps` iterations, [steps], if these requests
-        alone generate. Only with one attention window for all layers."""
-        ((window, _),) = self.windows
-        count = len(positions)
-        if window is None:
-            kv_tokens = int(np.add.reduce(positions)) + count * np.arange(1, steps + 1)
+    def step_times(
+        self, context: Sequence[ContextChunk], positions: Int64Array, steps: int, within_ns: int | None = None,
+        adapters: AdapterUse | None = None,
+    ) -> tuple[int, list[int]]:  # fmt: skip
+        """See PredictableExecutor."""
+        count, keys = len(positions), self._generation_keys(positions, steps)
+        chunks = [(start, length, start + length == request.prompt_len) for request, start, length in context]
+        host_ns = self.cost_model.host_ns(count + len(chunks), sum([length for _, length, _ in chunks]))
+        if not chunks and len(keys) == 1:
+            if within_ns is not None and steps > 1:
+                # No iteration is shorter than the first one, because each reads more keys.
+                shortest_ns = host_ns + self.cost_model.generation_ns(count, keys[0][:1])[0]
+                steps = min(steps, max(within_ns, 0) // max(shortest_ns, 1) + 1)
+            device_ns = self.cost_model.generation_ns(count, keys[0][:steps])
         else:
-            lengths = positions + np.arange(1, steps + 1)[:, None]
-            kv_tokens = np.minimum(lengths, window).sum(axis=1)
-        device_ns = self.cost_model.generation_ns(count, kv_tokens)
+            device_ns, passed_ns = list[int](), 0
+            for step in range(steps):
+                if within_ns is not None and passed_ns > within_ns:
+                    break
+                ahead = [(start + step * length, length, is_last) for start, length, is_last in chunks]
+                works = [(StepWork.of_sums(ahead, count, of_window[step], window), share)
+                         for of_window, (window, share) in zip(keys, self.windows, strict=True)]  # fmt: skip
+                device_ns.append(self.cost_model.device_ns(StepWork.mean(works)))
+                passed_ns += host_ns + device_ns[-1]
         if adapters is not None and self._lora is not None:
-            device_ns = self._lora.generation_ns(adapters, device_ns)
-        return self.cost_model.host_ns(count), device_ns
+            device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
+        return host_ns, device_ns
+
+    def _generation_keys(self, positions: Int64Array, steps: int) -> list[Sequence[int]]:
+        """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""
+        count, cached, found = len(positions), int(np.add.reduce(positions)), list[Sequence[int]]()
+        for window, _ in self.windows:
+            if window is not None:
+                found.append(np.minimum(positions + np.arange(1, steps + 1)[:, None], window).sum(axis=1).tolist())
+            elif count:
+                found.append(range(cached + count, cached + count * steps + 1, count))
+            else:
+                found.append([0] * steps)
+        return found
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""

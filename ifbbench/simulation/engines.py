@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from ifbbench.errors import InputError
 from ifbbench.fields import choice, did_you_mean, located, number, table, text
 from ifbbench.simulation.hardware import CONSTANTS, HardwareProfile
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.float64]
 
 SUFFIX = ".toml"
 TIMES = (

@@ -1,6 +1,8 @@
-"""The work of one iteration in the few sums that its time depends on, and the least that any device must do for it."""
+"""The work of one iteration in the few sums that its time depends on, the cost of an operation, and the least that any
+device must do for it."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +10,21 @@ from numpy.typing import NDArray
 
 from ifbbench.engine.batch import Batch
 from ifbbench.simulation.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """The cost of one operation in an iteration, on each device, summed over all layers.
+
+    flops: additions and multiplications. bytes: moved through memory, or the network for all-reduces and pipeline
+    transfers. limit: what takes most of the seconds: compute, memory, network, latency or launch.
+    """
+
+    name: str
+    flops: float
+    bytes: float
+    seconds: float
+    limit: str
 
 
 class StepWork(NamedTuple):
@@ -45,12 +62,12 @@ class StepWork(NamedTuple):
         request, its new token included. window: the attention window; None if a query attends to all tokens.
         """
         lengths = [length if window is None else min(length, window) for length in kv_lengths]
-        return cls._sum(context, len(lengths), sum(lengths), window)
+        return cls.of_sums(context, len(lengths), sum(lengths), window)
 
     @classmethod
     def of_batch(cls, batch: Batch, window: int | None = None) -> "StepWork":
         """The work of `batch` in a layer with this attention window. Padded prompts are as long as the longest."""
-        chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in batch.context]
+        chunks = [(start, length, start + length == request.prompt_len) for request, start, length in batch.context]
         if batch.padded and chunks:
             longest = max(length for _, length, _ in chunks)
             chunks = [(start, longest, is_last) for start, _, is_last in chunks]
@@ -58,11 +75,14 @@ class StepWork(NamedTuple):
         tokens = len(batch.slots) * batch.beam_width
         if batch.drafts is not None:  # each one is a token whose key is read, and has logits
             tokens += len(batch.drafts.tokens)
-        return cls._sum(chunks, tokens, int(np.add.reduce(cached, dtype=np.int64)) * batch.beam_width + tokens, window)
+        kv_tokens = int(np.add.reduce(cached, dtype=np.int64)) * batch.beam_width + tokens
+        return cls.of_sums(chunks, tokens, kv_tokens, window)
 
     @classmethod
     def of_windows(cls, batch: Batch, windows: Sequence[tuple[int | None, float]]) -> "StepWork":
         """The work of `batch` in a mean layer. windows: attention windows and the share of the layers with each."""
+        if len(windows) == 1:
+            return cls.of_batch(batch, windows[0][0])
         return cls.mean([(cls.of_batch(batch, window), share) for window, share in windows])
 
     @classmethod
@@ -74,16 +94,17 @@ class StepWork(NamedTuple):
         if len(works) == 1:
             return first
         return first._replace(
-            attention_pairs=round(sum(work.attention_pairs * share for work, share in works)),
-            context_kv_tokens=round(sum(work.context_kv_tokens * share for work, share in works)),
-            generation_kv_tokens=round(sum(work.generation_kv_tokens * share for work, share in works)),
+            attention_pairs=round(sum([work.attention_pairs * share for work, share in works])),
+            context_kv_tokens=round(sum([work.context_kv_tokens * share for work, share in works])),
+            generation_kv_tokens=round(sum([work.generation_kv_tokens * share for work, share in works])),
         )
 
     @classmethod
-    def _sum(
+    def of_sums(
         cls, chunks: Iterable[tuple[int, int, bool]], generation_tokens: int, generation_kv_tokens: int,
         window: int | None,
     ) -> "StepWork":  # fmt: skip
+        """The work of chunks, and of generation given by its sums. chunks: as in `of_lengths`."""
         tokens = count = pairs = kv_tokens = num_last = 0
         for start, length, is_last in chunks:
             tokens += length

@@ -4,9 +4,9 @@ import numpy as np
 
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
-from ifbbench.engine.batch import Executor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from tests.benchmarks.cpu_task import MAX_BATCH_SIZE, MAX_NUM_TOKENS, MAX_SEQ_LEN, Task, Tokens

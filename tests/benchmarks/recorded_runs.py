@@ -1,6 +1,7 @@
 """Files of 40 varied runs, to compare two revisions of the engine byte by byte.
 
-`python -m tests.benchmarks.recorded_runs write DIRECTORY` makes the runs; it needs nothing but the bundled data sets.
+`python -m tests.benchmarks.recorded_runs write DIRECTORY [NAME ...]` makes the runs, or those named; it needs nothing
+but the bundled data sets. With IFBBENCH_PURE_PYTHON=1 the loop is not compiled, which changes no file.
 `python -m tests.benchmarks.recorded_runs compare DIRECTORY OTHER` prints one JSON object with the files that differ;
 exit status 1 if any does. Runs on a simulated GPU must be equal to the last byte. Runs in real time are compared
 without their times. Of `run.json` the versions, host, date and directory name are left out.
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,31 +78,31 @@ RUNS = {
     " --max_tokens_in_paged_kvcache 2048 --responses_json {directory}/responses.json",
 }  # fmt: skip
 NOT_COMPARED = {"versions", "hardware", "git_revision", "name", "wall_s"}
-ENDINGS_OF_TIMES = ("_s", "_ms", "_per_s", "Timestamp")
+ENDINGS_OF_TIMES = ("_s", "_ms", "_per_s", "Timestamp", "bound_by_time", "waiting_by_limit", "slow_requests")
 
 
-def write(directory: Path) -> None:
-    """Make all runs below `directory`. RuntimeError if a command is refused."""
+def write(directory: Path, names: Collection[str] = RUNS) -> None:
+    """Make the runs `names` below `directory`. RuntimeError if a command is refused."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, arguments in RUNS.items():
+    for name in names:
         target = directory / name
-        words = arguments.format(directory=directory).split()
+        words = RUNS[name].format(directory=directory).split()
         result = CliRunner().invoke(cli, ["run", *words, "--output", str(target), "--quiet"])
         if not (target / "summary.json").exists():
             raise RuntimeError(f"{name}: {result.output} {result.exception}")
         print(name, result.exit_code, file=sys.stderr)
 
 
-def differences(first: Path, second: Path) -> Iterator[str]:
-    """Names of the files that are not equal, of all runs."""
-    for name, arguments in RUNS.items():
-        in_real_time = "sim:" not in arguments
+def differences(first: Path, second: Path, names: Collection[str] = RUNS) -> Iterator[str]:
+    """Names of the files of the runs `names` that are not equal."""
+    for name in names:
+        in_real_time = "sim:" not in RUNS[name]
         files = {path.name for run in (first / name, second / name) for path in run.glob("*.json*")}
         for file in sorted(files):
             one, other = (_content(directory / name / file, in_real_time) for directory in (first, second))
             if one != other:
                 yield f"{name}/{file}"
-    if (first / "responses.json").read_bytes() != (second / "responses.json").read_bytes():
+    if "tiny_mu" in names and (first / "responses.json").read_bytes() != (second / "responses.json").read_bytes():
         yield "responses.json"
 
 
@@ -134,7 +135,7 @@ def main() -> None:
     command, *paths = sys.argv[1:]
     if command == "write":
         os.environ["COLUMNS"] = "160"
-        write(Path(paths[0]).resolve())
+        write(Path(paths[0]).resolve(), paths[1:] or RUNS)
         return
     found = list(differences(Path(paths[0]), Path(paths[1])))
     print(json.dumps({"benchmark": "files of recorded runs", "runs": len(RUNS), "different": found}, indent=2))

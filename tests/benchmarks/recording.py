@@ -16,8 +16,9 @@ from typing import Any
 
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.config import RunConfig
+from ifbbench.engine.interfaces import Observer, Unobserved
 from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch, Unobserved
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.recording.recorder import Complete, Recorder
 from ifbbench.recording.run_directory import hardware, versions
 from ifbbench.replay.client import make_client

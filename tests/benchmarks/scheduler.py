@@ -13,9 +13,10 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.interfaces import Observer, Unobserved
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import POLICY_CLASSES
-from ifbbench.engine.records import IterationStatistics, Observer, Unobserved
+from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.recording.recorder import Recorder
 from ifbbench.recording.run_directory import hardware, versions

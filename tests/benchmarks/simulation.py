@@ -1,4 +1,4 @@
-"""How fast recorded traces replay on a simulated GPU, everything recorded.
+"""How fast recorded traces replay on a simulated GPU, everything recorded or a summary alone.
 
 `python -m tests.benchmarks.simulation [--azure azure_conv_2023.csv] [--mooncake mooncake_synthetic.jsonl]` runs
 `ifbbench run` as a process of its own, several times, and prints one JSON object: the machine, and for each trace the
@@ -15,6 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ifbbench.config import RECORDINGS
 from ifbbench.recording.run_directory import hardware, versions
 from tests.benchmarks.scale import measured
 
@@ -55,10 +56,12 @@ def main() -> None:
     with TemporaryDirectory() as directory:
         for name, path in asked.items():
             if path.exists():
-                runs = [measure(path, SETTINGS[name], Path(directory) / name) for _ in range(REPEATS)]
-                results[name] = {"settings": SETTINGS[name]} | {
-                    key: median(run[key] for run in runs) for key in runs[0]
-                }
+                for recording in RECORDINGS:
+                    settings = (*SETTINGS[name], "--recording", recording)
+                    runs = [measure(path, settings, Path(directory) / name) for _ in range(REPEATS)]
+                    results[f"{name}, {recording}"] = {"settings": settings} | {
+                        key: median(run[key] for run in runs) for key in runs[0]
+                    }
     about = {"benchmark": "recorded traces on simulated GPUs", "repeats": REPEATS}
     print(json.dumps({**about, "hardware": hardware(), "versions": versions(), "results": results}, indent=2))
 

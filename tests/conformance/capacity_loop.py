@@ -76,7 +76,7 @@ class CapacityLoop:
                 self._advance_generation(request)
             if not request.in_context and request.num_generated == request.max_new_tokens:
                 computed = request.prompt_len + request.num_generated - 1
-                self.cache.remove_sequence(request.slot, min(computed, request.reuse.num_known))
+                self.cache.remove_sequence(request.slot, min(computed, request.num_known_tokens))
                 self.active.remove(request)
                 request.complete()
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request

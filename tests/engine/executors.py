@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Container
 
-from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.request import Request
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.kv_cache.blocks import CopyKind
 from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.request import Request, ReuseIdentity, ReuseTokens
+from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
 from tests.engine.engine import Loop, Run
 from tests.engine.executors import FailingExecutor
@@ -106,7 +106,7 @@ def test_a_request_that_needs_a_block_in_computation_waits_for_it():
 def test_requests_with_another_lora_task_or_salt_share_nothing():
     plain, lora, salted = (request_of(index, [*SYSTEM_PROMPT, 1], 2) for index in range(3))
     lora.lora_task_id = 0
-    salted.reuse = ReuseTokens(salted, ReuseIdentity(cache_salt="tenant"))
+    salted.reuse = ReuseIdentity(cache_salt="tenant")
     serve(CONFIG, [(0, plain), (5, lora), (10, salted)])
     assert (lora.reused_tokens, salted.reused_tokens) == (0, 0)
 

@@ -1,7 +1,6 @@
 """A substitute for the scheduler: drives an executor with requests, chunks and blocks that a test chooses."""
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -32,33 +31,23 @@ from ifbbench.model.llama import ForwardInputs, Gpt2Model, LlamaModel
 CPU = torch.device("cpu")
 
 
-@dataclass(eq=False)
-class FakeRequest:
+class FakeRequest(Request):
     """What an executor reads of a request, and its progress. With beams, `outputs` stays empty and `search` counts."""
 
-    request_id: int
-    prompt: NDArray[np.int32]
-    num_outputs: int
-    sampling: SamplingParams = GREEDY
-    options: OutputOptions = TOKENS_ONLY
-    stop: StopConditions = NO_STOP_CONDITIONS
-    beam_width: int = 1
-    slot: int = -1
-    original_prompt_len: int = field(init=False)
-    computed: int = 0
-    num_scheduled: int = 0
-    outputs: list[int] = field(default_factory=list)
-    numbers: OutputNumbers = field(init=False)
-    search: BeamSearch = field(init=False)
+    numbers: OutputNumbers
+    search: BeamSearch
 
-    def __post_init__(self) -> None:
-        self.original_prompt_len = len(self.prompt)
-        self.numbers = OutputNumbers(len(self.prompt))
-        self.search = BeamSearch(self.beam_width, self.sampling, self.stop, self.num_outputs)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt)
+    def __init__(
+        self, request_id: int, prompt: NDArray[np.int32], num_outputs: int, sampling: SamplingParams = GREEDY,
+        options: OutputOptions = TOKENS_ONLY, stop: StopConditions = NO_STOP_CONDITIONS, beam_width: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(request_id, len(prompt), num_outputs, sampling=sampling, options=options, stop=stop,
+                         beam_width=beam_width)  # fmt: skip
+        self.prompt = prompt
+        self.numbers = OutputNumbers(len(prompt))
+        self.search = BeamSearch(beam_width, sampling, stop, num_outputs)
+        self.computed = self.num_scheduled = 0
+        self.outputs: list[int] = []
 
     @property
     def num_cached(self) -> int:
@@ -71,15 +60,16 @@ class FakeRequest:
 
     @property
     def is_done(self) -> bool:
-        return self.num_scheduled >= self.num_outputs or (self.beam_width > 1 and self.search.over)
+        return self.num_scheduled >= self.output_len or (self.beam_width > 1 and self.search.over)
 
     def tokens_between(self, start: int, stop: int) -> NDArray[np.int32]:
         return self.prompt[start:stop]
 
-    def pause(self) -> None:
+    def pause(self, max_prompt_len: int = 0) -> None:
         """Join the outputs to the prompt, as a resume by recompute does."""
         joined = self.outputs[self.prompt_len - self.original_prompt_len :]
         self.prompt = np.concatenate([self.prompt, np.array(joined, np.int32)])
+        self.prompt_len = len(self.prompt)
         self.computed = 0
 
     def take(self, outputs: StepOutputs, place: int) -> None:
@@ -92,7 +82,7 @@ class FakeRequest:
         if outputs.tokens is not None:
             self.outputs.append(int(outputs.tokens[place]))
         if (best := outputs.candidates) is not None:
-            is_last = self.search.num_tokens + 1 == self.num_outputs
+            is_last = self.search.num_tokens + 1 == self.output_len
             self.search.advance(best.tokens[place], best.beams[place], best.scores[place], is_last=is_last)
 
 

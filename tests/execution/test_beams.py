@@ -27,7 +27,7 @@ def generated(reference: Reference, request: FakeRequest) -> tuple[list[list[int
     ends = list(request.stop.end_tokens) or None
     result: Any = reference.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=request.beam_width,
-        num_return_sequences=request.beam_width, max_new_tokens=request.num_outputs, eos_token_id=ends, pad_token_id=0,
+        num_return_sequences=request.beam_width, max_new_tokens=request.output_len, eos_token_id=ends, pad_token_id=0,
         length_penalty=request.sampling.length_penalty, early_stopping=early, return_dict_in_generate=True,
         output_scores=True,
     )  # fmt: skip

@@ -14,8 +14,9 @@ from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.interfaces import Observer
 from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.records import IterationRecord, Observer
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.execution.verification import accept_or_replace, draw

@@ -61,7 +61,7 @@ def test_greedy_tokens_in_mixed_batches(tmp_path: Path, tokens_per_block: int, l
     requests = requests_of(LENGTHS, model.config.vocab_size)
     driver_of(model, 3, tokens_per_block, LONGEST, seed=tokens_per_block).run(requests, largest_chunk, pauses=4)
     for request in requests:
-        assert len(request.outputs) == request.num_outputs
+        assert len(request.outputs) == request.output_len
         assert_greedy(reference, request)
 
 

@@ -63,5 +63,5 @@ def test_greedy_tokens_of_64_requests_in_mixed_batches(tmp_path: Path, family: s
     requests = requests_of(lengths, model.config.vocab_size)
     driver_of(model, 12, 8, 128).run(requests, largest_chunk=40)
     for request in requests:
-        assert len(request.outputs) == request.num_outputs
+        assert len(request.outputs) == request.output_len
         assert_greedy(reference, request)

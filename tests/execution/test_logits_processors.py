@@ -170,7 +170,7 @@ def generated(reference: Reference, request: FakeRequest, **options: Any) -> Any
     if bias is not None:
         options["sequence_bias"] = [[[token], float(value)] for token, value in enumerate(bias)]
     return reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.num_outputs,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.output_len,
         repetition_penalty=sampling.repetition_penalty, min_new_tokens=sampling.min_length or None,
         bad_words_ids=[list(word) for word in sampling.bad_words] or None, eos_token_id=list(END_TOKENS),
         pad_token_id=0, return_dict_in_generate=True, output_scores=True, **options,
@@ -190,7 +190,7 @@ def test_greedy_tokens(tmp_path: Path, slots: int, largest_chunk: int | None, pa
     for request in requests:
         expected = generated(reference, request).sequences[0, request.original_prompt_len :].tolist()
         assert until_end(request.outputs) == until_end(expected)
-        assert len(until_end(request.outputs)) >= min(request.sampling.min_length, request.num_outputs)
+        assert len(until_end(request.outputs)) >= min(request.sampling.min_length, request.output_len)
 
 
 @pytest.mark.parametrize(("beam_width", "slots", "largest_chunk"), [(2, 5, None), (3, 2, 9), (4, 3, None)])
@@ -232,7 +232,7 @@ def test_the_temperature_of_beams_divides_the_logits(tmp_path: Path) -> None:
         prompt = torch.tensor([request.prompt.tolist()])
         result = reference.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=3, num_return_sequences=3,
-            max_new_tokens=request.num_outputs, eos_token_id=None, pad_token_id=0,
+            max_new_tokens=request.output_len, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         assert [beam.tokens.tolist() for beam in request.search.final()] == result[:, prompt.shape[1] :].tolist()
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, Executor, NullExecutor, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, NullExecutor, StepOutputs
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.execution.cache_windows import one_window_layout
 from ifbbench.execution.model_executor import ModelExecutor

@@ -16,7 +16,7 @@ def generated(reference: Reference, request: FakeRequest) -> list[int]:
     """The greedy tokens of transformers' `generate` with the request's penalty."""
     prompt = torch.tensor([request.prompt[: request.original_prompt_len].tolist()])
     tokens = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.num_outputs,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=request.output_len,
         repetition_penalty=request.sampling.repetition_penalty, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return list(tokens[0, prompt.shape[1] :].tolist())

@@ -1,7 +1,7 @@
 """Iterations advanced together leave the same files as iterations advanced one by one, to the last byte."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.sequence import ReuseRules
+from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request, ReuseIdentity
+from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.model.named_models import load_model_config
 from ifbbench.recording.recorder import Recorder
-from ifbbench.replay.client import ReplayClient
+from ifbbench.replay.client import MakeRequest, ReplayClient
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard
@@ -50,19 +53,20 @@ def config_of(**changes: Any) -> BatchingConfig:
 
 def run(
     trace: Trace, config: BatchingConfig, directory: Path, together: bool, window: int | None = None,
-    concurrency: int | None = None, every: int = 1, **client_options: Any,
+    concurrency: int | None = None, every: int = 1, windows: Sequence[tuple[int | None, float]] = (),
+    make: MakeRequest | None = None, **client_options: Any,
 ) -> CountingRecorder:
     """Replay `trace` on a virtual clock, with fast-forward if `together`."""
     clock = VirtualClock()
-    client = ReplayClient(trace, clock, make_request, concurrency=concurrency, **client_options)
+    client = ReplayClient(trace, clock, make or make_request, concurrency=concurrency, **client_options)
     directory.mkdir(parents=True, exist_ok=True)
     recorder = CountingRecorder(
         directory, {}, len(trace),
         IterationStatistics(config.batching_type, config.max_batch_size), client.arrival_s, "jsonl", every,
     )  # fmt: skip
     manager = TokenGenerationLoop(
-        config, SimulatedExecutor(COST_MODEL, clock, [(window, 1.0)]), clock, client.get_requests, client.send_response,
-        recorder, client.queued, next_change=client.next_arrival_s if together else None,
+        config, SimulatedExecutor(COST_MODEL, clock, windows or [(window, 1.0)]), clock, client.get_requests,
+        client.send_response, recorder, client.queued, next_change=client.next_arrival_s if together else None,
     )  # fmt: skip
     while not client.done:
         if not manager.step():
@@ -241,6 +245,56 @@ def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: in
     recorder = run(trace, config, tmp_path / "together", together=True, every=every)
     assert recorder.together > 100
     assert files(tmp_path / "together") == files(tmp_path / "apart")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=requests, sizes=st.sampled_from([(12,), (20,), (33,), (16, 96), (13, 40), (96, 24)]),
+    changes=st.fixed_dictionaries({
+        "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+        "chunk_unit": st.sampled_from([None, 4]), "max_batch_size": st.integers(1, 8),
+    }),
+)  # fmt: skip
+def test_sequences_that_wrap_are_advanced_together(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], sizes: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    """Also with several attention windows, and with sequences on both sides of the end of a window."""
+    layouts = tuple(WindowLayout((number,), AttentionWindow(4, size, 96), 60) for number, size in enumerate(sizes))
+    config, folder = config_of(windows=layouts, **changes), tmp_path_factory.mktemp("runs")
+    shares = [(size if size < 96 else None, 1 / len(sizes)) for size in sizes]
+    run(trace_of(rows), config, folder / "apart", together=False, windows=shares)
+    recorder = run(trace_of(rows), config, folder / "together", together=True, windows=shares)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=requests, streaming=st.lists(st.booleans(), min_size=16, max_size=16))
+def test_streaming_requests_are_advanced_together(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], streaming: list[bool]
+) -> None:
+    folder, config = tmp_path_factory.mktemp("runs"), config_of(chunk_unit=4)
+
+    def make(index: int, row: TraceRequest) -> Request:
+        return Request(row.request_id, row.prompt_len, row.max_new_tokens, output_len=row.output_len, index=index,
+                       options=OutputOptions(streaming=streaming[index]))  # fmt: skip
+
+    run(trace_of(rows), config, folder / "apart", together=False, make=make)
+    run(trace_of(rows), config, folder / "together", together=True, make=make)
+    assert files(folder / "together") == files(folder / "apart")
+
+
+@pytest.mark.parametrize(("policy", "together"), [("guaranteed_no_evict", 8), ("max_utilization", 0)])
+def test_chunks_of_one_prompt_are_advanced_together(tmp_path: Path, policy: str, together: int) -> None:
+    """Ten chunks of eight tokens, of which the last is not like the others. A policy that may pause decides each."""
+    trace = Trace("chunks", [TraceRequest(0, 0.0, 80, 1, 1)], "0" * 64, "")
+    config = config_of(policy=policy, chunk_unit=4, max_num_tokens=8, max_input_len=95)
+    run(trace, config, tmp_path / "apart", together=False)
+    recorder = run(trace, config, tmp_path / "together", together=True)
+    assert recorder.together == together
+    assert files(tmp_path / "together") == files(tmp_path / "apart")
+    spans = [json.loads(line) for line in files(tmp_path / "together")["spans.jsonl"].splitlines()]
+    assert [span["chunks"] for span in spans if span["phase"] == "context"] == [[8] * 10]
 
 
 def test_an_attention_window_costs_what_it_costs_one_by_one(tmp_path: Path) -> None:

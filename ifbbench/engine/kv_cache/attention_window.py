@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-Int64Array = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+Int64Array: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
 Positions = TypeVar("Positions", Int64Array, np.int64)
 
 UNLIMITED = 2**40
@@ -195,7 +195,7 @@ class AttentionWindow:
         limit: [requests], the maximum that it may register, the bubble included.
         """
         size = self.tokens_per_block
-        after = registered + np.minimum(steps * (draft_tokens + 1), limit - registered)
+        after = registered + np.minimum(steps * np.add(draft_tokens, 1), limit - registered)
         need: Int64Array = (-(-after // size) - -(-registered // size)) * beam_width
         need[after > self.capacity] = 0
         return need

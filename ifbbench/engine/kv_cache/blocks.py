@@ -1,6 +1,5 @@
 """The blocks of one attention window: reference counts, contents, memory places, and which is taken next."""
 
-from array import array
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,8 +61,8 @@ class Blocks:
         self.tokens_per_block = tokens_per_block
         self.eviction = EvictionPolicy(num_primary, num_secondary)
         self.tree = ReuseTree(num_primary + num_secondary, tokens_per_block)
-        self.references = array("i", [0]) * (num_primary + num_secondary)
-        self.memory = array("i", [*range(num_primary), *range(num_secondary)])
+        self.references = [0] * (num_primary + num_secondary)
+        self.memory = [*range(num_primary), *range(num_secondary)]
         self.counters = BlockCounters()
         self.copies: deque[BlockCopy] = deque()
 
@@ -78,8 +77,27 @@ class Blocks:
     def take(self, references: int = 1, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None) -> int:
         """A free device block, now with `references`. What it held is no longer known, unless its priority is high
         enough for offloading and the host has room. Raises OutOfBlocks if none is free."""
-        if not self.num_free:
-            raise OutOfBlocks(f"all {self.num_primary} KV cache blocks are in use")
+        return self.take_many(1, references, priority, duration_s)[0]
+
+    def take_many(
+        self, count: int, references: int = 1, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None
+    ) -> list[int]:
+        """`take`, `count` times; takes nothing if it raises."""
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} KV cache blocks are needed, {self.num_free} of {self.num_primary} are free")
+        if self.num_secondary:
+            return [self._take_or_offload(references, priority, duration_s) for _ in range(count)]
+        taken, counts, keys = self.eviction.claim_front(count, priority, duration_s), self.references, self.tree.key
+        for block in taken:
+            counts[block] = references
+            if keys[block] is None:
+                self.counters.allocated_new += 1
+        self.counters.allocated_total += count
+        self.tree.unlink_evicted(taken)
+        return taken
+
+    def _take_or_offload(self, references: int, priority: int, duration_s: float | None) -> int:
+        """`take` where there is a host memory."""
         block = self.eviction.front(PRIMARY)
         self.counters.allocated_total += 1
         if self.tree.key[block] is None:
@@ -87,12 +105,6 @@ class Blocks:
         elif self.eviction.num_free[SECONDARY] and self.eviction.is_worth_offloading(block):
             block = self._offload(block)
         return self.take_over(block, references, priority, duration_s)
-
-    def take_many(
-        self, count: int, references: int = 1, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None
-    ) -> list[int]:
-        """`take`, `count` times."""
-        return [self.take(references, priority, duration_s) for _ in range(count)]
 
     def take_over(
         self, block: int, references: int = 1, priority: int | None = None, duration_s: float | None = None
@@ -112,12 +124,23 @@ class Blocks:
             self.eviction.claim(block, priority, duration_s)
         self.references[block] += references
 
+    def hold_all(self, blocks: list[int], references: int = 1) -> None:
+        """`hold` each of `blocks`, and leave its priority unchanged."""
+        counts, free = self.references, list[int]()
+        for block in blocks:
+            if not counts[block]:
+                free.append(block)
+            counts[block] += references
+        self.eviction.claim_all(free)
+
     def release(self, blocks: Iterable[int], to_front: bool = False, now_s: float = 0.0) -> None:
         """Remove one reference from each block, in this order; blocks without references become free."""
+        counts, free = self.references, list[int]()
         for block in blocks:
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                self.eviction.release(block, to_front, now_s)
+            left = counts[block] = counts[block] - 1
+            if not left:
+                free.append(block)
+        self.eviction.release_all(free, to_front, now_s)
 
     # Copies between blocks and between memories.
 
@@ -180,44 +203,47 @@ class Blocks:
         assert references == held, "reference counts disagree with the sequences"
 
 
-class UnkeyedBlocks(Blocks):
-    """Device blocks without reuse. The content of a free block is worthless, so blocks are taken first in, first out,
-    whatever their priority, and many at once."""
+class UnsharedBlocks(Blocks):
+    """Device blocks without reuse, of sequences with one beam: each block is held at most once. The content of a free
+    block is worthless, so blocks are taken first in, first out, whatever their priority."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int = 1) -> None:
         super().__init__(num_blocks, 0, tokens_per_block)
-        self._free = deque(range(num_blocks))
+        self.references = [1] * num_blocks
+        # The free blocks are those from `_first` on.
+        self._queue, self._first = list(range(num_blocks)), 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._queue) - self._first
 
     def take(self, references: int = 1, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None) -> int:
-        return self.take_many(1, references)[0]
+        return self.take_many(1)[0]
 
     def take_many(
         self, count: int, references: int = 1, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None
     ) -> list[int]:
-        if count > len(self._free):
-            raise OutOfBlocks(f"{count} KV cache blocks are needed, {len(self._free)} of {self.num_primary} are free")
-        take, counts = self._free.popleft, self.references
-        taken = [take() for _ in range(count)]
-        for block in taken:
-            counts[block] = references
+        first, stop = self._first, self._first + count
+        if stop > len(self._queue):
+            raise OutOfBlocks(f"{count} KV cache blocks are needed, {self.num_free} of {self.num_primary} are free")
+        taken = self._queue[first:stop]
+        self._first = stop
         self.counters.allocated_total += count
         self.counters.allocated_new += count
         return taken
 
     def release(self, blocks: Iterable[int], to_front: bool = False, now_s: float = 0.0) -> None:
-        counts = self.references
-        put = self._free.appendleft if to_front else self._free.append
-        for block in blocks:
-            left = counts[block] = counts[block] - 1
-            if not left:
-                put(block)
+        queue = self._queue
+        if self._first > self.num_primary:
+            del queue[: self._first]
+            self._first = 0
+        if to_front:
+            for block in blocks:
+                queue.insert(self._first, block)
+        else:
+            queue.extend(blocks)
 
     def check_consistency(self, held: dict[int, int]) -> None:
-        self._check_references(held)
-        assert Counter(self._free) + Counter(held.keys()) == Counter(range(self.num_primary)), (
+        assert Counter(self._queue[self._first :]) + Counter(held) == Counter(range(self.num_primary)), (
             "a block is not exactly once free or held"
         )

@@ -12,11 +12,11 @@ class ContiguousCache(KvCache):
     """The baseline for paging. Only the number of requests limits a schedule (policy MAX_REQUESTS), and every number of
     blocks is 0. With `max_beam_width`, each beam has memory of its own."""
 
-    free_blocks = num_used = num_blocks = 0
+    free_blocks = num_used = 0
     counters = BlockCounters()  # always 0
 
     def __init__(self, attention_window: AttentionWindow, slots: int) -> None:
-        self.attention_window = attention_window
+        self.attention_window, self.num_blocks = attention_window, 0
         self.registered = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, attention_window.max_beam_width, 1), np.int32)
         self.places = slots * attention_window.max_beam_width * attention_window.max_seq_len
@@ -57,8 +57,10 @@ class ContiguousCache(KvCache):
         self.registered[request.slot] = request.prompt_len + self.attention_window.bubble
         return 0
 
-    def add_tokens(self, rows: Rows) -> None:
-        self.registered[rows] += 1
+    def add_tokens(self, rows: Rows) -> Rows:
+        registered = self.registered[rows]
+        self.registered[rows] = registered + 1
+        return registered
 
     def rewind(self, rows: Rows, registered: Rows) -> None:
         self.registered[rows] = registered

@@ -1,9 +1,11 @@
 """The interface of a KV cache: what schedulers ask, and what the token generation loop changes."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from ifbbench.engine.active import IntArray
@@ -13,7 +15,7 @@ from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens
 
 if TYPE_CHECKING:
-    from ifbbench.engine.kv_cache.manager import StepsAhead
+    from ifbbench.engine.kv_cache.manager import KvCacheManager
     from ifbbench.engine.request import Request
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -21,9 +23,10 @@ Rows: TypeAlias = NDArray[np.int64]
 # more than another if it is in any window.
 BlockCount: TypeAlias = Any
 
-NO_REUSE = ReuseRules()
+NO_REUSE: Final = ReuseRules()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KvCache(ABC):
     """Base class of KV caches. Methods that are not abstract do what a cache without reuse does.
 
@@ -62,6 +65,11 @@ class KvCache(ABC):
         """Blocks that each of the generation requests in `rows` takes in its next step, or two (`looks_ahead`):
         [requests], or [requests, windows]. `counted` converts a row, or a sum of rows, to a BlockCount."""
 
+    def has_blocks_for(self, count: int) -> bool:
+        """Whether so many generation requests of one beam certainly have a free block each for their next step, or two
+        (`looks_ahead`). False where that is not known."""
+        return False
+
     def look_ahead(self) -> None:
         """Let `step_needs` count two steps."""
         self.looks_ahead = True
@@ -72,6 +80,11 @@ class KvCache(ABC):
     @abstractmethod
     def blocks_to_completion(self, request: "Request") -> BlockCount:
         """Blocks that a context request may still take until all its reserved tokens are generated."""
+
+    def fitting(self, requests: "Sequence[Request]", available: BlockCount) -> tuple[int, BlockCount]:
+        """How many of the first `requests`, all in their context phase, fit into `available` blocks until they are
+        complete, and the blocks that they take. May be fewer than do fit."""
+        return 0, 0
 
     @abstractmethod
     def reserved_blocks(self, rows: Rows) -> BlockCount:
@@ -88,6 +101,10 @@ class KvCache(ABC):
 
     # For the loop.
 
+    def of_windows(self) -> "tuple[KvCacheManager, ...]":
+        """The paged cache of each attention window; none of a cache without blocks."""
+        return ()
+
     @abstractmethod
     def holds(self, slot: int) -> bool:
         """Whether `slot` has a sequence."""
@@ -97,8 +114,9 @@ class KvCache(ABC):
         """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
 
     @abstractmethod
-    def add_tokens(self, rows: Rows) -> None:
-        """Register one more token in each of `rows`, and take the blocks that these tokens start."""
+    def add_tokens(self, rows: Rows) -> Rows:
+        """Register one more token in each of `rows`, and take the blocks that these tokens start; returns how many
+        tokens were registered before."""
 
     def add_draft_tokens(self, rows: Rows, counts: Rows) -> None:
         """Register `counts` more tokens in each of `rows`, as `add_tokens` does one."""
@@ -109,10 +127,6 @@ class KvCache(ABC):
     def rewind(self, rows: Rows, registered: Rows) -> None:
         """Remove the newest tokens of `rows` (rejected drafts), so that `registered` of each remain. A block that this
         empties is the next that is taken. For sequences that have not wrapped."""
-
-    def steps_ahead(self, rows: Rows) -> "StepsAhead | None":
-        """The next steps of the generation requests in `rows`; None where they are not known in advance."""
-        return None
 
     def store_context(self, slot: int) -> None:
         """Make the full blocks of a computed prompt findable. Its last token is left out, because a request with the

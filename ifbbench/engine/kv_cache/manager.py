@@ -1,12 +1,12 @@
 """The paged KV cache manager of one attention window: the number of tokens and blocks of each sequence slot."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
-from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, Blocks, UnkeyedBlocks
+from ifbbench.engine.kv_cache.attention_window import AttentionWindow
+from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, Blocks, UnsharedBlocks
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache, Rows
 from ifbbench.engine.kv_cache.reuse_tree import MissingBlockSearch
@@ -34,14 +34,19 @@ class KvCacheManager(KvCache):
         self.num_blocks = num_blocks
         self.places = num_blocks * window.tokens_per_block
         self.blocks = (
-            Blocks(num_blocks, num_host_blocks, window.tokens_per_block) if reuse.enabled or num_host_blocks
-            else UnkeyedBlocks(num_blocks, window.tokens_per_block)
+            Blocks(num_blocks, num_host_blocks, window.tokens_per_block)
+            if reuse.enabled or num_host_blocks or window.max_beam_width > 1
+            else UnsharedBlocks(num_blocks, window.tokens_per_block)
         )  # fmt: skip
-        self.sequences = Sequences(window, self.blocks, reuse)
+        self._sequences = Sequences(window, self.blocks, reuse)
+        self.sequences = self._sequences.by_slot
         self.registered = np.zeros(slots, np.int64)
         self.blocks_held = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, window.max_beam_width, window.max_blocks_per_sequence), np.int32)
+        # By slot, of requests that have no sequence yet: how far the search for their first missing block has come, and
+        # their blocks to completion. A request that is stopped leaves its slot to another one.
         self._searches: dict[int, MissingBlockSearch] = {}
+        self._of_waiting: dict[int, tuple[Request, int]] = {}
         # Of each slot's request: the maximum of tokens that it may register, and the blocks that it may still take.
         self._limit = np.zeros(slots, np.int64)
         self._blocks_to_come = np.zeros(slots, np.int64)
@@ -70,11 +75,14 @@ class KvCacheManager(KvCache):
         )
         return need + self._more_for_beams(request)
 
+    def has_blocks_for(self, count: int) -> bool:
+        return count * (1 + self.looks_ahead) <= self.blocks.num_free
+
     def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
         window, registered, limit = self.attention_window, self.registered[rows], self._limit[rows]
         if window.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
             size, may_register = window.tokens_per_block, np.minimum(limit, window.capacity)
-            needs: Rows = ((registered % size == 0) & (registered < may_register)).astype(np.int64)
+            needs: Rows = ((self._places_in_block(registered) == 0) & (registered < may_register)).astype(np.int64)
             if self.looks_ahead:
                 needs += ((registered + 1) % size == 0) & (registered + 1 < may_register)
             return needs
@@ -87,44 +95,61 @@ class KvCacheManager(KvCache):
         return needs
 
     def blocks_to_completion(self, request: Request) -> int:
-        length, reserved, beams = request.prompt_len, request.max_new_tokens, request.beam_width
-        window = self.attention_window
         if request.slot in self.sequences:
-            return window.blocks_to_completion(length, reserved, int(self.blocks_held[request.slot]), beams)
-        if beams == 1 and length + reserved <= window.kept_tokens:
-            # The usual case, and called for every waiting request.
-            return ceil_div(length + reserved + window.bubble, window.tokens_per_block)
-        return window.blocks_to_completion(length, reserved, 0, beams) + self._more_for_beams(request)
+            return int(self._blocks_to_come[request.slot])
+        owner, blocks = self._of_waiting.get(request.slot, (None, 0))
+        if owner is not request:
+            length, reserved, beams = request.prompt_len, request.max_new_tokens, request.beam_width
+            blocks = self.attention_window.blocks_to_completion(length, reserved, 0, beams)
+            blocks += self._more_for_beams(request)
+            self._of_waiting[request.slot] = request, blocks
+        return blocks
+
+    def fitting(self, requests: Iterable[Request], available: int) -> tuple[int, int]:
+        window, sequences, count, taken = self.attention_window, self.sequences, 0, 0
+        size, bubble, kept = window.tokens_per_block, window.bubble, window.kept_tokens
+        for request in requests:
+            tokens = request.prompt_len + request.max_new_tokens
+            if tokens > kept or request.beam_width > 1 or request.slot in sequences:
+                needed = self.blocks_to_completion(request)
+            else:  # the usual case, and needed for every waiting request
+                needed = -(-(tokens + bubble) // size)
+            if taken + needed > available:
+                break
+            count, taken = count + 1, taken + needed
+        return count, taken
 
     def reserved_blocks(self, rows: Rows) -> int:
         return int(np.add.reduce(self._blocks_to_come[rows]))
 
     def plan_release(self) -> ReleasePlan:
-        return ReleasePlan(self.blocks, self.sequences)
+        return ReleasePlan(self.blocks, self._sequences)
 
     def missing_block(self, request: Request) -> tuple[Hashable, BlockKey] | None:
-        known = self._known(request)
-        if known is None:
-            return None
         search = self._searches.get(request.slot)
         if search is None or search.request is not request:
-            search = self._searches[request.slot] = MissingBlockSearch(request)
-        return self.blocks.tree.find_missing(search, known, request.prompt_len)
+            search = self._searches[request.slot] = MissingBlockSearch(request, self._known(request))
+        return self.blocks.tree.find_missing(search, request.prompt_len)
 
     # For the loop.
+
+    def of_windows(self) -> "tuple[KvCacheManager, ...]":
+        return (self,)
 
     def holds(self, slot: int) -> bool:
         return slot in self.sequences
 
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
         self.blocks.eviction.refresh(now_s)
-        self._searches.pop(request.slot, None)
+        self._forget_waiting(request.slot)
         reused = self.add_sequence(
             request.slot, request.prompt_len, request.beam_width, self._known(request), request.retention,
             # Logits of reused tokens are not computed.
             may_look_up=not request.options.return_context_logits,
         )  # fmt: skip
-        self._blocks_to_come[request.slot] = self.blocks_to_completion(request)
+        self._blocks_to_come[request.slot] = self.attention_window.blocks_to_completion(
+            request.prompt_len, request.max_new_tokens, int(self.blocks_held[request.slot]), request.beam_width
+        )
         self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.attention_window.bubble
         return reused
 
@@ -135,7 +160,7 @@ class KvCacheManager(KvCache):
         """Take the blocks of a prompt; returns how many of its tokens they hold already.
 
         Raises OutOfBlocks, having taken nothing, when too few are free; ValueError when `slot` is taken."""
-        reused = self.sequences.add(slot, prompt_len, beam_width, known, retention, may_look_up)
+        reused = self._sequences.add(slot, prompt_len, beam_width, known, retention, may_look_up)
         self._set_tables(slot, beam_width)
         self.registered[slot] = prompt_len + self.attention_window.bubble
         self._filled += min(prompt_len + self.attention_window.bubble, self.attention_window.capacity)
@@ -145,44 +170,46 @@ class KvCacheManager(KvCache):
     def add_blocks(self, slot: int, count: int, beam_width: int, share_last: bool) -> None:
         """Give `slot` a sequence of `count` blocks, shared by its beams except the last one unless `share_last`."""
         private = range(count, count) if share_last else range(count - 1, count)
-        self.sequences.add_blocks(slot, count, beam_width, private)
+        self._sequences.add_blocks(slot, count, beam_width, private)
         self._set_tables(slot, beam_width)
 
-    def add_tokens(self, rows: Rows) -> None:
+    def add_tokens(self, rows: Rows) -> Rows:
         """Beyond the window's capacity tokens overwrite the oldest ones."""
         window, registered = self.attention_window, self.registered[rows]
-        starts_block = registered % window.tokens_per_block == 0
-        if window.kept_tokens >= window.max_seq_len:
-            growing, within = rows[starts_block], len(rows)
-        else:
+        starts_block, within = self._places_in_block(registered) == 0, len(rows)
+        if window.wraps:
             is_within = registered < window.capacity
-            growing, within = rows[starts_block & is_within], int(is_within.sum())
+            starts_block, within = starts_block & is_within, int(is_within.sum())
+        growing = rows[starts_block]
         if len(growing):
             self.grow(growing)
         if within < len(rows):
             self._wrap(rows, registered)
         self.register(rows, registered + 1, within)
+        return registered
 
     def grow(self, rows: Rows) -> None:
         """Add a block to each beam of each of `rows`, in this order."""
         slots, indices = rows.tolist(), self.blocks_held[rows]
-        self.sequences.grow(slots)
-        if self.attention_window.max_beam_width == 1:
-            memory, sequences = self.blocks.memory, self.sequences
-            self.block_tables[rows, 0, indices] = [memory[sequences[slot].beams[0][-1]] for slot in slots]
-        else:
-            for slot, index in zip(slots, indices.tolist(), strict=True):
-                self._set_table_entry(slot, index)
+        taken = self._sequences.grow(slots)
         self.blocks_held[rows] = indices + 1
+        if self.attention_window.max_beam_width == 1:
+            self.block_tables[rows, 0, indices] = self._places(taken)
+            self._blocks_to_come[rows] -= 1
+            return
+        for slot, index in zip(slots, indices.tolist(), strict=True):
+            self._set_table_entry(slot, index)
         self._blocks_to_come[rows] -= self._beam_width[rows]
+
+    def _places_in_block(self, registered: Rows) -> Rows:
+        size = self.attention_window.tokens_per_block
+        # A remainder of integers takes several times as long.
+        return registered & (size - 1) if size & (size - 1) == 0 else registered % size
 
     def register(self, rows: Rows, registered: Rows, new: int) -> None:
         """Set the numbers of tokens of `rows`. `new` tokens in all did not overwrite another one."""
         self._filled += new
         self.registered[rows] = registered
-
-    def steps_ahead(self, rows: Rows) -> "StepsAhead | None":
-        return StepsAhead(self, rows) if self.attention_window.max_beam_width == 1 else None
 
     def remove_token(self, slot: int) -> None:
         """Remove the newest token (a rejected draft). If that empties its block, the block is the next to be taken."""
@@ -202,29 +229,28 @@ class KvCacheManager(KvCache):
 
     def _shrink(self, slot: int) -> None:
         """Release the last block of each beam."""
-        self.sequences.shrink(slot)
+        self._sequences.shrink(slot)
         self.blocks_held[slot] -= 1
         self._blocks_to_come[slot] += self._beam_width[slot]
 
     def store_context(self, slot: int) -> None:
-        self.sequences.store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)
+        self._sequences.store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)
 
     def store_generated(self, slot: int, num_tokens: int) -> None:
-        self.sequences.store(slot, num_tokens)
+        self._sequences.store(slot, num_tokens)
 
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
-        # A resumed request has another prompt, and the next request in this slot has another search altogether.
-        self._searches.pop(slot, None)
+        self._forget_waiting(slot)  # a resumed request has another prompt
         window, registered = self.attention_window, int(self.registered[slot])
         has_wrapped = registered >= window.kept_tokens + window.bubble
         if store is not None and len(self.sequences[slot].beams) == 1 and not has_wrapped:
-            self.sequences.store(slot, store, with_partial=True)
-        self.sequences.remove(slot, now_s)
+            self._sequences.store(slot, store, with_partial=True)
+        self._sequences.remove(slot, now_s)
         self._filled -= min(registered, window.capacity)
         self.blocks_held[slot] = self.registered[slot] = 0
 
     def forget_sequence(self, slot: int) -> None:
-        self.sequences.forget(slot)
+        self._sequences.forget(slot)
 
     def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
         for block in self.blocks.tree.truncate(known, length, keep):
@@ -258,17 +284,27 @@ class KvCacheManager(KvCache):
                 places = [self.blocks.memory[block] for block in beam]
                 assert table[: len(beam)].tolist() == places, f"the block table of slot {slot} is out of date"
 
+    def _forget_waiting(self, slot: int) -> None:
+        self._searches.pop(slot, None)
+        self._of_waiting.pop(slot, None)
+
     def _more_for_beams(self, request: Request) -> int:
         if not self.reuse.enabled:
             return 0
         return self.attention_window.more_for_beams(request.prompt_len, request.beam_width)
 
     def _set_tables(self, slot: int, beam_width: int) -> None:
-        beams, memory = self.sequences[slot].beams, self.blocks.memory
+        beams = self.sequences[slot].beams
         for number, beam in enumerate(beams):
-            self.block_tables[slot, number, : len(beam)] = [memory[block] for block in beam]
+            self.block_tables[slot, number, : len(beam)] = self._places(beam)
         self.blocks_held[slot] = len(beams[0])
         self._beam_width[slot] = beam_width
+
+    def _places(self, blocks: list[int]) -> list[int]:
+        """The places of device blocks in memory: their ids, unless they may have moved to host memory and back."""
+        if not self.blocks.num_secondary:
+            return blocks
+        return [self.blocks.memory[block] for block in blocks]
 
     def _set_table_entry(self, slot: int, index: int) -> None:
         for number, beam in enumerate(self.sequences[slot].beams):
@@ -280,7 +316,7 @@ class KvCacheManager(KvCache):
         places, size = window.wrapped(registered), window.tokens_per_block
         starts_block = (registered >= window.capacity) & (places % size == 0)
         for slot, index in zip(rows[starts_block].tolist(), (places[starts_block] // size).tolist(), strict=True):
-            if taken := self.sequences.overwrite(slot, index):
+            if taken := self._sequences.overwrite(slot, index):
                 self._blocks_to_come[slot] -= taken
                 self._set_table_entry(slot, index)
 
@@ -297,40 +333,4 @@ class KvCacheManager(KvCache):
         shares nothing."""
         window = self.attention_window
         will_wrap = request.prompt_len + request.max_new_tokens > window.kept_tokens
-        return None if not self.reuse.enabled or window.bubble or will_wrap else request.reuse.known()
-
-
-class StepsAhead:
-    """The next steps of generation requests of one beam that each generate a token in every step, with no other change
-    of the cache in between.
-
-    positions: [requests], position of each one's next token. max_steps: how many steps are known: until a sequence
-    wraps, and with reuse until a block fills, because it is stored then, which may change what is free.
-    """
-
-    def __init__(self, cache: KvCacheManager, rows: Rows) -> None:
-        self._cache = cache
-        self._rows = rows
-        self._size = size = cache.attention_window.tokens_per_block
-        self._registered = registered = cache.registered[rows]
-        self._until_block = -registered % size
-        bubble = cache.attention_window.bubble
-        self.positions = registered - bubble if bubble else registered
-        self.max_steps = cache.attention_window.capacity - int(np.maximum.reduce(registered))
-        if cache.reuse.enabled:
-            self.max_steps = min(self.max_steps, size - int(np.maximum.reduce(registered % size)))
-
-    def blocks(self, steps: int) -> Rows:
-        """[steps], blocks that all requests together take in each of their next steps."""
-        by_remainder = np.bincount(self._until_block, minlength=self._size)
-        return by_remainder[:steps] if steps <= self._size else by_remainder[np.arange(steps) % self._size]
-
-    def take(self, steps: int) -> None:
-        """Advance the cache by `steps` steps, with the result of as many calls of `add_tokens`."""
-        order = self._until_block.argsort(kind="stable")
-        ordered_rows, until_block = self._rows[order], self._until_block[order]
-        for step in range(0, steps, self._size):
-            growing = int(until_block.searchsorted(steps - step))
-            if growing:
-                self._cache.grow(ordered_rows[:growing])
-        self._cache.register(self._rows, self._registered + steps, steps * len(self._rows))
+        return None if not self.reuse.enabled or window.bubble or will_wrap else request.known_tokens()

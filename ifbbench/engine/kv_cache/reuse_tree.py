@@ -1,6 +1,5 @@
 """The tree of blocks that hold known tokens. A path from a root is a prefix, so a match implies the same prefix."""
 
-from array import array
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
@@ -19,10 +18,11 @@ class MissingBlockSearch:
     """How far the search for a request's first missing block has come: `depth` blocks were found, the last is `node`.
 
     request: the search is valid for this request only. A request that is stopped before it starts leaves its slot, and
-        this search, to another one.
+        this search, to another one. known: its tokens, None if its blocks are not shared.
     """
 
-    request: object
+    request: Hashable
+    known: KnownTokens | None
     depth: int = 0
     node: int = 0
     stamp: int = 0
@@ -46,11 +46,11 @@ class ReuseTree:
 
     def __init__(self, num_blocks: int, tokens_per_block: int = 1) -> None:
         self.key: list[BlockKey | None] = [None] * num_blocks
-        self.parent = array("i", [UNLINKED]) * num_blocks
-        self.stamp = array("I", [0]) * num_blocks
+        self.parent = [UNLINKED] * num_blocks
+        self.stamp = [0] * num_blocks
         self.num_changes = 0
         self._size = tokens_per_block
-        self._child = array("i", [_NO_CHILD]) * num_blocks
+        self._child = [_NO_CHILD] * num_blocks
         # The children of roots and of nodes with several: blocks by key, in the order of keys.
         self._forks: dict[int, SortedDict[BlockKey, int]] = {}
         self._roots: dict[Hashable, int] = {}
@@ -85,6 +85,21 @@ class ReuseTree:
             found: int | None = self._forks[node].get(key)
             return found
         return only if self.key[only] == key else None
+
+    def follow(self, node: int, keys: list[BlockKey]) -> list[int]:
+        """The child of `node` with the first of `keys`, its child with the second, and so on until there is none."""
+        only_child, key_of, found = self._child, self.key, list[int]()
+        for key in keys:
+            only = only_child[node] if node >= 0 else _SEVERAL
+            if only == _SEVERAL:
+                only = self._forks[node].get(key, _NO_CHILD)
+            elif only != _NO_CHILD and key_of[only] != key:
+                break
+            if only == _NO_CHILD:
+                break
+            found.append(only)
+            node = only
+        return found
 
     def children(self, node: int) -> list[int]:
         """All children of `node`."""
@@ -126,15 +141,28 @@ class ReuseTree:
             self._child[node] = _SEVERAL
         self._forks[node][key] = block
 
-    def find_or_link(self, block: int, node: int, key: BlockKey) -> int:
-        """The child of `node` that holds `key`: the one that exists, or else `block`, which is linked there."""
-        existing = self.child(node, key)
-        if existing is not None:
-            return existing
-        if self.is_linked(block):
-            self.unlink_with_descendants(block)
-        self.link(block, node, key)
-        return block
+    def store(self, blocks: list[int], node: int, keys: list[BlockKey]) -> int:
+        """Make `blocks` findable below `node`, one below the other. Where there is a block with the same key, that one
+        remains instead. Returns the last of these nodes."""
+        found = self.follow(node, keys)
+        if found:
+            node = found[-1]
+        if len(found) == len(blocks):
+            return node
+        parent, only_child, key_of = self.parent, self._child, self.key
+        for index in range(len(found), len(blocks)):
+            block, key = blocks[index], keys[index]
+            if parent[block] != UNLINKED:
+                self.unlink_with_descendants(block)
+            if index == len(found):
+                self.link(block, node, key)
+            else:  # nothing is below a block that was linked just now
+                key_of[block] = key
+                parent[block] = node
+                only_child[node] = block
+            node = block
+        self.num_changes += len(blocks)
+        return node
 
     def unlink(self, block: int) -> None:
         """Take a block out of the tree. Its children stay below it, and the caller must unlink them too."""
@@ -157,12 +185,14 @@ class ReuseTree:
 
     def _mark_unlinked(self, block: int) -> None:
         self.parent[block] = UNLINKED
-        self.stamp[block] = (self.stamp[block] + 1) & 0xFFFF_FFFF
+        self.stamp[block] += 1
         self.num_changes += 1
 
     def unlink_with_descendants(self, block: int) -> None:
         """Take a block and all below it out of the tree: without the block, no prefix leads to them."""
         self.unlink(block)
+        if self._child[block] == _NO_CHILD:
+            return
         nodes = [block]
         while nodes:
             node = nodes.pop()
@@ -172,6 +202,22 @@ class ReuseTree:
             self._forks.pop(node, None)
             self._child[node] = _NO_CHILD
             nodes += children
+
+    def unlink_evicted(self, blocks: list[int]) -> None:
+        """`unlink_with_descendants` for each of `blocks`. Sequences release their last blocks first, so most blocks are
+        leaves when their turn comes."""
+        parent, only_child, stamp = self.parent, self._child, self.stamp
+        for block in blocks:
+            node = parent[block]
+            if node == UNLINKED:
+                continue
+            if node < 0 or only_child[node] != block or only_child[block] != _NO_CHILD:
+                self.unlink_with_descendants(block)
+                continue
+            only_child[node] = _NO_CHILD
+            parent[block] = UNLINKED
+            stamp[block] += 1
+            self.num_changes += 1
 
     def truncate(self, known: KnownTokens, length: int, keep: int) -> list[int]:
         """Unlink the blocks of a conversation of `length` tokens beyond its first `keep`, the last ones first, up to
@@ -188,40 +234,34 @@ class ReuseTree:
 
     def matched_blocks(self, known: KnownTokens, num_tokens: int) -> list[int]:
         """Full blocks that hold a prefix of the first `num_tokens` tokens."""
-        node, matched = self._roots.get(known.identity), list[int]()
-        for start, stop in block_ranges(num_tokens, self._size, with_partial=False):
-            node = None if node is None else self.child(node, known.tokens.key(start, stop))
-            if node is None:
-                break
-            matched.append(node)
-        return matched
+        if not self.has_root(known.identity):
+            return []
+        return self.follow(self.root(known.identity), known.block_keys(num_tokens // self._size, self._size))
 
-    def find_missing(
-        self, search: MissingBlockSearch, known: KnownTokens, length: int
-    ) -> tuple[Hashable, BlockKey] | None:
+    def find_missing(self, search: MissingBlockSearch, length: int) -> tuple[Hashable, BlockKey] | None:
         """The first full block of a prompt of `length` tokens that is not stored: its parent and its key; None if all
         are. `search` remembers how far the last call came, so that a prompt is walked through once."""
-        size = self._size
-        if search.num_changes == self.num_changes:
+        known, size = search.known, self._size
+        if search.num_changes == self.num_changes or known is None:
             return search.missing
+        search.num_changes = self.num_changes
         if not self.has_root(known.identity):
             # Until a first block is stored there is no root, and the identity represents it.
             search.missing = (known.identity, known.tokens.key(0, size)) if length >= size else None
-            search.depth, search.num_changes = 0, self.num_changes
+            search.depth = 0
             return search.missing
-        if not search.depth or self.stamp[search.node] != search.stamp:
-            search.depth, search.node = 0, self.root(known.identity)
-        node = search.node
-        search.missing = None
-        for index in range(search.depth, length // size):
-            key = known.tokens.key(index * size, (index + 1) * size)
-            child = self.child(node, key)
-            if child is None:
-                search.missing = node, key
-                break
-            node = child
-            search.depth, search.node, search.stamp = index + 1, node, self.stamp[node]
-        search.num_changes = self.num_changes
+        root = self.root(known.identity)
+        is_valid = self.stamp[search.node] == search.stamp if search.depth else search.node == root
+        if not is_valid:
+            search.depth, search.node = 0, root
+        elif search.missing is not None and self.child(search.node, search.missing[1]) is None:
+            return search.missing
+        keys = known.block_keys(length // size, size)
+        found = self.follow(search.node, keys[search.depth :])
+        if found:
+            search.depth += len(found)
+            search.node, search.stamp = found[-1], self.stamp[found[-1]]
+        search.missing = (search.node, keys[search.depth]) if search.depth < len(keys) else None
         return search.missing
 
     def _path(self, known: KnownTokens, length: int) -> list[int]:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import Blocks, OutOfBlocks
 from ifbbench.engine.kv_cache.eviction import DEFAULT_PRIORITY, NO_RETENTION, Retention
-from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens, KnownTokens, block_ranges
+from ifbbench.engine.kv_cache.token_keys import BlockKey, BlockTokens, KnownTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,15 @@ class Sequence:
         return Counter(block for beam in self.beams for block in beam)
 
 
-class Sequences(dict[int, Sequence]):
-    """The sequences by slot, and the operations that take and release their blocks."""
+class Sequences:
+    """The sequences, and the operations that take and release their blocks. by_slot: the sequence in each slot."""
 
     def __init__(self, window: AttentionWindow, blocks: Blocks, rules: ReuseRules) -> None:
-        super().__init__()
+        self.by_slot: dict[int, Sequence] = {}
         self._window = window
         self._blocks = blocks
         self._rules = rules
+        self._any_retention = False  # whether any sequence was ever added with priorities of its own
 
     # Adding a sequence.
 
@@ -59,9 +60,10 @@ class Sequences(dict[int, Sequence]):
         """Take the blocks of a prompt of `length` tokens; returns how many of its first tokens they hold already.
 
         Raises OutOfBlocks, having taken nothing, when too few are free; ValueError when `slot` is taken."""
-        if slot in self:
+        if slot in self.by_slot:
             raise ValueError(f"slot {slot} already has a sequence")
         window = self._window
+        self._any_retention |= retention is not NO_RETENTION
         is_cyclic = length + window.bubble >= window.kept_tokens
         if known is None or not self._rules.enabled or is_cyclic:
             private = window.private_blocks(length) if beam_width > 1 else range(0)
@@ -81,8 +83,8 @@ class Sequences(dict[int, Sequence]):
         if private:
             after = self._take_blocks(private.stop, count, retention, beam_width)
             beams = [beam + after for beam in beams]
-        self[slot] = Sequence(beams, retention=retention)
-        return self[slot]
+        sequence = self.by_slot[slot] = Sequence(beams, retention=retention)
+        return sequence
 
     def _add_known(
         self, slot: int, length: int, beam_width: int, known: KnownTokens, retention: Retention, may_look_up: bool
@@ -93,43 +95,56 @@ class Sequences(dict[int, Sequence]):
         num_shared = count if beam_width == 1 else count - 1
         usable = min(length - 1, num_shared * size) if may_look_up else 0
         matched = self._blocks.tree.matched_blocks(known, usable)
-        self._check_free(self._cost(matched, num_shared, count, beam_width))
-        shared, num_tokens = self._take_matching(known, usable, beam_width, retention)
+        if count + (count - num_shared) * (beam_width - 1) > self._blocks.num_free:
+            self._check_free(self._cost(matched, num_shared, count, beam_width))
+        shared, num_tokens = self._take_matching(known, matched, usable, beam_width, retention)
         num_matched = len(shared)
         shared += self._take_blocks(num_matched, num_shared, retention, beam_width)
         beams = [shared + self._take_blocks(num_shared, count, retention) for _ in range(beam_width)]
         self._set_keys(beams, known, num_matched, length)
-        self[slot] = Sequence(beams, known, retention)
+        sequence = self.by_slot[slot] = Sequence(beams, known, retention)
+        if num_full := num_tokens // size:
+            # The blocks found whole are stored already.
+            sequence.stored, sequence.node = num_full, shared[num_full - 1]
+            sequence.stamp = self._blocks.tree.stamp[sequence.node]
         counters.reused += num_matched
         counters.missed += count - num_matched
         return num_tokens
 
     def _take_matching(
-        self, known: KnownTokens, num_tokens: int, beam_width: int, retention: Retention
+        self, known: KnownTokens, matched: list[int], num_tokens: int, beam_width: int, retention: Retention
     ) -> tuple[list[int], int]:
-        """Hold the blocks with the longest known prefix of the first `num_tokens` tokens; returns them and the length
-        of that prefix.
-
-        Blocks are matched one by one: onboarding a block may evict one from the host that would have matched next."""
-        tree, size, held = self._blocks.tree, self._window.tokens_per_block, list[int]()
+        """Hold the blocks with the longest known prefix of the first `num_tokens` tokens, of which `matched` are full;
+        returns them and the length of that prefix."""
+        tree, size = self._blocks.tree, self._window.tokens_per_block
         if not num_tokens or not tree.has_root(known.identity):
-            return held, 0
-        node = tree.root(known.identity)
-        for index, (start, stop) in enumerate(block_ranges(num_tokens, size)):
-            key = known.tokens.key(start, stop)
-            child = tree.child(node, key)
-            if child is None or stop - start < size:
-                found = self._partial_match(node, key, child, stop - start, known.tokens)
-                if found is None:
-                    return held, start
-                held.append(self._partial_block(*found, beam_width, index, retention))
-                return held, start + found[1]
-            self._blocks.hold(child, beam_width, *retention.of_block(index, size))
-            if not self._blocks.is_on_device(child):
-                self._blocks.onboard(child)
-            held.append(child)
-            node = child
-        return held, num_tokens
+            return [], 0
+        held = self._hold_matched(matched, beam_width, retention)
+        start = len(held) * size
+        stop = min(start + size, num_tokens)
+        if start == stop:
+            return held, num_tokens
+        node, key = held[-1] if held else tree.root(known.identity), known.tokens.key(start, stop)
+        found = self._partial_match(node, key, tree.child(node, key), stop - start, known.tokens)
+        if found is None:
+            return held, start
+        held.append(self._partial_block(*found, beam_width, len(held), retention))
+        return held, start + found[1]
+
+    def _hold_matched(self, matched: list[int], beam_width: int, retention: Retention) -> list[int]:
+        """Hold the blocks `matched` and move them to the device; returns how far they are still linked: onboarding a
+        block may evict one from the host that comes next."""
+        blocks = self._blocks
+        if not (blocks.num_secondary or retention.ranges):
+            blocks.hold_all(matched, beam_width)
+            return matched
+        for index, block in enumerate(matched):
+            if not blocks.tree.is_linked(block):
+                return matched[:index]
+            blocks.hold(block, beam_width, *retention.of_block(index, self._window.tokens_per_block))
+            if not blocks.is_on_device(block):
+                blocks.onboard(block)
+        return matched
 
     def _partial_match(
         self, node: int, key: BlockKey, exact: int | None, length: int, tokens: BlockTokens
@@ -161,13 +176,16 @@ class Sequences(dict[int, Sequence]):
         return source
 
     def _set_keys(self, beams: list[list[int]], known: KnownTokens, matched: int, length: int) -> None:
-        """Record what the new blocks will hold."""
-        size, keys = self._window.tokens_per_block, self._blocks.tree.key
-        for index in range(matched, len(beams[0])):
-            stop = min((index + 1) * size, length - 1)
-            key = known.tokens.key(index * size, stop) if stop > index * size else None
-            for beam in beams:
-                keys[beam[index]] = key
+        """Record what the new blocks will hold. The last one will not hold the last token, which is not stored."""
+        size, keys, tokens = self._window.tokens_per_block, self._blocks.tree.key, known.tokens
+        last = (length - 1) // size
+        if matched > last:
+            return
+        for block, key in zip(beams[0][matched:last], known.block_keys(last, size)[matched:], strict=True):
+            keys[block] = key
+        last_key = tokens.key(last * size, length - 1) if length - 1 > last * size else None
+        for beam in beams:
+            keys[beam[last]] = last_key
 
     def _take_blocks(self, first: int, stop: int, retention: Retention, references: int = 1) -> list[int]:
         """New blocks number `first` to `stop` - 1 of a prompt."""
@@ -185,28 +203,32 @@ class Sequences(dict[int, Sequence]):
 
     # Growing, storing and removing.
 
-    def grow(self, slots: list[int]) -> None:
-        """Add a block to each beam of each of `slots`, in this order."""
-        sequences = [self[slot] for slot in slots]
-        if all(sequence.retention is NO_RETENTION and len(sequence.beams) == 1 for sequence in sequences):
-            for sequence, block in zip(sequences, self._blocks.take_many(len(slots)), strict=True):
-                sequence.beams[0].append(block)
-            return
-        for sequence in sequences:
+    def grow(self, slots: list[int]) -> list[int]:
+        """Add a block to each beam of each of `slots`, in this order; returns these blocks."""
+        if not self._any_retention:
+            beams = [beam for slot in slots for beam in self.by_slot[slot].beams]
+            taken = self._blocks.take_many(len(beams))
+            for beam, block in zip(beams, taken, strict=True):
+                beam.append(block)
+            return taken
+        taken = []
+        for sequence in [self.by_slot[slot] for slot in slots]:
             priority, duration_s = sequence.retention.decode_priority, sequence.retention.decode_duration_s
             for beam in sequence.beams:
                 beam.append(self._blocks.take(priority=priority, duration_s=duration_s))
+                taken.append(beam[-1])
+        return taken
 
     def shrink(self, slot: int) -> None:
         """Release the last block of each beam, so that it is the next that is taken."""
-        for beam in self[slot].beams:
+        for beam in self.by_slot[slot].beams:
             self._blocks.release([beam.pop()], to_front=True)
 
     def overwrite(self, slot: int, index: int) -> int:
         """Prepare the block at `index` for being overwritten, because the window wraps. A beam that shares the block
         takes another one; a block of its own can no longer be found. Returns the number of blocks taken."""
         blocks, taken = self._blocks, 0
-        for beam in self[slot].beams:
+        for beam in self.by_slot[slot].beams:
             block = beam[index]
             if blocks.references[block] > 1:
                 beam[index] = blocks.take(priority=blocks.eviction.priority(block))
@@ -220,38 +242,36 @@ class Sequences(dict[int, Sequence]):
     def store(self, slot: int, num_tokens: int, with_partial: bool = False) -> None:
         """Make the blocks of the first `num_tokens` tokens findable: the full ones, and with `with_partial` a last
         partial one (TensorRT-LLM's `storeBlocks`). Where equal blocks are known already, those remain."""
-        sequence, tree, size = self[slot], self._blocks.tree, self._window.tokens_per_block
+        sequence, tree, size = self.by_slot[slot], self._blocks.tree, self._window.tokens_per_block
         if not self._rules.enabled or sequence.is_cyclic or sequence.known is None:
             return
         if num_tokens < (1 if with_partial else size):
             return
-        tokens, beam = sequence.known.tokens, sequence.beams[0]
+        known, beam = sequence.known, sequence.beams[0]
         if not sequence.stored or tree.stamp[sequence.node] != sequence.stamp:
-            sequence.stored, sequence.node = 0, tree.root(sequence.known.identity)
-        node, index = sequence.node, sequence.stored
-        while (index + 1) * size <= num_tokens:
-            node = tree.find_or_link(beam[index], node, tokens.key(index * size, (index + 1) * size))
-            index += 1
-        if index:
-            sequence.stored, sequence.node, sequence.stamp = index, node, tree.stamp[node]
-        if with_partial and index * size < num_tokens:
-            tree.find_or_link(beam[index], node, tokens.key(index * size, num_tokens))
+            sequence.stored, sequence.node = 0, tree.root(known.identity)
+        stored, full = sequence.stored, num_tokens // size
+        if stored < full:
+            node = tree.store(beam[stored:full], sequence.node, known.block_keys(full, size)[stored:])
+            sequence.stored, sequence.node, sequence.stamp = full, node, tree.stamp[node]
+        if with_partial and full * size < num_tokens:
+            tree.store([beam[full]], sequence.node, [known.tokens.key(full * size, num_tokens)])
 
     def forget(self, slot: int) -> None:
         """Make the sequence's blocks unfindable, now and later: their content was never computed."""
-        self[slot].known = None
-        for block in self[slot].references():
+        self.by_slot[slot].known = None
+        for block in self.by_slot[slot].references():
             if self._blocks.tree.is_linked(block):
                 self._blocks.tree.unlink_with_descendants(block)
 
     def remove(self, slot: int, now_s: float = 0.0) -> None:
         """Release all blocks of the sequence, the last ones first, so that tails are evicted before heads."""
-        sequence = self.pop(slot)
-        if len(sequence.beams) == 1:
-            self._blocks.release(reversed(sequence.beams[0]), now_s=now_s)
-            return
-        for index in range(len(sequence.beams[0]) - 1, -1, -1):
-            self._blocks.release((beam[index] for beam in sequence.beams), now_s=now_s)
+        beams = self.by_slot.pop(slot).beams
+        if len(beams) == 1:
+            self._blocks.release(reversed(beams[0]), now_s=now_s)
+        else:
+            last_first = range(len(beams[0]) - 1, -1, -1)
+            self._blocks.release([beam[index] for index in last_first for beam in beams], now_s=now_s)
 
 
 class ReleasePlan:
@@ -260,7 +280,7 @@ class ReleasePlan:
     def __init__(self, blocks: Blocks, sequences: Sequences) -> None:
         self.free_blocks = blocks.num_free
         self._blocks = blocks
-        self._sequences = sequences
+        self._sequences = sequences.by_slot
         self._released: Counter[int] = Counter()
 
     def release(self, slot: int) -> None:

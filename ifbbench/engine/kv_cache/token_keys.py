@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -54,6 +55,12 @@ class TokenIds:
         """The key of the tokens at positions `start` to `stop` - 1."""
         return bytes(self._bytes[start * self._bytes_per_token : stop * self._bytes_per_token])
 
+    def block_keys(self, first: int, stop: int, tokens_per_block: int) -> list[BlockKey]:
+        """The keys of the full blocks `first` to `stop` - 1."""
+        size = tokens_per_block * self._bytes_per_token
+        data = bytes(self._bytes[first * size : stop * size])
+        return [data[start : start + size] for start in range(0, len(data), size)]
+
     def num_tokens(self, key: BlockKey) -> int:
         """Number of tokens of a key."""
         return len(key) // self._bytes_per_token
@@ -102,8 +109,11 @@ class SymbolicTokens:
             self._runs.append((first, length))
 
     def key(self, start: int, stop: int) -> BlockKey:
-        parts: list[int] = []
         index = bisect_right(self._ends, start)
+        if start < stop <= self._ends[index]:  # the usual case: within one run
+            first, length = self._runs[index]
+            return first + start - (self._ends[index] - length), stop - start
+        parts: list[int] = []
         while start < stop:
             first, length = self._runs[index]
             end = self._ends[index]
@@ -111,6 +121,24 @@ class SymbolicTokens:
             parts += (first + start - (end - length), until - start)
             start, index = until, index + 1
         return tuple(parts)
+
+    def block_keys(self, first: int, stop: int, tokens_per_block: int) -> list[BlockKey]:
+        size, keys = tokens_per_block, list[BlockKey]()
+        start, last = first * size, stop * size
+        index = bisect_right(self._ends, start)
+        while start < last:
+            number, length = self._runs[index]
+            end = self._ends[index]
+            number += start - (end - length)
+            within = (min(end, last) - start) // size
+            keys += zip(range(number, number + within * size, size), repeat(size, within), strict=True)
+            start += within * size
+            if start < last and start != end:  # a block in several runs
+                keys.append(self.key(start, start + size))
+                start += size
+            while start < last and self._ends[index] <= start:
+                index += 1
+        return keys
 
     def num_tokens(self, key: BlockKey) -> int:
         return sum(key[1::2])
@@ -135,3 +163,12 @@ class KnownTokens:
 
     tokens: BlockTokens
     identity: Hashable = None
+    _keys: list[BlockKey] = field(default_factory=list, compare=False, repr=False)
+
+    def block_keys(self, count: int, tokens_per_block: int) -> list[BlockKey]:
+        """The keys of the first `count` full blocks. They are made once, because a block is looked for, taken and
+        stored under the same key, so `tokens_per_block` must be the same in each call."""
+        keys = self._keys
+        if len(keys) < count:
+            keys += self.tokens.block_keys(len(keys), count, tokens_per_block)
+        return keys[:count]

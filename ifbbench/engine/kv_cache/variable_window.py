@@ -27,7 +27,8 @@ class BlockCounts:
     def __add__(self, other: "BlockCounts | int") -> "BlockCounts":
         return BlockCounts(tuple(mine + its for mine, its in zip(self.counts, self._of(other), strict=True)))
 
-    __radd__ = __add__
+    def __radd__(self, other: "BlockCounts | int") -> "BlockCounts":
+        return self + other
 
     def __sub__(self, other: "BlockCounts | int") -> "BlockCounts":
         return BlockCounts(tuple(mine - its for mine, its in zip(self.counts, self._of(other), strict=True)))
@@ -129,6 +130,9 @@ class VariableWindowCache(KvCache):
     def plan_release(self) -> ReleasePlans:
         return ReleasePlans(tuple(window.plan_release() for window in self.windows))
 
+    def of_windows(self) -> tuple[KvCacheManager, ...]:
+        return self.windows
+
     def holds(self, slot: int) -> bool:
         return slot in self.sequences
 
@@ -140,9 +144,11 @@ class VariableWindowCache(KvCache):
             window.add_request(request, now_s)
         return 0
 
-    def add_tokens(self, rows: Rows) -> None:
-        for window in self.windows:
+    def add_tokens(self, rows: Rows) -> Rows:
+        registered = self.windows[0].add_tokens(rows)
+        for window in self.windows[1:]:
             window.add_tokens(rows)
+        return registered
 
     def rewind(self, rows: Rows, registered: Rows) -> None:
         for window in self.windows:

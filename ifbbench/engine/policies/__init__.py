@@ -16,24 +16,20 @@ from pathlib import Path
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
+from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.config import CONTIGUOUS_POLICY
+from ifbbench.engine.interfaces import CapacityPolicy
+from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.lora import LoraLimits
 from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict, StaticBatch
 from ifbbench.engine.policies.max_utilization import MaxUtilization
-from ifbbench.engine.policies.policy import (
-    CapacityDecision,
-    CapacityPolicy,
-    LeftOut,
-    Limit,
-    MaxRequests,
-    Pause,
-)
+from ifbbench.engine.policies.policy import CapacityDecision, LeftOut, Limit, MaxRequests, Pause, check_decision
 from ifbbench.errors import IfbbenchError, InputError
 
 __all__ = [
     "POLICY_CLASSES", "CapacityDecision", "CapacityPolicy", "GuaranteedNoEvict", "LeftOut", "Limit", "LoraLimits",
-    "MaxRequests", "MaxUtilization", "Pause", "PolicyFailed", "StaticBatch", "find_policy",
-    "named_if_stuck",
+    "MaxRequests", "MaxUtilization", "Pause", "PolicyFailed", "StaticBatch", "check_decision",
+    "find_policy", "named_if_stuck",
 ]  # fmt: skip
 
 PACKAGE = Path(__file__).parents[2]
@@ -49,6 +45,15 @@ POLICY_CLASSES: dict[str, type[GuaranteedNoEvict] | type[MaxUtilization]] = {
 
 PolicyFactory = Callable[[int], CapacityPolicy]
 """Makes a policy from the maximum number of requests that run at a time."""
+
+
+def is_steady(policy: CapacityPolicy) -> bool:
+    """Whether `policy` declares `is_steady`. A declaration that a subclass inherits does not hold for its own
+    `schedule`."""
+    for cls in type(policy).__mro__:
+        if "is_steady" in vars(cls) or "schedule" in vars(cls):
+            return bool(vars(cls).get("is_steady", False))
+    return False
 
 
 def find_policy(name: str) -> PolicyFactory:
@@ -71,6 +76,25 @@ class PolicyFailed(IfbbenchError):
 
     def __init__(self, name: str, error: BaseException) -> None:
         super().__init__(f"policy {name} failed: {describe_failure(error)}")
+        self.name = name
+
+
+class CheckedPolicy:
+    """A user's policy. PolicyFailed if it raises, or decides what cannot be done."""
+
+    def __init__(self, name: str, policy: CapacityPolicy) -> None:
+        self._name, self._policy = name, policy
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
+        before = list(active)
+        try:
+            decision = self._policy.schedule(active, kv_cache)
+            check_decision(decision, active, before)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # it may raise anything, such as SystemExit
+            raise PolicyFailed(self._name, error) from error
+        return decision
 
 
 def describe_failure(error: BaseException) -> str:
@@ -86,11 +110,16 @@ def describe_failure(error: BaseException) -> str:
         frame for frame in traceback.extract_tb(error.__traceback__)
         if not (frame.filename.startswith("<frozen importlib") or frame.filename == importlib.__file__)
     ]  # fmt: skip
-    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+    users = [frame for frame in frames if not _is_own(frame.filename)]
     if not users and isinstance(error, ImportError):
         return text
     frame = (users or frames)[-1]
     return f"{text} ({frame.filename}, line {frame.lineno})"
+
+
+def _is_own(filename: str) -> bool:
+    """Whether this is a source file of the package. Compiled modules name theirs from its root."""
+    return Path(filename).is_relative_to(PACKAGE) or filename.startswith(f"{PACKAGE.name}/")
 
 
 @contextmanager
@@ -125,8 +154,8 @@ def _line_in_policy(frame: FrameType) -> str | None:
     """File and line of `frame`, or of the innermost one of it outside ifbbench; None if no policy was called in it."""
     outer: FrameType | None = frame
     found: FrameType | None = None
-    while outer is not None and outer.f_code.co_qualname != "Scheduler.plan":
-        if found is None and not Path(outer.f_code.co_filename).is_relative_to(PACKAGE):
+    while outer is not None and outer.f_code.co_qualname != "CheckedPolicy.schedule":
+        if found is None and not _is_own(outer.f_code.co_filename):
             found = outer
         outer = outer.f_back
     return None if outer is None or found is None else f"{found.f_code.co_filename}, line {found.f_lineno}"

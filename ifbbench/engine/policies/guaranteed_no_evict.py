@@ -3,6 +3,8 @@
 STATIC_BATCH: the same while no request is in generation; then the batch runs until all its requests are complete.
 """
 
+from mypy_extensions import mypyc_attr
+
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.lora import NO_LORA, LoraLimits, LoraPages
@@ -14,6 +16,7 @@ from ifbbench.engine.policies.policy import (
 )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GuaranteedNoEvict:
     """Admits context requests in order while all their blocks to completion are free and not reserved by others.
 
@@ -52,8 +55,12 @@ class GuaranteedNoEvict:
         only_started = False
         # All members of a static batch start together, so that none can wait for blocks of another.
         delay = ReuseDelay(active, kv_cache) if kv_cache.reuse.enabled and not self._is_static else None
-        admitted, room = decision.admitted, self.max_num_requests - len(running)
-        for request in active.context:
+        admitted, room, waiting = decision.admitted, self.max_num_requests - len(running), active.context
+        if delay is None and pages is None and room > 0:
+            count, taken = kv_cache.fitting(waiting[:room], available)
+            admitted += waiting[:count]
+            available, waiting = available - taken, waiting[count:]
+        for request in waiting:
             if only_started and not request.has_started:
                 continue
             if delay is not None and delay.should_wait(request):

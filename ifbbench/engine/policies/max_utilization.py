@@ -5,6 +5,7 @@ from heapq import merge
 from operator import attrgetter
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import BlockCount, KvCache
@@ -20,6 +21,7 @@ from ifbbench.engine.request import Request
 _ORDER = attrgetter("order")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MaxUtilization:
     """Walks the list in order and gives each request the blocks of its next step. For one that does not fit, the last
     started request at or behind it is paused and the request tried again; if there is none, the walk stops.
@@ -61,7 +63,7 @@ class _Walk:
         self.plan = kv_cache.plan_release()
         self.decision = CapacityDecision(generation_first=False)
         self.started_generation = len(active.generation)
-        self.started_context = [request for request in active.context if request.has_started]
+        self.started_context = sorted(active.table.started.values(), key=_ORDER)
         self.claimed: BlockCount = 0
         self.scheduled = 0
 

@@ -7,13 +7,16 @@ Its decision holds differences only: a generation request that it does not name 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any
+
+from mypy_extensions import mypyc_attr
 
 from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.token_keys import BlockKey
 from ifbbench.engine.lora import NO_LORA, LoraLimits, LoraPages
 from ifbbench.engine.request import Request
+from ifbbench.fields import shown, text
 
 
 class Limit(StrEnum):
@@ -71,16 +74,46 @@ class CapacityDecision:
             self.left_out = LeftOut(request, limit)
 
 
-class CapacityPolicy(Protocol):
-    """A capacity scheduler policy: reads the active requests and the cache, and changes neither.
+def check_decision(decision: Any, active: ActiveRequests, before: list[Request]) -> None:
+    """Raise TypeError or ValueError if a user's policy decided what cannot be done, or has changed the active requests.
 
-    A class may declare `may_pause = False`, if it never pauses, and `is_steady = True`, if its decision stays the same
-    while nothing happens but that the generation requests, which all fit, generate tokens. It is not asked then.
-    """
+    before: the active requests before it was asked."""
+    if list(map(id, active)) != list(map(id, before)):
+        raise ValueError("schedule() changed the active requests; expected that it reads them only")
+    _check_type("schedule() returned", decision, CapacityDecision)
+    for name, item_type in (("admitted", Request), ("held", Request), ("paused", Pause)):
+        _check_type(f"{name} is", found := getattr(decision, name), list)
+        for item in found:
+            _check_type(f"{name} has", item, item_type)
+    left_out = decision.left_out
+    if left_out is not None:
+        _check_type("left_out is", left_out, LeftOut)
+    named = {"admitted": decision.admitted, "held": decision.held, "paused": [one.victim for one in decision.paused]}
+    can = {"admitted": active.context, "held": active.generation,
+           "paused": [one for one in before if not one.in_context or one.has_started]}  # fmt: skip
+    seen: set[int] = set()
+    for name, requests in named.items():
+        allowed = set(map(id, can[name]))
+        for request in requests:
+            if id(request) not in allowed:
+                raise ValueError(f"{name} has {shown(request)}; expected {_CAN_BE[name]}")
+            if id(request) in seen:
+                raise ValueError(f"request {request.request_id} is named twice; expected in one list, once")
+            seen.add(id(request))
+    for reason in (*decision.paused, *([left_out] if left_out else [])):
+        other = reason.beneficiary if isinstance(reason, Pause) else reason.request
+        if not any(one is other for one in before):
+            raise ValueError(f"{type(reason).__name__} has {shown(other)}; expected active requests")
+        text(reason.limit, f"limit of {type(reason).__name__}")
 
-    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
-        """Decide for one iteration. Called before blocks of the iteration are allocated or released."""
-        ...
+
+_CAN_BE = {"admitted": "requests of active.context", "held": "requests of active.generation",
+           "paused": "requests that have started"}  # fmt: skip
+
+
+def _check_type(what: str, value: Any, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"{what} {shown(value)}; expected {expected.__name__}")
 
 
 class ReuseDelay:
@@ -96,8 +129,8 @@ class ReuseDelay:
         self._expected: set[tuple[Hashable, BlockKey]] = set()
         self._is_on = kv_cache.reuse.enabled
         if self._is_on:
-            for request in active.context:
-                if not request.is_first_chunk and (missing := kv_cache.missing_block(request)) is not None:
+            for request in active.table.started.values():
+                if (missing := kv_cache.missing_block(request)) is not None:
                     self._expected.add(missing)
 
     def should_wait(self, request: Request) -> bool:
@@ -113,6 +146,7 @@ class ReuseDelay:
         return False
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MaxRequests:
     """MAX_REQUESTS: runs the first `max_num_requests` of the list. For a cache without blocks to count."""
 

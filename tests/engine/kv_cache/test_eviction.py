@@ -187,16 +187,37 @@ class EvictionMachine(RuleBasedStateMachine):
     def is_free(self, block: int) -> bool:
         return block in self.queue(block)
 
+    @rule(blocks=st.lists(st.integers(0, NUM_PRIMARY + NUM_SECONDARY - 1), unique=True))
+    def claim_all(self, blocks: list[int]) -> None:
+        self.policy.claim_all(blocks)
+        for block in blocks:
+            self.remove(block)
+
+    @rule(count=st.integers(0, NUM_PRIMARY), priority=st.sampled_from([0, 35, 36]), timed=st.booleans())
+    def claim_front(self, count: int, priority: int, timed: bool) -> None:
+        self.claims += 1
+        free = [block for queue in self.queues[PRIMARY] for block in queue][:count]
+        duration_s = 1.0 + self.claims / 2**20 if timed and len(free) == 1 else None
+        assert self.policy.claim_front(len(free), priority, duration_s) == free
+        for block in free:
+            self.remove(block)
+            self.priority[block] = priority
+            if duration_s is not None:
+                self.duration[block] = duration_s
+
+    def remove(self, block: int) -> None:
+        if self.is_free(block):
+            self.queue(block).remove(block)
+        self.expiry.pop(block, None)
+        self.duration.pop(block, None)
+
     @rule(block=st.integers(0, NUM_PRIMARY + NUM_SECONDARY - 1), priority=st.sampled_from([None, 0, 34, 35, 36, 100]),
           duration=st.sampled_from([None, 1.0, 4.0]))  # fmt: skip
     def claim(self, block: int, priority: int | None, duration: float | None) -> None:
         self.claims += 1
         duration_s = None if duration is None else duration + self.claims / 2**20
         self.policy.claim(block, priority, duration_s)
-        if self.is_free(block):
-            self.queue(block).remove(block)
-        self.expiry.pop(block, None)
-        self.duration.pop(block, None)
+        self.remove(block)
         if priority is not None:
             self.priority[block] = priority
         if duration_s is not None:

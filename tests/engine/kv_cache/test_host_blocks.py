@@ -74,7 +74,7 @@ def test_the_matching_prefix_of_a_block_in_use_is_copied():
     add(cache, 0, [*A, *B, 0])
     cache.store_context(0)
     assert add(cache, 1, [*A, *B[:3], 0, 0]) == 7
-    source, destination = (cache.block_tables[slot, 0, 1] for slot in (0, 1))
+    source, destination = (int(cache.block_tables[slot, 0, 1]) for slot in (0, 1))
     assert cache.take_copies() == (BlockCopy(CopyKind.DEVICE, source, destination, 3),)
     assert cache.take_copies() == ()
 
@@ -98,7 +98,7 @@ def test_a_prefix_is_copied_from_the_host_while_its_block_stays_there():
     assert cache.take_copies() == (BlockCopy(CopyKind.OFFLOAD, 0, 0, 4),)
     # B is still below A, so a prefix of A is copied. The block evicted for it does not fit on the host.
     assert add(cache, 1, [*A[:2], 0]) == 2
-    assert cache.take_copies() == (BlockCopy(CopyKind.ONBOARD, 0, cache.block_tables[1, 0, 0], 2),)
+    assert cache.take_copies() == (BlockCopy(CopyKind.ONBOARD, 0, int(cache.block_tables[1, 0, 0]), 2),)
     cache.check_consistency()
     cache.remove_sequence(1)
     assert add(cache, 1, [*A, *B, 0]) == 8

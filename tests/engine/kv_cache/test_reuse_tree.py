@@ -121,6 +121,30 @@ class TreeMachine(RuleBasedStateMachine):
             self.paths[path] = block
             assert self.tree.num_changes > changes
 
+    @rule(data=st.data(), texts=st.lists(st.sampled_from(TEXTS), min_size=1, max_size=4))
+    def store_a_prompt(self, data: st.DataObject, texts: list[list[int]]) -> None:
+        path = data.draw(st.sampled_from([("a", ()), *self.paths]))
+        free = [block for block in range(NUM_BLOCKS) if block not in self.paths.values()]
+        keys = [key(*text) for text in texts][: len(free)]
+        if not keys:
+            return
+        stored = [(path[0], path[1] + tuple(keys[:end])) for end in range(1, len(keys) + 1)]
+        found = [self.paths[one] for one in stored if one in self.paths]
+        node = self.node(path)
+        assert self.tree.follow(node, keys) == found
+        for block, one in zip(free, stored, strict=False):
+            self.paths.setdefault(one, block)
+        assert self.tree.store(free[: len(keys)], node, keys) == self.paths[stored[-1]]
+
+    @rule(blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True))
+    def evict(self, blocks: list[int]) -> None:
+        self.tree.unlink_evicted(blocks)
+        evicted = [path for path, block in self.paths.items() if block in blocks]
+        self.drop([
+            (owner, keys) for owner, keys in self.paths
+            if any(owner == identity and keys[: len(above)] == above for identity, above in evicted)
+        ])  # fmt: skip
+
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
     def unlink_a_leaf(self, data: st.DataObject) -> None:

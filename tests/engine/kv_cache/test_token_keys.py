@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.kv_cache.token_keys import BlockTokens, SymbolicTokens, TokenIds, block_ranges
+from ifbbench.engine.kv_cache.token_keys import BlockTokens, KnownTokens, SymbolicTokens, TokenIds, block_ranges
 
 Token = tuple[int, int]
 
@@ -109,6 +109,18 @@ def test_keys_are_equal_if_and_only_if_their_tokens_are(kind, data):
     assert (one == other) == are_equal
     if are_equal:
         assert hash(one) == hash(other)
+
+
+@every_kind
+@given(data=st.data(), size=st.integers(1, 4))
+def test_keys_of_full_blocks_are_those_of_their_tokens(kind, data, size):
+    make, texts = KINDS[kind]
+    text = data.draw(texts)
+    known = KnownTokens(make(text))
+    keys = [known.tokens.key(end - size, end) for end in range(size, len(text) + 1, size)]
+    for count in data.draw(st.lists(st.integers(0, len(keys)), max_size=3)):
+        assert known.block_keys(count, size) == keys[:count]
+    assert known.block_keys(len(keys), size) == keys
 
 
 @every_kind
