@@ -10,24 +10,15 @@ import numpy as np
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.recording.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
-from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.report import percent, significant, time_unit
+from ifbbench.report.client_side import load_gauges
 from ifbbench.report.figures import inter_token_gaps
-from ifbbench.report.load import read_lines
 
 PART_WORDS = {
     CLIENT: "in the client, before it was sent",
     UNTIL_FIRST_TOKEN: "in the server until the first token (queue and context phase)",
     GENERATION: "from the first token to the last",
 }
-# Parts of the names of the gauges of a server's load: of vLLM, SGLang, TensorRT-LLM's Triton backend and text
-# generation inference, and of trtllm-serve's iterations.
-LOAD_GAUGES = (
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
-    "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "nv_trt_llm_request_metrics{",
-    "nv_trt_llm_kv_cache_block_metrics{", "tgi_queue_size", "tgi_batch_current_size", "numActiveRequests",
-    "numQueuedRequests",
-)  # fmt: skip
 UNKNOWN = ("iterations", "batches", "limits", "pauses", "KV blocks", "time in the server's queue")
 # The fastest share of requests, whose time until the first token is taken for one without queue.
 FASTEST_PERCENT = 5.0
@@ -67,16 +58,8 @@ class ClientFindings:
     @cached_property
     def load(self) -> dict[str, dict[str, float]]:
         """Mean and maximum of the gauges of load in the server's metrics, by name; empty if they were not polled."""
-        values: dict[str, list[float]] = {}
-        for row in read_lines(find_lines(self.run.data.path, METRICS), ("at_s",)):
-            latest = row.get("values") or {}
-            if row.get("iterations"):
-                last = row["iterations"][-1]
-                latest = {name: value for name, value in last.items() if isinstance(value, int | float)}
-            for name, value in latest.items():
-                if any(part in name for part in LOAD_GAUGES):
-                    values.setdefault(name, []).append(value)
-        return {name: {"mean": float(np.mean(of_one)), "max": max(of_one)} for name, of_one in values.items()}
+        return {name: {"mean": float(values.mean()), "max": float(values.max())}
+                for name, (_, values) in load_gauges(self.run.data).items()}  # fmt: skip
 
     @property
     def text(self) -> str:

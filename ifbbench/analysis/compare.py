@@ -10,7 +10,15 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.config import settings
+from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report.limits import waits_for
+
+# How a trace is drawn or read: of no account where both runs replayed the same requests.
+TRACE_SETTINGS = {
+    "max_num_samples", "time_scale", "request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule",
+    "reserve", "max_prompt_len", "skip_bad_rows", "trace_format", "columns", "tokenizer", "characters_per_token",
+    "default_output_len",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,18 +76,26 @@ class Comparison:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether the decisions of both runs are recorded: those of a server that is not ours are not."""
-        return not (self.a.data.endpoint or self.b.data.endpoint)
+        """Whether the decisions of both runs are recorded: those of a server that is not ours are not, and
+        `--recording summary` leaves them out."""
+        return not (self.has_endpoint or self.a.data.has_only_summary or self.b.data.has_only_summary)
+
+    @property
+    def has_endpoint(self) -> bool:
+        """Whether one is of a server that is not ours."""
+        return bool(self.a.data.endpoint or self.b.data.endpoint)
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether both runs have a digest of all their decisions."""
+        return all(run.data.run.get("schedule_digest") for run in (self.a, self.b))
 
     @property
     def same_schedule(self) -> bool:
         """Whether every iteration decided the same, times aside; False if that is unknown."""
-        if not self.has_decisions:
-            return False
-        digests = [run.data.run.get("schedule_digest") for run in (self.a, self.b)]
-        if all(digests):
-            return digests[0] == digests[1]
-        return self.first_divergence is None
+        if self.has_digests:
+            return bool(self.a.data.run["schedule_digest"] == self.b.data.run["schedule_digest"])
+        return self.has_decisions and self.first_divergence is None
 
     @property
     def identical(self) -> bool:
@@ -117,9 +133,11 @@ class Comparison:
         rows.sort(key=lambda item: item[0])
         gained = [one for difference, one in rows[:count] if difference < 0]
         lost = [one for difference, one in rows[::-1][:count] if difference > 0]
-        if not self.has_decisions:
+        if self.has_endpoint:
             return list(map(self._change_seen, gained)), list(map(self._change_seen, lost))
-        heads = HeadsOfLine(self.a, from_spans=True), HeadsOfLine(self.b, from_spans=True)
+        heads = None
+        if self.has_decisions:
+            heads = HeadsOfLine(self.a, from_spans=True), HeadsOfLine(self.b, from_spans=True)
         return [self._change(one, heads) for one in gained], [self._change(one, heads) for one in lost]
 
     def _change_seen(self, request_id: Id) -> Change:
@@ -130,7 +148,8 @@ class Comparison:
         part, seconds = max(parts.items(), key=lambda item: item[1] if total_s > 0 else -item[1])
         return Change(request_id, a["e2e_s"], b["e2e_s"], f"took {abs(seconds):.3f} s longer {part}")
 
-    def _change(self, request_id: Id, heads: tuple[HeadsOfLine, HeadsOfLine]) -> Change:
+    def _change(self, request_id: Id, heads: tuple[HeadsOfLine, HeadsOfLine] | None) -> Change:
+        """heads: None where spans are not recorded; the cause then names no other request."""
         rows = self.a.row_of[request_id], self.b.row_of[request_id]
         parts = [row.get("attribution_s") or {} for row in rows]
         names = {**parts[0], **parts[1]}
@@ -141,7 +160,11 @@ class Comparison:
         longer = 1 if sign > 0 else 0  # the run in which the request took longer says why
         run, seconds = (self.a, self.b)[longer], abs(differences.get(name, 0.0))
         cause = f"took {seconds:.3f} s longer for {name.replace('_', ' ')}"
-        if name.startswith("waiting"):
+        if heads is None:
+            limit = limit_waited_for(name)
+            if limit is not None and limit != "none":
+                cause = f"waited {seconds:.3f} s longer: for {waits_for(limit)}"
+        elif name.startswith("waiting"):
             cause = f"waited {seconds:.3f} s longer{_behind(run, heads[longer], request_id)}"
         elif name == "paused":
             for_whom = next((span.cause for span in run.spans.get(request_id, ()) if span.phase == "paused"), None)
@@ -170,8 +193,10 @@ class Comparison:
         """Settings in which the runs differ, with both values; not where their results go."""
         a, b = self.a.config, self.b.config
         names = [name for name in a | b if name not in ("output", "overwrite", "quiet")]
-        if not self.has_decisions:  # the settings of a server that is not ours are unknown
+        if self.has_endpoint:  # the settings of a server that is not ours are unknown
             only_own = {one.name for one in settings() if one.group == "endpoint"} | {"model", "warm_up", "streaming"}
+            if self.same_trace:  # one run drew what the other read
+                only_own |= TRACE_SETTINGS
             names = [name for name in names if name in a and name in b and name not in only_own]
         return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
 

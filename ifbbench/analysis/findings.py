@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.analysis.advice import LIMITS, Advice, advise
+from ifbbench.analysis.advice import Advice, advise
 from ifbbench.analysis.bounds import Bounds, LowerBound
 from ifbbench.analysis.explain import RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
@@ -14,9 +14,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
-from ifbbench.report.limits import waits_for
-
-NO_LIMIT = "none"
+from ifbbench.report.limits import BINDING, waits_for
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Findings:
         iterations = self.run.iterations
         sums = np.bincount(iterations.limit, weights, len(iterations.limits))
         total = float(sums.sum()) or 1.0
-        shares = dict.fromkeys((*LIMITS, NO_LIMIT), 0.0)
+        shares = dict.fromkeys(BINDING, 0.0)
         return shares | {name: float(spent) / total for name, spent in zip(iterations.limits, sums, strict=True)}
 
     @cached_property

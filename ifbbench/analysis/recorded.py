@@ -140,22 +140,30 @@ class RecordedRun:
         self.data = data
 
     @classmethod
-    def load(cls, path: Path, or_endpoint: bool = False) -> "RecordedRun":
-        """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration
-        (yet). or_endpoint: also a run against an endpoint, which never has one."""
+    def load(cls, path: Path, or_endpoint: bool = False, or_empty: bool = False,
+             or_summary: bool = False) -> "RecordedRun":  # fmt: skip
+        """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration.
+        or_endpoint: also a run against an endpoint, which never has one. or_empty: also one that ended, or was killed,
+        before its first; `nothing_ran` says so. or_summary: also one of `--recording summary`, which has none."""
         run = cls(load_run(path))
-        if run.data.endpoint and or_endpoint:
+        if (run.data.endpoint and or_endpoint) or (run.data.has_only_summary and or_summary):
             return run
         if run.data.endpoint:
             raise InputError(f"{run.data.path}: a run against an endpoint has no iterations; `ifbbench report`, `why`, "
-                             "`compare`, `plot` and `export --format csv` take it.")  # fmt: skip
-        path_of_lines = find_iterations(run.data.path)
-        iterations = read_rows(path_of_lines, iteration_decoder(path_of_lines))
-        if next(chain.from_iterable(iterations), None) is None:
-            failed = sum(row["outcome"] == "failed" for row in run.row_of.values())
-            why = f"{failed} requests failed; `ifbbench report {path}` says why" if failed else "no request ran yet"
-            raise InputError(f"{run.data.path}: no iteration is recorded ({why}). Expected a run with an iteration.")
+                             "`compare`, `plot`, `plot --html` of it alone and `export` take it.")  # fmt: skip
+        if run.nothing_ran and not (or_empty and not (run.data.summary or {}).get("iterations")):
+            raise InputError(f"{run.data.path}: {run.nothing_ran}. Expected a run with an iteration.")
         return run
+
+    @cached_property
+    def nothing_ran(self) -> str:
+        """That there is no iteration, and why; empty if there is one."""
+        path = find_iterations(self.data.path)
+        if next(chain.from_iterable(read_rows(path, iteration_decoder(path))), None) is not None:
+            return ""
+        failed = sum(row["outcome"] == "failed" for row in self.row_of.values())
+        why = f"{failed} requests failed; `ifbbench report {self.data.path}` says why" if failed else ""
+        return f"no iteration is recorded ({why or 'no request ran yet'})"
 
     @property
     def config(self) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class TraceRow(Struct, gc=False):
 
 
 AnyIterationRow = IterationRow | ExecutorRow
-Row = TypeVar("Row", IterationRow, ExecutorRow, Span, TraceRow)
+UNREADABLE = (ValidationError, NotJson, UnicodeDecodeError, RecursionError)
+Row = TypeVar("Row", bound=Struct)
 
 
 def iteration_decoder(path: Path) -> "Decoder[Any]":
@@ -145,8 +146,8 @@ def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
             rest = piece[end:]
             try:
                 rows = decoder.decode_lines(memoryview(piece)[:end])
-            except (ValidationError, NotJson):
-                raise _bad_line(path, piece[:end], line_number, decoder) from None
+            except UNREADABLE:
+                raise bad_line(path, piece[:end], line_number, decoder) from None
             yield rows
             line_number += len(rows)
     except EOFError:
@@ -176,13 +177,13 @@ def _large_pieces(path: Path) -> Iterator[bytes]:
         raise cut
 
 
-def _bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]") -> InputError:
+def bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]") -> InputError:
     """The error for the first of `lines` that cannot be decoded; `line_number` is that of the first of all."""
     for number, line in enumerate(lines.split(b"\n"), start=line_number):
         try:
             if line.strip():
                 decoder.decode(line)
-        except (ValidationError, NotJson) as error:
+        except UNREADABLE as error:
             return InputError(
                 f"{path}, line {number}: {error}; expected a line as `ifbbench run` writes it. Run again, or remove "
                 "the line."
@@ -211,6 +212,6 @@ def find_row(path: Path, decoder: "Decoder[Any]", number: int) -> AnyIterationRo
                 row = decoder.decode(line)
                 if row.number >= number:
                     return row if row.number == number else None
-        except (ValidationError, NotJson):
+        except UNREADABLE:
             pass  # a last line that was cut off
     return None

@@ -17,9 +17,10 @@ import numpy as np
 from ifbbench.analysis.recorded import NO_REQUEST, QUEUE, Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.engine.policies.policy import Limit
-from ifbbench.recording.spans import HEAD_OF_LINE, Phase
+from ifbbench.recording.lines import Phase
+from ifbbench.recording.spans import HEAD_OF_LINE
 
-PAUSED = Phase.PAUSED.value
+PAUSED = Phase.PAUSED
 # The limit that only the micro-batch scheduler has.
 MICRO_BATCH_LIMIT = Limit.NUM_TOKENS.value
 

@@ -7,7 +7,7 @@ from ifbbench.config import RunConfig
 from ifbbench.engine.lora import LoraConfig
 from ifbbench.errors import InputError
 from ifbbench.model.config import ModelConfig
-from ifbbench.model.lora_files import Adapter, RandomAdapter, check_architecture, find_adapters
+from ifbbench.model.lora_files import Adapter, RandomAdapter, adapter_folders, check_architecture, find_adapters
 from ifbbench.model.lora_modules import device_pages, page_layout, pages_of_bytes
 from ifbbench.model.lora_store import AdapterStore, MakePages
 
@@ -82,6 +82,13 @@ def _adapters(config: RunConfig, model: ModelConfig) -> dict[int, Adapter]:
         return found
     return {task_id: RandomAdapter(task_id, config.lora_rank or DEFAULT_RANK, model, config.seed)
             for task_id in range(count or 0)}  # fmt: skip
+
+
+def adapter_names(config: RunConfig) -> dict[str, int]:
+    """The LoRA tasks of a resolved `config` by name: the folder of an adapter, or lora-0 and so on for random ones."""
+    if config.lora_dir:
+        return {path.resolve().name: task_id for task_id, path in adapter_folders(config.lora_dir).items()}
+    return {f"lora-{task_id}": task_id for task_id in range(config.num_loras or 0)}
 
 
 def drawn_tasks(config: RunConfig, tasks: Iterable[int]) -> list[int]:

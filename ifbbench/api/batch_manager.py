@@ -1,6 +1,5 @@
 """The batch manager of the TensorRT-LLM documentation: callbacks around the token generation loop, and a thread."""
 
-import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -17,19 +16,21 @@ from ifbbench.api.client import (
     ReturnStats,
     SendResponse,
 )
-from ifbbench.api.engine import Engine, build_engine
+from ifbbench.api.engine import Engine, build_engine, loop_maker
 from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
+from ifbbench.api.worker import Worker
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
-from ifbbench.engine.batch import Executor
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.interfaces import Executor, Observer
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.records import IterationStatistics, Observer
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.execution.ranks import RankFailed, cause_of
 from ifbbench.fields import integer
+from ifbbench.files import OutputError
 from ifbbench.model.config import ModelConfig
 from ifbbench.settings import from_mapping, own_names, snake_case
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
-# A program that ends without close() waits so long for the iteration in flight.
-EXIT_TIMEOUT_S = 5.0
 
 _log = logging.getLogger("ifbbench")
 
@@ -51,7 +50,8 @@ class BatchManagerFailed(IfbbenchError):
 
 class BatchManager:
     """In-flight batching behind four callbacks. A worker thread runs the token generation loop from construction to
-    `close()` (or the end of a `with` block) and calls all callbacks; they should return soon.
+    `close()` (or the end of a `with` block) and calls all callbacks; they should return soon. A manager that is deleted
+    without `close()` ends as by `abort()`. In a forked process there is no such thread, and calls raise RuntimeError.
 
     executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which the
         caller closes. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional parameters.
@@ -87,46 +87,43 @@ class BatchManager:
         optional_params: Mapping[str, Any] | None = None, *, start: bool = True,
         communicator: "Communicator | None" = None,
     ) -> None:
-        settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params or {})
+        settings = _settings(model_type, max_beam_width, scheduler_policy, optional_params)
         if communicator is not None:
             settings = _of_ranks(settings, communicator)
         limits, executor = _engine(executor_or_model, settings, communicator)
         callbacks = Callbacks(
-            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats,
-            IterationStatistics(limits.batching_type, limits.max_active),
-            may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size,
-        )  # fmt: skip
-        make_loop: Callable[..., TokenGenerationLoop] = TokenGenerationLoop
-        if communicator is not None:
-            from ifbbench.api.ranks import RankLoop  # it imports torch
-
-            make_loop = partial(RankLoop, communicator, settings.check_ranks)
+            get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats, limits
+        )
         self._communicator = communicator
-        loop = make_loop(limits, executor, WallClock(), callbacks.get_requests, callbacks.send, callbacks,
-                         poll_stop_signals=callbacks.poll)  # fmt: skip
+        loop = loop_maker(settings, communicator)(
+            limits, executor, WallClock(), callbacks.get_requests, callbacks.send, callbacks,
+            poll_stop_signals=callbacks.poll,
+        )  # fmt: skip
         self._begin(callbacks, loop, None if executor is executor_or_model else executor, start=start)
 
     @classmethod
     def of_engine(
         cls, engine: Engine, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
         poll_stop_signals: PollStopSignals, observer: Observer, queued: Callable[[], int],
-        wait_for_requests: Callable[[], object],
+        next_priority: Callable[[], float | None], wait_for_requests: Callable[[], object],
     ) -> "BatchManager":  # fmt: skip
-        """A manager of an engine that exists, which the caller closes; on the engine's clock.
+        """A manager of an engine that exists, which the caller closes; on the engine's clock. That of rank 0 where the
+        engine has a communicator.
 
         observer: is notified of each iteration, and of each request that ends without being complete. queued: number of
-        requests that have arrived and were not returned yet. wait_for_requests: is called while no request is active;
-        returns when one has arrived, and soon after a call of `close()` or `abort()`."""
+        requests that have arrived and were not returned yet. next_priority: the highest priority among them, None if
+        there are none; they are returned by priority. wait_for_requests: is called while no request is active; returns
+        when one has arrived, and soon after a call of `close()` or `abort()`."""
         limits = engine.limits
-        callbacks = Callbacks(
-            get_inference_requests, send_response, poll_stop_signals, None,
-            IterationStatistics(limits.batching_type, limits.max_active),
-            may_stream=limits.batching_type is not BatchingType.V1, vocab_size=limits.vocab_size, observer=observer,
-        )  # fmt: skip
+        callbacks = Callbacks(get_inference_requests, send_response, poll_stop_signals, None, limits, observer)
         manager = cls.__new__(cls)
-        manager._communicator = None
-        loop = TokenGenerationLoop(limits, engine.executor, engine.clock, callbacks.get_requests, callbacks.send,
-                                   callbacks, queued, callbacks.poll)  # fmt: skip
+        manager._communicator = engine.communicator
+        loop = loop_maker(engine.config, engine.communicator)(
+            limits, engine.executor, engine.clock, callbacks.get_requests, callbacks.send, callbacks, queued,
+            callbacks.poll, next_priority=next_priority,
+            # Requests may arrive at any time. The other ranks expect an answer to each question that a loop can ask.
+            next_change=None if engine.communicator is None else lambda now_s: now_s,
+        )  # fmt: skip
         manager._begin(callbacks, loop, wait_for_requests=wait_for_requests)
         return manager
 
@@ -141,13 +138,9 @@ class BatchManager:
         self._truncations: SimpleQueue[tuple[Request, int]] = SimpleQueue()
         self._in_step = self._ended = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._worker: Worker | None = None
         if start:
-            # A daemon thread does not keep a program running that forgets to close the manager.
-            self._thread = threading.Thread(target=self._work, name="ifbbench-batch-manager", daemon=True)
-            self._thread.start()
-            # Python would stop it in the middle of an iteration, upon which PyTorch aborts the process.
-            atexit.register(self._end_with_the_program)
+            self._worker = Worker(self._turn, self._wait_for_requests, loop, owned_executor, self._aborting, self._wake)
 
     @property
     def config(self) -> BatchingConfig:
@@ -167,11 +160,12 @@ class BatchManager:
     @property
     def is_running(self) -> bool:
         """Whether the worker thread is alive."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._worker is not None and self._worker.is_alive
 
     def step(self) -> bool:
         """One iteration of a manager without a thread; False when no request is active."""
-        if self._thread is not None:
+        self._check_process()
+        if self._worker is not None:
             raise RuntimeError("step() is called by the worker thread; make the manager with start=False to call it")
         if self._ended:
             raise RuntimeError("the batch manager has ended")
@@ -191,17 +185,20 @@ class BatchManager:
 
         Its input_ids are the whole conversation, answers included; blocks of longer conversations stay. A block that is
         partly kept stays. May be called from any thread. InputError if the request is invalid."""
+        self._check_process()
         keep = integer(num_tokens_to_keep, "num_tokens_to_keep", 0)
         self._truncations.put((engine_request(conversation, self.config.vocab_size), keep))
 
     def close(self) -> None:
         """Wait until no request is active or offered, then end. Raises BatchManagerFailed if the loop has ended early.
         Called within a callback, it returns at once."""
+        self._check_process()
         self._closing.set()
         self._finish()
 
     def abort(self) -> None:
         """End at once. Every request that was fetched and is not complete gets an error response."""
+        self._check_process()
         self._aborting.set()
         self._finish()
 
@@ -218,16 +215,15 @@ class BatchManager:
 
     def _finish(self) -> None:
         self._wake.set()
-        if self._thread is None:
+        if self._worker is None:
             if self._in_step:
                 return
             if not self._ended:
                 self._work()
-        elif self._thread is threading.current_thread():
+        elif self._worker.is_current:
             return
         else:
-            self._thread.join()
-            atexit.unregister(self._end_with_the_program)
+            self._worker.join()
         if self._owned_executor is not None:
             self._owned_executor.close()
             self._owned_executor = None
@@ -235,36 +231,42 @@ class BatchManager:
             error, self._error = self._error, None
             raise BatchManagerFailed(f"the batch manager ended early: {error}") from error
 
-    def _end_with_the_program(self) -> None:
-        self._aborting.set()
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(EXIT_TIMEOUT_S)
+    def _check_process(self) -> None:
+        if self._worker is not None and self._worker.is_forked:
+            raise RuntimeError("the batch manager runs in the process that this one is forked from; make another here")
 
     def _work(self) -> None:
         """Run iterations until the manager is closed and no request is left."""
+        while (worked := self._turn()) is not None:
+            if not worked:
+                self._wait_for_requests()
+
+    def _turn(self) -> bool | None:
+        """One iteration: whether it had anything to do, or None if it was the last one."""
         try:
             if self._communicator is not None and self._communicator.rank:
-                return self._ranks.follow()
-            while not self._aborting.is_set():
+                self._ranks.follow()
+                self._ended = True
+                return None
+            if self._aborting.is_set():
+                self._loop.abort("the batch manager was aborted")
+            else:
                 # Read before the step, so that it sees requests made before the call of close().
                 closing = self._closing.is_set()
-                if self._step() or self._callbacks.expects_requests:
-                    continue
-                if closing:
-                    break
-                self._wait_for_requests()
-            else:
-                self._loop.abort("the batch manager was aborted")
+                worked = self._step() or self._callbacks.expects_requests
+                if worked or not closing:
+                    return worked
             if self._communicator is not None:
                 self._ranks.end_others()
         except BaseException as error:  # also SystemExit, which would end the thread silently
             self._fail(error)
-        finally:
-            self._ended = True
+        self._ended = True
+        return None
 
     def _fail(self, error: BaseException) -> None:
-        _log.error("the batch manager ends: %s", error, exc_info=error)
+        # No traceback for a rank that failed, or a full disk of what the observer writes.
+        is_foreseen = isinstance(cause_of(error), RankFailed) or isinstance(error, OutputError | OSError)
+        _log.error("the batch manager ends: %s", error, exc_info=None if is_foreseen else error)
         self._error = error
         self._ended = True
         if self._communicator is not None:
@@ -307,19 +309,24 @@ def _of_ranks(settings: RunConfig, communicator: "Communicator") -> RunConfig:
     return settings.with_values(**sizes)
 
 
-def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Mapping[str, Any]) -> RunConfig:
+def _settings(model_type: str, max_beam_width: int, policy: str, optional_params: Any) -> RunConfig:
     """The settings. Those of the KV cache may be nested, which go before others of their names. Arguments win."""
     flat: dict[str, Any] = {}
     nested: Mapping[str, Any] = {}
-    for name, value in optional_params.items():
-        if snake_case(name) != "kv_cache_config":
+    for name, value in _mapping("optional_params", optional_params).items():
+        if snake_case(str(name)) != "kv_cache_config":
             flat[name] = value
-        elif value is not None:
-            if not isinstance(value, Mapping):
-                raise InputError(f"{name}: expected a mapping of its settings, not {type(value).__name__}.")
-            nested = value
+        else:
+            nested = _mapping(name, value)
     named = {"type": model_type, "max_beam_width": max_beam_width, "policy": policy}
     return from_mapping({**own_names(flat), **own_names(nested), **named})
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """`value`, settings by name; None is an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InputError(f"{name}: expected a mapping of its settings, not {type(value).__name__}.")
+    return value or {}
 
 
 def _engine(

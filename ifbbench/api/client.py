@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.api.request import InferenceRequest, engine_request
+from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch, Unobserved
+from ifbbench.engine.interfaces import Observer, Unobserved
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError
 
@@ -86,19 +88,17 @@ class Callbacks:
     def __init__(
         self, get_inference_requests: GetInferenceRequests, send_response: SendResponse,
         poll_stop_signals: PollStopSignals | None, return_batch_manager_stats: ReturnStats | None,
-        statistics: IterationStatistics, may_stream: bool, vocab_size: int | None = None,
-        observer: Observer | None = None,
+        limits: BatchingConfig, observer: Observer | None = None,
     ) -> None:
-        """may_stream: whether requests may stream. Static batches (V1) respond at their end. vocab_size: of the model,
-        None if it is not known. observer: is notified of all that the loop reports."""
+        """limits: of the engine. observer: is notified of all that the loop reports."""
         self._get = get_inference_requests
         self._send = send_response
         self._poll = poll_stop_signals
         self._return_stats = return_batch_manager_stats
-        self._statistics = statistics
-        self._may_stream = may_stream
+        self._statistics = IterationStatistics(limits.batching_type, limits.max_active)
+        self._may_stream = limits.batching_type is not BatchingType.V1
         self._observer = observer or Unobserved()
-        self._vocab_size = vocab_size
+        self._vocab_size = limits.vocab_size
         # Set when a callback has failed too often. Checked between iterations, where the loop's state is consistent.
         self.failure: CallbackFailed | None = None
         # Whether the last call for requests returned any, or raised: there may be more then.

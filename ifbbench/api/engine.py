@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits, 
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import Executor, NullExecutor, WarmingExecutor
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.interfaces import Executor, WarmingExecutor
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
@@ -153,6 +155,15 @@ def build_engine(
         clock = LeadingClock(communicator) if communicator.rank == 0 else clock
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, device.type,
                   makes_tokens=True, profile=profile, communicator=communicator)  # fmt: skip
+
+
+def loop_maker(config: RunConfig, communicator: "Communicator | None") -> Callable[..., TokenGenerationLoop]:
+    """The class of the loop of a resolved `config`; with a communicator, that of one rank."""
+    if communicator is None:
+        return TokenGenerationLoop
+    from ifbbench.api.ranks import RankLoop  # it imports torch
+
+    return partial(RankLoop, communicator, config.check_ranks)
 
 
 def _adapters(

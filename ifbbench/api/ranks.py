@@ -5,7 +5,6 @@ iteration, before it submits the batch. Their loops get the same answers in the 
 same. Each batch is compared before it runs, and the digest of the schedule every `check_ranks` iterations.
 """
 
-import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -13,11 +12,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ifbbench.clock import Clock, WallClock
-from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
+from ifbbench.engine.interfaces import Executor, Observer
 from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.records import IterationRecord, Observer, ScheduleDigest, Stretch
+from ifbbench.engine.pickling import dumps, loads
+from ifbbench.engine.records import IterationRecord, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.communicator import Communicator
 from ifbbench.execution.ranks import RankFailed
@@ -67,7 +68,7 @@ class _Log:
 
     def send(self) -> None:
         """Send what was added since the last call."""
-        self.communicator.publish(pickle.dumps(self._entries))
+        self.communicator.publish(dumps(self._entries))
         self._entries.clear()
         self._sent.restart()
 
@@ -88,7 +89,7 @@ class _Log:
         while not self._entries:
             message = self.communicator.receive_message(0)
             if message != NOTHING:
-                self._entries = pickle.loads(message)
+                self._entries = loads(message)
         return self._entries.popleft()
 
     def take(self, what: str) -> Any:
@@ -226,14 +227,14 @@ class RankLoop(TokenGenerationLoop):
 
         def requests(count: int) -> list[Request]:
             if communicator.rank:
-                return list(map(pickle.loads, log.take("requests")))
+                return list(map(loads, log.take("requests")))
             fetched = get_requests(count)
             for request in fetched:
                 if request.index < 0:  # the digest names requests by it
                     request.index = self._num_fetched
                 self._num_fetched += 1
             # Now, before the loop changes them.
-            log.add("requests", [pickle.dumps(request) for request in fetched])
+            log.add("requests", [dumps(request) for request in fetched])
             return fetched
 
         super().__init__(
@@ -265,7 +266,7 @@ class RankLoop(TokenGenerationLoop):
 
     def truncate_blocks(self, conversation: Request, num_tokens: int) -> None:
         if self._log.communicator.rank == 0:
-            self._log.add("truncate", (pickle.dumps(conversation), num_tokens))
+            self._log.add("truncate", (dumps(conversation), num_tokens))
         super().truncate_blocks(conversation, num_tokens)
 
     def fail(self, error: BaseException) -> None:
@@ -301,7 +302,7 @@ class RankLoop(TokenGenerationLoop):
                 case "stop", (request_id, error):
                     self.stop(request_id, error)
                 case "truncate", (conversation, num_tokens):
-                    self.truncate_blocks(pickle.loads(conversation), num_tokens)
+                    self.truncate_blocks(loads(conversation), num_tokens)
                 case "failed", error:
                     raise RankFailed(error)
                 case "end", _:

@@ -127,6 +127,11 @@ def _check_settings(config: RunConfig) -> None:
                          "it out.")
     if config.profile and config.iteration_stats_every > 1:
         raise InputError("--profile: needs the times of every iteration; leave out --iteration_stats_every.")
+    if config.recording == "summary":
+        for name in ("profile", "enable_steady_state", "iteration_log", "result_json", "result_format"):
+            if getattr(config, name):
+                raise InputError(f"--{name}: needs the record of each iteration, which --recording summary leaves out; "
+                                 "choose --recording full.")
     for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
         if config.makes_no_tokens and getattr(config, name):
             raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")

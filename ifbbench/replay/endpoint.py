@@ -1,50 +1,43 @@
 """A run against an endpoint: the client of a replay sends its requests to a server that is not ours."""
 
 import asyncio
-import gc
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
-from ifbbench.config import DEFAULT_PRIORITY, ENDPOINT_GROUPS, ENDPOINT_REFUSES, ENDPOINT_TAKES, RunConfig, settings
+from ifbbench.config import ENDPOINT_GROUPS, ENDPOINT_REFUSES, ENDPOINT_TAKES, RunConfig, settings
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
 from ifbbench.objectives import parse_objectives
 from ifbbench.recording import run_directory
-from ifbbench.recording.client_side import (
-    CLIENT,
-    GENERATION,
-    UNTIL_FIRST_TOKEN,
-    ChunkTokens,
-    ClientRecorder,
-    ClientRequestLine,
-)
+from ifbbench.recording.client_side import ClientRecorder
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.endpoint_answer import Answer, EventLines
 from ifbbench.replay.endpoint_api import EndpointApi, prompt_form
-from ifbbench.replay.endpoint_http import (
-    Address,
-    Connections,
-    Exchange,
-    RequestFailed,
-    allow_many_connections,
-    new_event_loop,
-)
+from ifbbench.replay.endpoint_connections import Address, Connections
+from ifbbench.replay.endpoint_loop import Alarm, allow_many_connections, new_event_loop, undisturbed
+from ifbbench.replay.endpoint_request import EndpointRequest
 from ifbbench.replay.endpoint_server import KEY_VARIABLES, MetricsPoll, model_name
+from ifbbench.report import significant
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 PROGRESS_INTERVAL_S = 1.0
-# Timers of an event loop are this late at most; the rest of a wait is spent looking for events without sleeping.
-TIMER_S = 0.0015
-# The first pause before another attempt, if the server asks for none; each further one is twice as long.
-RETRY_PAUSE_S = 0.5
+ERRORS_SHOWN = 3
+# Bodies of so many bytes are made before the run, and later ones ahead while no request is due within this time.
+BYTES_AHEAD, IDLE_S = 2**25, 0.0003
+# Connections that are there before the first arrival, of a run that does not say how many requests it has at a time.
+MAX_WARM_CONNECTIONS = 256
+# Files that a process has open beside its connections.
+OTHER_FILES = 32
 DEFAULT_WARM_UP = 2
 WARM_UP_PROMPT_LEN, WARM_UP_OUTPUT_LEN, WARM_UP_ID = 16, 4, 2**62
 _log = logging.getLogger("ifbbench")
@@ -60,15 +53,10 @@ def run_endpoint(
     InputError before anything is written if the settings are bad, the server cannot be reached, or refuses a request
     of the warm-up. A run that is interrupted keeps what it has.
     """
-    _check(trace, config)
-    allow_many_connections()
+    _check(trace, config, allow_many_connections())
     replay = _EndpointReplay(trace, config, places, progress)
-    is_frozen = False
     try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            gc.collect()
-            gc.freeze()  # a collection of all objects takes longer than a request may be late
-            is_frozen = True
+        with undisturbed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             summary = runner.run(replay.run())
     except KeyboardInterrupt as interrupt:
         if replay.client is not None:
@@ -76,17 +64,19 @@ def run_endpoint(
                                f"{replay.directory}.")  # fmt: skip
         raise
     finally:
-        if is_frozen:
-            gc.unfreeze()
         if replay.client is not None and on_recorded is not None:
             on_recorded(replay.directory)
     assert replay.client is not None
     return replay.directory, summary, replay.client
 
 
-def _check(trace: Trace, config: RunConfig) -> None:
+def _check(trace: Trace, config: RunConfig, max_files: int | None) -> None:
     """InputError for what cannot be sent; a warning for what will not be."""
     columns = columns_of(trace.requests)
+    at_a_time = min(config.concurrency or 0, len(trace))
+    if max_files is not None and at_a_time > max_files - OTHER_FILES:
+        raise InputError(f"--concurrency {config.concurrency}: each has a connection, and this process may open "
+                         f"{max_files:,} files; raise the limit with ulimit -n, or ask for fewer.")  # fmt: skip
     if columns.max_beam_width > 1:
         raise InputError("--endpoint: the trace has requests with several beams, which are not streamed; replay a "
                          "trace without beams.")  # fmt: skip
@@ -107,7 +97,10 @@ class _EndpointReplay:
         self.directory = Path()
         self._trace, self._config, self._places, self._progress = trace, config, places, progress
         self._clock = WallClock()
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._in_flight: set[EndpointRequest] = set()
+        # Bodies that were made ahead, by the index of their request, and the index of the next one to make.
+        self._bodies: dict[int, bytes] = {}
+        self._next_body = self._bytes_ahead = 0
 
     async def run(self) -> dict[str, Any]:
         """The whole run; returns the summary."""
@@ -116,13 +109,17 @@ class _EndpointReplay:
         self._address = Address.of(self._config.endpoint)
         key = self._config.endpoint_api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._connections = Connections(self._address, headers, self._config.endpoint_timeout, self._clock)
+        self._alarm = Alarm(asyncio.get_running_loop(), self._clock, self._offer)
+        self._connections = Connections(
+            self._address, headers, self._config.endpoint_timeout, self._clock, self._alarm
+        )  # fmt: skip
         try:
-            self._api = EndpointApi(self._config, await model_name(self._connections, self._config))
+            self._api = EndpointApi(self._config, await model_name(self._connections, self._config), self._connections)
             await self._warm_up()
             return await self._record()
         finally:
             self._connections.close()
+            self._alarm.close()
 
     async def _warm_up(self) -> None:
         """Send the requests before the measured ones. InputError if one fails, because all others would."""
@@ -130,11 +127,12 @@ class _EndpointReplay:
         self._progress.stage("warming up")
         for one in range(DEFAULT_WARM_UP if warm_up is None else warm_up):
             row = TraceRequest(WARM_UP_ID + one, 0.0, WARM_UP_PROMPT_LEN, WARM_UP_OUTPUT_LEN, WARM_UP_OUTPUT_LEN)
-            try:
-                await self._exchange(self._api.body(row), Answer(), Exchange())
-            except RequestFailed as error:
-                raise InputError(f"--endpoint {self._config.endpoint}: the warm-up request failed: {error}. Mend that, "
-                                 "or add --warm_up 0 to run nevertheless.") from None  # fmt: skip
+            end: asyncio.Future[EndpointRequest] = asyncio.get_running_loop().create_future()
+            request = EndpointRequest(self._api, self._connections, -1, row, self._api.body(row), end.set_result)
+            request.begin()
+            if (failure := (await end).failure) is not None:
+                raise InputError(f"--endpoint {self._config.endpoint}: the warm-up request failed: {failure}. Mend "
+                                 "that, or add --warm_up 0 to run nevertheless.")  # fmt: skip
 
     # The run.
 
@@ -154,11 +152,13 @@ class _EndpointReplay:
             columns_of(trace.requests).class_at,
         )  # fmt: skip
         client = self.client = make_client(config, trace, self._clock, self._make_request)
-        self._loop = asyncio.get_running_loop()
-        self._ended = self._loop.create_future()
-        self._next: asyncio.Handle | None = None
+        self._ended = asyncio.get_running_loop().create_future()
+        self._progress.stage("preparing requests")
+        while self._make_body():
+            pass
+        await self._connections.open(self._requests_at_once())
         self._progress.stage("replaying")
-        opened, cpu_s = self._connections.opened, _cpu_s()
+        cpu_s = _cpu_s()
         self._clock.restart()
         beside = [asyncio.create_task(self._show_progress())]
         poll = None
@@ -171,11 +171,13 @@ class _EndpointReplay:
             await self._ended
         finally:
             wall_s, cpu_s = self._clock.now(), _cpu_s() - cpu_s
-            for task in (*beside, *self._in_flight):
+            self._alarm.set(inf)
+            self._in_flight.clear()
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(*beside, *self._in_flight, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)
             facts = {
-                "connections": self._connections.opened - opened, "resent": self._connections.resent,
+                "connections": self._connections.opened, "resent": self._connections.resent,
                 "client_cpu_s": cpu_s, "client_cpu_share": cpu_s / wall_s if wall_s else 0.0,
             }  # fmt: skip
             if poll is not None:
@@ -192,37 +194,54 @@ class _EndpointReplay:
         """Send the requests that are due, and look again when the next one is."""
         client = self.client
         assert client is not None
-        self._next = None
         try:
             for request in client.get_requests(-1):
-                task = self._loop.create_task(self._send(request))
-                self._in_flight.add(task)
-                task.add_done_callback(self._sent)
+                self._send(request)
             if client.done and not self._in_flight:
                 self._end(None)
                 return
             event_s = client.next_event_s
-            if event_s is None:
-                return  # a response is waited for
-            delay_s = event_s - self._clock.now()
-            if delay_s > TIMER_S:
-                self._next = self._loop.call_later(delay_s - TIMER_S, self._offer)
-            else:
-                self._next = self._loop.call_soon(self._offer)
+            self._alarm.set(inf if event_s is None else event_s)
+            if self._alarm.at_s - self._clock.now() > IDLE_S:
+                self._make_body()
         except Exception as error:
             self._end(error)
 
-    def _sent(self, task: "asyncio.Task[None]") -> None:
-        """A request has its answer, or failed."""
-        self._in_flight.discard(task)
-        if task.cancelled():
+    def _send(self, request: Request) -> None:
+        index, row = request.index, self._trace.requests[request.index]
+        if (body := self._bodies.pop(index, None)) is None:
+            body, self._next_body = self._api.body(row), max(self._next_body, index + 1)
+        else:
+            self._bytes_ahead -= len(body)
+        sending = EndpointRequest(self._api, self._connections, index, row, body, partial(self._take, request))
+        self._in_flight.add(sending)
+        sending.begin()
+
+    def _make_body(self) -> bool:
+        """Make the body of a later request, so that it is sent at once when it arrives. False if there are enough."""
+        if self._bytes_ahead >= BYTES_AHEAD or self._next_body == len(self._trace):
+            return False
+        body = self._bodies[self._next_body] = self._api.body(self._trace.requests[self._next_body])
+        self._bytes_ahead += len(body)
+        self._next_body += 1
+        return True
+
+    def _take(self, request: Request, ended: EndpointRequest) -> None:
+        """Record a request that has ended, and answer the client."""
+        client = self.client
+        assert client is not None
+        if ended not in self._in_flight:  # the run is over
             return
-        if (error := task.exception()) is not None:
+        self._in_flight.remove(ended)
+        try:
+            line, times_s, tokens = ended.line(client.arrival_s(request))
+            self._recorder.add(line, times_s, tokens)
+            output = (np.array(ended.answer.ids, np.int32),) if ended.answer.ids else ()
+            client.send_response(Response(request, True, output, error=line.error))
+        except Exception as error:
             self._end(error)
-            return
-        if self._next is not None:
-            self._next.cancel()
-        self._offer()
+        else:
+            self._offer()
 
     def _end(self, error: BaseException | None) -> None:
         if self._ended.done():
@@ -232,88 +251,26 @@ class _EndpointReplay:
         else:
             self._ended.set_exception(error)
 
-    async def _send(self, request: Request) -> None:
-        """One request with its attempts, to its end."""
-        row = self._trace.requests[request.index]
-        body, retries = self._api.body(row), list[str]()
-        while True:
-            answer, exchange = Answer(), Exchange()
-            failure: RequestFailed | None = None
-            try:
-                await self._exchange(body, answer, exchange)
-            except RequestFailed as error:
-                failure = error
-            if failure is None or not failure.may_retry or len(retries) >= self._config.endpoint_retries:
-                break
-            pause_s = RETRY_PAUSE_S * 2 ** len(retries) if failure.retry_after_s is None else failure.retry_after_s
-            retries.append(failure.kind)
-            await asyncio.sleep(pause_s)
-        self._take(request, row, answer, exchange.sent_s, failure, retries)
-
-    async def _exchange(self, body: bytes, answer: Answer, exchange: Exchange) -> None:
-        """One attempt. RequestFailed if it has no complete answer."""
-        lines, read, now = EventLines(), self._api.read, self._clock.now
-
-        def on_part(part: bytes) -> None:
-            arrived_s = now()
-            for data in lines.feed(part):
-                read(data, answer, arrived_s)
-
-        exchange.on_part = on_part
-        await self._connections.post(self._api.path, body, exchange)
-        kind = exchange.headers.get("content-type", "no content type")
-        if not answer.chunk_s and not kind.startswith("text/event-stream"):
-            raise RequestFailed("malformed_stream", f"expected server-sent events, but got {kind}")
-        if not answer.is_ended or not lines.is_empty:
-            raise RequestFailed("closed_early", "the stream ended before the answer was complete")
-        if not answer.chunk_s:
-            raise RequestFailed("no_output", "the answer has no token")
-
-    def _take(
-        self, request: Request, row: TraceRequest, answer: Answer, sent_s: float | None,
-        failure: RequestFailed | None, retries: list[str],
-    ) -> None:  # fmt: skip
-        """Record a request that has ended, and answer the client."""
-        client = self.client
-        assert client is not None
-        arrival_s = client.arrival_s(request)
-        times_s, tokens, source = answer.count(self._api.tokenizer)
-        line = ClientRequestLine(
-            request_id=row.request_id, index=request.index, arrival_s=arrival_s,
-            prompt_len=answer.prompt_tokens or row.prompt_len, output_len=sum(tokens), max_new_tokens=row.output_len,
-            reused_tokens=answer.cached_tokens, sent_s=sent_s, chunks=len(times_s), retries=retries,
-        )  # fmt: skip
-        if row.priority != DEFAULT_PRIORITY:
-            line.priority = row.priority
-        if failure is not None:
-            line.error, line.kind = str(failure), failure.kind
-        else:
-            assert sent_s is not None
-            self._complete(line, arrival_s, sent_s, times_s, source)
-        self._recorder.add(line, times_s, tokens)
-        error = None if failure is None else str(failure)
-        output = (np.array(answer.ids, np.int32),) if answer.ids else ()
-        client.send_response(Response(request, True, output, error=error))
-
-    @staticmethod
-    def _complete(
-        line: ClientRequestLine, arrival_s: float, sent_s: float, times_s: list[float], source: ChunkTokens
-    ) -> None:
-        first_s, last_s = times_s[0], times_s[-1]
-        line.outcome, line.chunk_tokens = "completed", source
-        line.first_token_s, line.end_s = first_s, last_s
-        line.ttft_s, line.e2e_s = first_s - arrival_s, last_s - arrival_s
-        line.tpot_s = (last_s - first_s) / (line.output_len - 1) if line.output_len > 1 else None
-        line.attribution_s = {CLIENT: sent_s - arrival_s, UNTIL_FIRST_TOKEN: first_s - sent_s,
-                              GENERATION: last_s - first_s}  # fmt: skip
+    def _requests_at_once(self) -> int:
+        """How many there may be soon: those of a closed loop, else those that arrive in the first second."""
+        concurrency, arrival_s = self._config.concurrency, columns_of(self._trace.requests).arrival_s
+        if concurrency is not None and not self._config.keeps_arrivals:
+            return min(concurrency, len(self._trace))
+        return min(bisect_right(arrival_s, 1.0), concurrency or MAX_WARM_CONNECTIONS, MAX_WARM_CONNECTIONS)
 
     # Beside the run.
 
     async def _show_progress(self) -> None:
+        known, metrics = 0, self._recorder.metrics
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
             assert self.client is not None
-            self._progress.update(self.client.answered, len(self._trace), f"{len(self._in_flight)} in flight")
+            parts, delays_s = [f"{len(self._in_flight)} in flight"], metrics.send_delay_s[known:]
+            known += len(delays_s)
+            if delays_s:
+                parts.append(f"sent up to {significant(max(delays_s) * 1000)} ms late")
+            parts += [f"{number} {kind}" for kind, number in metrics.errors.most_common(ERRORS_SHOWN)]
+            self._progress.update(self.client.answered, len(self._trace), ", ".join(parts))
 
     def _description(self, name: str) -> dict[str, Any]:
         """The content of run.json: the settings of the client; of the server what is known."""

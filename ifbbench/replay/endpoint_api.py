@@ -5,23 +5,29 @@ tensorrtllm_backend behind Triton's generate extension.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import DecodeError, Raw, Struct, ValidationError
+from msgspec import DecodeError, Meta, Raw, Struct, ValidationError
 from msgspec.json import Decoder, encode
 
 from ifbbench.config import DEFAULT_MODEL, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.endpoint_answer import PERHAPS, UNKNOWN, Answer
+from ifbbench.replay.endpoint_connections import Connections
 from ifbbench.replay.endpoint_http import RequestFailed, message_of
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.texts import load_tokenizer
 from ifbbench.workload.trace import TraceRequest
 
 DONE = b"[DONE]"
+NO_CHUNK = (DecodeError, ValidationError, UnicodeDecodeError, RecursionError)
 # Words of one token in common vocabularies, for prompts without a tokenizer.
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they")
+
+
+# What a server may say: counts of tokens, far above those of any answer, and token ids.
+Count = Annotated[int, Meta(ge=0, le=2**27)]
+TokenId = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 # OpenAI.
@@ -41,18 +47,18 @@ class _Delta(Struct):
 class _Choice(Struct):
     text: str | None = None
     delta: _Delta | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _LogProbs | None = None
     finish_reason: str | None = None
 
 
 class _Details(Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -72,7 +78,10 @@ def read_openai(data: bytes, answer: Answer, now_s: float) -> None:
     if data == DONE:
         answer.is_ended = True
         return
-    chunk = _decoded(_decode_chunk, data)
+    try:
+        chunk = _decode_chunk(data)
+    except NO_CHUNK as error:
+        raise _malformed(data, error) from None
     if chunk.error is not None or chunk.object == "error":
         problem = data if chunk.error is None else encode(chunk.error)
         raise RequestFailed("server_error", message_of(problem.decode(errors="replace")))
@@ -111,7 +120,7 @@ def read_openai(data: bytes, answer: Answer, now_s: float) -> None:
 
 class _TritonChunk(Struct):
     text_output: str | None = None
-    output_ids: list[int] | int | None = None
+    output_ids: list[TokenId] | TokenId | None = None
     error: str | None = None
 
 
@@ -120,7 +129,10 @@ _decode_triton = Decoder(_TritonChunk).decode
 
 def read_triton(data: bytes, answer: Answer, now_s: float) -> None:
     """Take in an event of generate_stream. RequestFailed as `read_openai`."""
-    chunk = _decoded(_decode_triton, data)
+    try:
+        chunk = _decode_triton(data)
+    except NO_CHUNK as error:
+        raise _malformed(data, error) from None
     if chunk.error is not None:
         raise RequestFailed("server_error", chunk.error[:300])
     if chunk.output_ids is not None:
@@ -135,12 +147,9 @@ def read_triton(data: bytes, answer: Answer, now_s: float) -> None:
     answer.is_ended = True  # nothing but the end of the response ends it
 
 
-def _decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
-    try:
-        return decode(data)
-    except (DecodeError, ValidationError, UnicodeDecodeError) as error:
-        shown = data[:80].decode(errors="replace")
-        raise RequestFailed("malformed_stream", f"an event is no chunk of the API ({error}): {shown}") from None
+def _malformed(data: bytes, error: Exception) -> RequestFailed:
+    shown = data[:80].decode(errors="replace")
+    return RequestFailed("malformed_stream", f"an event is no chunk of the API ({error}): {shown}")
 
 
 # Bodies.
@@ -149,20 +158,21 @@ def _decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
 class EndpointApi:
     """The requests of one endpoint. model: the name that the server has for it.
 
-    path: of the requests. read: takes in an event of an answer. tokenizer: that of --tokenizer. extra: more fields.
+    head: of the requests, as HTTP. read: takes in an event of an answer. tokenizer: that of --tokenizer.
     """
 
-    def __init__(self, config: RunConfig, model: str) -> None:
+    def __init__(self, config: RunConfig, model: str, connections: Connections) -> None:
         self.model = model
         self.config = config
         self.is_triton = config.endpoint_type == "triton"
         self.is_chat = config.endpoint_type == "openai-chat"
         self.sends_text = prompt_form(config) == "text"
         self.tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
-        self.path = "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        path = "/v1/chat/completions" if self.is_chat else "/v1/completions"
         self.read = read_openai
         if self.is_triton:
-            self.path, self.read = f"/v2/models/{model}/generate_stream", read_triton
+            path, self.read = f"/v2/models/{model}/generate_stream", read_triton
+        self.head = connections.head(path)
         self._extra: dict[str, Any] = json.loads(config.extra_body or "{}")
         vocab_size = config.endpoint_vocab_size if self.tokenizer is None else self.tokenizer.get_vocab_size()
         self._vocab_size = vocab_size

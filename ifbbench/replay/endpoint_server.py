@@ -12,7 +12,8 @@ from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.recording.lines import JsonLinesWriter
 from ifbbench.replay.endpoint_api import default_model
-from ifbbench.replay.endpoint_http import Address, Connections, RequestFailed, message_of
+from ifbbench.replay.endpoint_connections import Address, Connections
+from ifbbench.replay.endpoint_http import RequestFailed, message_of
 
 KEY_VARIABLES = ("IFBBENCH_API_KEY", "OPENAI_API_KEY")
 POLL_INTERVAL_S = 1.0
@@ -29,7 +30,7 @@ async def model_name(connections: Connections, config: RunConfig) -> str:
         answer = await connections.get(f"/v2/models/{given}/ready" if is_triton else "/v1/models")
     except RequestFailed as error:
         raise InputError(f"--endpoint {url}: {error}. Start the server, or check the address.") from None
-    text = bytes(answer.body).decode(errors="replace")
+    text = answer.body.decode(errors="replace")
     if answer.status in (401, 403):
         raise InputError(f"--endpoint {url}: status {answer.status}: {message_of(text)} Give the key as "
                          f"--endpoint_api_key or in {KEY_VARIABLES[0]}.")  # fmt: skip
@@ -90,7 +91,7 @@ class MetricsPoll:
             answer = await self._connections.get(self._path)
             if answer.status != 200:
                 raise RequestFailed("metrics", f"{self._path} has status {answer.status}")
-            writer.write([encode({"at_s": answer.active_s, **metrics_of(bytes(answer.body))})])
+            writer.write([encode({"at_s": answer.active_s, **metrics_of(answer.body)})])
             self.samples += 1
         except (RequestFailed, ValueError) as error:
             if not self.errors:

@@ -1,5 +1,6 @@
-"""Runs in several processes, one a rank: starts them, waits for rank 0's result, and ends all when one has failed.
+"""Processes of ranks: starts them, waits for rank 0's result, and ends all when one has failed.
 
+`run_in_ranks` starts all, and this process waits for them. With `other_ranks` this process is rank 0 itself.
 What the ranks do, also without this parent under torchrun or mpirun: see `rank_runs`.
 """
 
@@ -10,8 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -23,13 +24,13 @@ from typing import Any, cast
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.execution.ranks import Place, cause_of, num_ranks
+from ifbbench.execution.ranks import Place, RankFailed, cause_of, num_ranks
 from ifbbench.model.config import check_ranks
 from ifbbench.model.named_models import load_model_config
-from ifbbench.replay.rank_runs import follow
+from ifbbench.replay.rank_runs import end_others, follow, starts_ranks
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
-REPORT_S, WRITE_S = 2.0, 20.0
+REPORT_S, WRITE_S = 4.0, 20.0
 POLL_S = 0.2
 WRITING = "writing results"
 PR_SET_PDEATHSIG = 1
@@ -38,47 +39,78 @@ START = "from ifbbench.replay.rank_processes import work; work()"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What rank 0 does: `run(source, config, progress)`, with further arguments by name. run: a function of a module.
-    notes_directory: whether it takes `on_recording` and `on_recorded`."""
+    """What rank 0 does: `run(progress=…, …)`, with a function for each name of `callbacks` that reports its arguments.
+    run: can be pickled."""
 
     run: Callable[..., Any]
-    source: Any
-    config: RunConfig
-    notes_directory: bool
+    callbacks: tuple[str, ...]
 
 
 # The process that starts the ranks.
 
 
 def run_in_ranks(
-    run: Callable[..., Any], source: Any, config: RunConfig, progress: Progress = NO_PROGRESS,
-    callbacks: Mapping[str, Callable[[Path], None] | None] | None = None,
+    run: Callable[..., Any], config: RunConfig, progress: Progress = NO_PROGRESS,
+    callbacks: Mapping[str, Callable[..., None] | None] | None = None, *, subject: str = "the run",
+    passed_on: Collection[signal.Signals] = (),
 ) -> Any:  # fmt: skip
-    """The result of `run(source, config, …)` in rank 0 of the processes that `config` needs. Its exception is raised
-    here; RunFailed names a rank that died, does not answer or failed otherwise. No process is left.
+    """The result of `run(progress=…, …)` in rank 0 of the processes that `config` needs. Its exception is raised here;
+    RunFailed names a rank that died, does not answer or failed otherwise. No process is left.
 
-    callbacks: on_recording and on_recorded, of functions that take them."""
-    check_ranks(load_model_config(config.model), config.tp_size, config.pp_size)
+    callbacks: further arguments of `run`, by name; called here when rank 0 calls them. subject: of messages. passed_on:
+    signals to this process that are passed on to rank 0, which ends by them."""
     called: dict[str, Any] = {"stage": progress.stage, "update": progress.update, **(callbacks or {})}
-    with TemporaryDirectory(prefix="ifbbench-ranks-") as directory:
-        ranks = _Ranks(num_ranks(config), Path(directory) / "store", config, called)
+    with _new_ranks(config, subject, called) as ranks:
         try:
-            ranks.start(Job(run, source, config, callbacks is not None))
-            return ranks.result()
+            ranks.start(Job(run, tuple(callbacks or ())))
+            with _passing_on(passed_on, ranks):
+                return ranks.result()
         except KeyboardInterrupt:
             raise ranks.interrupt() from None
+
+
+@contextmanager
+def other_ranks(config: RunConfig, subject: str) -> "Iterator[Ranks | None]":
+    """Start the other ranks of `config`, of which this process is rank 0 until the end of the block; None if there are
+    none, or a launcher has started them."""
+    if config.makes_no_tokens or not starts_ranks(config):
+        yield None
+        return
+    with _new_ranks(config, subject, {}) as ranks:
+        ranks.start(None)
+        yield ranks
+        end_others()
+
+
+@contextmanager
+def _new_ranks(config: RunConfig, subject: str, callbacks: Mapping[str, Any]) -> "Iterator[Ranks]":
+    check_ranks(load_model_config(config.model), config.tp_size, config.pp_size)
+    with TemporaryDirectory(prefix="ifbbench-ranks-") as directory:
+        ranks = Ranks(config, Path(directory) / "store", subject, callbacks)
+        try:
+            yield ranks
         finally:
             ranks.kill()
 
 
+@contextmanager
+def _passing_on(signals: Collection[signal.Signals], ranks: "Ranks") -> Iterator[None]:
+    previous = {one: signal.signal(one, lambda number, frame: ranks.signal(number)) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in previous.items():
+            signal.signal(one, handler)
+
+
 @dataclass(slots=True)
 class _Rank:
-    """A process of a rank. failure: what it reported, None if nothing. is_lost: the failure is that another rank does
-    not answer. has_ended: whether its connection is closed."""
+    """A rank, and its process unless it is this one. failure: what it reported, None if nothing. is_lost: the failure
+    is that another rank does not answer. has_ended: whether its connection is closed."""
 
     number: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
+    process: subprocess.Popen[bytes] | None = None
+    connection: Connection | None = None
     failure: BaseException | None = None
     is_lost: bool = False
     has_ended: bool = False
@@ -87,27 +119,36 @@ class _Rank:
     def is_done(self) -> bool:
         return self.failure is not None or self.has_ended
 
+    def status(self) -> int:
+        """The exit status of its process, once that has ended; that of a signal is negative."""
+        return 0 if self.process is None else self.process.wait()
+
     def death(self) -> str:
         """How the process ended."""
-        status = self.process.wait()
+        status = self.status()
         if status >= 0:
             return f"ended with exit status {status}"
         reason = ", perhaps for lack of memory" if -status == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-status).name}{reason}"
 
 
-class _Ranks:
-    """The processes. callbacks: of what rank 0 reports, by its name."""
+class Ranks:
+    """The ranks that `config` needs. store: a file through which they find each other. subject: of messages. callbacks:
+    of what rank 0 reports, by its name."""
 
-    def __init__(self, size: int, store: Path, config: RunConfig, callbacks: Mapping[str, Any]) -> None:
-        self._size, self._store, self._config, self._callbacks = size, store, config, callbacks
+    def __init__(self, config: RunConfig, store: Path, subject: str, callbacks: Mapping[str, Any]) -> None:
+        self._size, self._config, self._store = num_ranks(config), config, store
+        self._subject, self._callbacks = subject, callbacks
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
         self._is_writing = False
 
-    def start(self, job: Job) -> None:
-        """Start all processes. Rank 0 does `job`."""
-        for number in range(self._size):
+    def start(self, job: Job | None) -> None:
+        """Start all processes. Rank 0 does `job`; None if it is this process."""
+        if job is None:
+            self._ranks.append(_Rank(0))
+            os.environ.update(Place(0, self._size, 0, self._size).environment(self._store))
+        for number in range(len(self._ranks), self._size):
             connection, theirs = Pipe()
             # In a session of its own: Ctrl+C is for this process, which interrupts rank 0.
             process = subprocess.Popen(
@@ -143,14 +184,32 @@ class _Ranks:
             if is_over or (first.failure and not first.is_lost) or all(rank.is_done for rank in self._ranks):
                 raise self._verdict()
 
+    def have_failed(self) -> bool:
+        """Whether one of the other ranks has, of rank 0, which is this process."""
+        for rank, what, content in self._messages(0.0):
+            rank.failure, rank.is_lost = content, what == "lost"
+        return any(rank.is_done for rank in self._ranks)
+
+    def explanation(self, error: BaseException) -> BaseException:
+        """`error` of rank 0, which is this process, or the failure of another rank that explains it best."""
+        cause = cause_of(error)
+        if not (isinstance(cause, RankFailed) or self.have_failed()):
+            return error
+        self._ranks[0].failure, self._ranks[0].is_lost = cause, True
+        try:
+            self.result()
+        except IfbbenchError as verdict:
+            return verdict
+        return error
+
     def _messages(self, timeout_s: float) -> list[tuple[_Rank, str, Any]]:
         """What ranks have sent within this time. Calls the callbacks."""
         messages = []
-        waiting = {rank.connection: rank for rank in self._ranks if not rank.has_ended}
+        waiting = {rank.connection: rank for rank in self._ranks if rank.connection and not rank.has_ended}
         for connection in wait(list(waiting), timeout_s):
-            rank = waiting[connection]  # type: ignore[index]
+            rank = waiting[cast(Connection, connection)]
             try:
-                what, *content = rank.connection.recv()
+                what, *content = cast(Connection, connection).recv()
             except (EOFError, ConnectionError):
                 rank.has_ended = True
                 continue
@@ -172,25 +231,30 @@ class _Ranks:
         # NCCL ends the processes that wait for one which hangs by SIGABRT.
         hang = any(not rank.is_done for rank in self._ranks)
         for rank in self._ranks:
-            if rank.has_ended and rank.failure is None and not (hang and rank.process.wait() == -signal.SIGABRT):
-                return RunFailed(f"the run ended early: rank {rank.number} {rank.death()}", outcome)
+            if rank.has_ended and rank.failure is None and not (hang and rank.status() == -signal.SIGABRT):
+                return RunFailed(f"{self._subject} ended early: rank {rank.number} {rank.death()}", outcome)
         for rank in self._ranks:
             if rank.failure is not None and not rank.is_lost:
                 if rank.number == 0 or isinstance(rank.failure, InputError):
                     return rank.failure
-                return RunFailed(f"the run ended early: in rank {rank.number}, {rank.failure}", outcome)
+                return RunFailed(f"{self._subject} ended early: in rank {rank.number}, {rank.failure}", outcome)
         for rank in self._ranks:
             if not (rank.is_done or (rank.number == 0 and self._is_writing)):
                 limit = f"{self._config.rank_timeout:g} s, the limit of --rank_timeout"
-                return RunFailed(f"the run ended early: rank {rank.number} did not answer for {limit}", outcome)
-        return RunFailed(f"the run ended early: {getattr(first, 'reason', first)}", outcome)
+                return RunFailed(f"{self._subject} ended early: rank {rank.number} did not answer for {limit}", outcome)
+        return RunFailed(f"{self._subject} ended early: {getattr(first, 'reason', first)}", outcome)
+
+    def signal(self, number: int) -> None:
+        """Send this signal to the process of rank 0."""
+        if (process := self._ranks[0].process) is not None:
+            process.send_signal(number)
 
     def interrupt(self) -> KeyboardInterrupt:
         """Interrupt rank 0, and wait until it has written what it has; returns its exception, with its notes."""
         if not self._ranks:
             return KeyboardInterrupt()
         first, clock = self._ranks[0], WallClock()
-        first.process.send_signal(signal.SIGINT)
+        self.signal(signal.SIGINT)
         while not first.has_ended and (left_s := WRITE_S - clock.now()) > 0:
             for rank, _, content in self._messages(left_s):
                 if rank is first and isinstance(content, KeyboardInterrupt):
@@ -199,11 +263,12 @@ class _Ranks:
 
     def kill(self) -> None:
         """End all processes that have not ended."""
-        for rank in self._ranks:
-            rank.connection.close()
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.wait()
+        started = [(rank.process, rank.connection) for rank in self._ranks if rank.process and rank.connection]
+        for process, connection in started:
+            connection.close()
+            process.kill()
+        for process, _ in started:
+            process.wait()
 
 
 # The process of a rank.
@@ -222,6 +287,7 @@ def work() -> None:
         if isinstance(job, RunConfig):
             follow(job)
         else:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in the command
             connection.send(("result", _do(job, connection)))
     except BaseException as error:
         cause = cause_of(error)
@@ -243,8 +309,7 @@ def _do(job: Job, connection: Connection) -> Any:
         return lambda *content: connection.send((what, *content))
 
     progress = cast(Progress, SimpleNamespace(stage=report("stage"), update=report("update")))
-    callbacks = {name: report(name) for name in ("on_recording", "on_recorded") if job.notes_directory}
-    return job.run(job.source, job.config, progress, owns_process=True, **callbacks)
+    return job.run(progress=progress, **{name: report(name) for name in job.callbacks})
 
 
 def _sendable(error: BaseException, cause: BaseException) -> BaseException:

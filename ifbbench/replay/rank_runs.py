@@ -9,13 +9,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
-from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.api.engine import build_engine, loop_maker, warm_up
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.execution.ranks import STORE, cause_of, launched_place, num_ranks
@@ -66,17 +65,22 @@ class _Led:
         join(config.rank_timeout)
         if not self.has_met:
             self.has_met = True
-            atexit.register(self._end_others)
-
-    def _end_others(self) -> None:
-        from ifbbench.execution.communicator import leave, share
-
-        if not self.is_unfinished:  # else they do not wait for this, but have lost the connection
-            share(None)
-        leave()
+            atexit.register(end_others)
 
 
 _led = _Led()
+
+
+def end_others() -> None:
+    """End the other ranks, and leave. Also done at exit."""
+    if not _led.has_met:
+        return
+    from ifbbench.execution.communicator import leave, share
+
+    _led.has_met = False
+    if not _led.is_unfinished:  # else they do not wait for this, but have lost the connection
+        share(None)
+    leave()
 
 
 @contextmanager
@@ -105,14 +109,6 @@ def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator | None
     _led.is_unfinished = False
 
 
-def loop_maker(engine: Engine) -> "Callable[..., RankLoop]":
-    """The class of the loop of an engine with a communicator."""
-    from ifbbench.api.ranks import RankLoop
-
-    assert engine.communicator is not None
-    return partial(RankLoop, engine.communicator, engine.config.check_ranks)
-
-
 # Other ranks.
 
 
@@ -120,7 +116,8 @@ def follow(config: RunConfig) -> None:
     """Take part in the runs of rank 0, until it ends. config: of the first."""
     from ifbbench.execution.communicator import communicator_of, join, share
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the run
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)  # rank 0 ends the run
     _log.setLevel(logging.CRITICAL)  # rank 0 logs the same
     join(config.rank_timeout)
     while (job := share(None)) is not None:
@@ -130,8 +127,10 @@ def follow(config: RunConfig) -> None:
         engine = build_engine(config, beam_width, owns_process=True, communicator=communicator)
         try:
             warm_up(engine)
-            loop_maker(engine)(engine.limits, engine.executor, engine.clock, next_change=lambda now_s: None,
-                               next_priority=lambda: None).follow()  # fmt: skip
+            loop = loop_maker(config, communicator)(
+                engine.limits, engine.executor, engine.clock, next_change=lambda now_s: None, next_priority=lambda: None
+            )
+            cast("RankLoop", loop).follow()
         finally:
             engine.executor.close()
 

@@ -1,6 +1,7 @@
 """The client of a replay behind a serving process: requests reach the engine, and tokens their clients, later."""
 
 from array import array
+from bisect import bisect_left
 from math import inf
 from typing import Any
 
@@ -39,11 +40,11 @@ class ServedClient(ReplayClient):
         """The same for each iteration of a stretch, [iterations]."""
         end_s, outputs, parts, done = stretch.end_s, stretch.first.num_generation, [], 0
         while (received_s := self._next_received_s()) <= end_s[-1]:
-            before = max(done, int(end_s.searchsorted(received_s)))
-            parts.append(self._process.deliver_many(end_s[done:before], outputs))
+            before = max(done, bisect_left(end_s, received_s))
+            parts.append(self._process.deliver_many(np.array(end_s[done:before]), outputs))
             done = before
             self._accept(received_s)
-        parts.append(self._process.deliver_many(end_s[done:], outputs))
+        parts.append(self._process.deliver_many(np.array(end_s[done:]), outputs))
         delivered_s = np.concatenate(parts)
         self._delivered_s = float(delivered_s[-1])
         return delivered_s

@@ -2,16 +2,25 @@
 
 from typing import Any
 
+import numpy as np
 from msgspec import UNSET, convert
 
 from ifbbench.recording.client_side import ChunkTokens, ClientMetrics, ClientRequestLine
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.recording.traffic import Window
 from ifbbench.report import count, percent, significant, time_unit
-from ifbbench.report.load import REQUEST_FIELDS, RunData, read_lines
+from ifbbench.report.load import REQUEST_FIELDS, Floats, RunData, read_lines
 
 # A client that is later than this is part of what it measures.
 LATE_S = 0.005
+# Parts of the names of the gauges of a server's load: of vLLM, SGLang, TensorRT-LLM's Triton backend and text
+# generation inference, and of trtllm-serve's iterations.
+LOAD_GAUGES = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
+    "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "nv_trt_llm_request_metrics{",
+    "nv_trt_llm_kv_cache_block_metrics{", "tgi_queue_size", "tgi_batch_current_size", "numActiveRequests",
+    "numQueuedRequests",
+)  # fmt: skip
 CHUNK_TOKENS_WORDS = {
     ChunkTokens.STREAM: "the stream itself",
     ChunkTokens.USAGE: "the usage at the end, one token for each chunk",
@@ -41,6 +50,22 @@ def client_figures(run: RunData, window: Window | None = None) -> dict[str, Any]
         found["arrivals"] = summary["arrivals"]
         found["endpoint"] = {**summary["endpoint"], **found["endpoint"]}
     return found
+
+
+def load_gauges(run: RunData) -> dict[str, tuple[Floats, Floats]]:
+    """The gauges of load in the server's metrics by name: when they were read (s), and their values. Empty if they were
+    not polled."""
+    values: dict[str, list[tuple[float, float]]] = {}
+    for row in read_lines(find_lines(run.path, METRICS), ("at_s",)):
+        latest = row.get("values") or {}
+        if row.get("iterations"):
+            last = row["iterations"][-1]
+            latest = {name: value for name, value in last.items() if isinstance(value, int | float)}
+        for name, value in latest.items():
+            if any(part in name for part in LOAD_GAUGES):
+                values.setdefault(name, []).append((row["at_s"], value))
+    series = {name: np.array(pairs, float).T for name, pairs in values.items()}
+    return {name: (times_s, found) for name, (times_s, found) in series.items()}
 
 
 def client_warnings(run: RunData, known: dict[str, Any]) -> list[str]:

@@ -1,14 +1,15 @@
 """Answers in the OpenAI API: choices as their tokens come, as one object or as server-sent events."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ifbbench.errors import IfbbenchError
+from ifbbench.serving.log_probs import LogProb, chat_form, completion_form, of_outputs, of_prompt, prompt_form
 from ifbbench.serving.protocol import ChatRequest, CompletionRequest, Generating
 from ifbbench.serving.service import Generation
 from ifbbench.serving.texts import GrowingText, Tokenizer
@@ -19,15 +20,6 @@ END_OF_EVENTS = b"data: [DONE]\n\n"
 
 class GenerationFailed(IfbbenchError):
     """The engine ended a request with an error."""
-
-
-@dataclass(slots=True)
-class LogProb:
-    """The log-probability of one token, and of the most likely ones, (text, log-probability)."""
-
-    token: str
-    log_prob: float
-    top: list[tuple[str, float]]
 
 
 @dataclass(slots=True)
@@ -42,7 +34,8 @@ class Part:
 
 
 class Choice:
-    """One answer to a prompt, as the tokens of its generation come. max_new_tokens: of which it can have no more."""
+    """One answer to a prompt, as the tokens of its generation come. max_new_tokens: of which it can have no more; with
+    0, the token that the engine makes is dropped."""
 
     def __init__(
         self, index: int, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str], max_new_tokens: int,
@@ -51,7 +44,7 @@ class Choice:
         self.generation = generation
         self.num_tokens = 0
         self.is_done = False
-        self._index = index
+        self.index = index
         self._tokenizer = tokenizer
         self._text = GrowingText(tokenizer, stops)
         self._max_new_tokens = max_new_tokens
@@ -63,18 +56,21 @@ class Choice:
         if self.is_done:
             return []
         new, is_final = self.generation.take(), self.generation.is_done
+        if not self._max_new_tokens:
+            new = []
         if self.generation.error:
             self.is_done = True
             raise GenerationFailed(self.generation.error)
         if new and new[-1].beams:
             self.is_done = True
             return self._beams(new[-1].beams)
-        part = Part(self._index)
+        part = Part(self.index)
         stop_ids = self.generation.request.stop_ids
         for tokens in new:
             part.ids += tokens.ids
             if tokens.log_probs:
-                part.log_probs += self._log_probs(tokens.ids, tokens.log_probs, tokens.logits)
+                logits = None if tokens.logits is None else tokens.logits[0]
+                part.log_probs += of_outputs(tokens.ids, tokens.log_probs, logits, self._top, self._tokenizer)
         self.num_tokens += len(part.ids)
         ends_with_token = is_final and bool(part.ids) and part.ids[-1] in stop_ids
         part.text = self._text.add(part.ids[:-1] if ends_with_token else part.ids)
@@ -89,25 +85,16 @@ class Choice:
     def _beams(self, beams: list[tuple[list[int], list[float]]]) -> list[Part]:
         parts = []
         for number, (ids, numbers) in enumerate(beams):
-            log_probs = self._log_probs(ids, numbers, None) if numbers else []
+            log_probs = of_outputs(ids, numbers, None, 0, self._tokenizer) if numbers else []
             reason = "length" if len(ids) >= self._max_new_tokens else "stop"
             self.num_tokens += len(ids)
-            parts.append(Part(self._index + number, self._tokenizer.decode(ids), ids, log_probs, reason))
+            parts.append(Part(self.index + number, self._tokenizer.decode(ids), ids, log_probs, reason))
         return parts
 
-    def _log_probs(self, ids: list[int], numbers: list[float], logits: Any) -> list[LogProb]:
-        """logits: [1, tokens, vocabulary], for the most likely tokens."""
-        decode = self._tokenizer.decode
-        found = [LogProb(decode([one]), number, []) for one, number in zip(ids, numbers, strict=False)]
-        if logits is not None and self._top:
-            rows = logits[0, : len(found)].astype(np.float64)
-            rows -= rows.max(axis=1, keepdims=True)
-            rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
-            for row, one in zip(rows, found, strict=True):
-                best = np.argpartition(row, -self._top)[-self._top :]
-                order = best[np.argsort(-row[best], kind="stable")]
-                one.top = [(decode([token]), float(row[token])) for token in order.tolist()]
-        return found
+    def prompt_log_probs(self, top: int) -> list[LogProb]:
+        """Of the prompt, after the final response. top: how many of the most likely tokens to list."""
+        tokens = self.generation.request.input_ids
+        return of_prompt(list(tokens), self.generation.context_logits, top, self._tokenizer)
 
 
 class Answer:
@@ -129,6 +116,8 @@ class Answer:
         self._echoes = echoes
         self._stop = stop
         self._offsets: dict[int, int] = {}
+        # By the index of the choice, if they were asked for.
+        self._prompt_log_probs: dict[int, list[LogProb]] = {}
         kind = "chat.completion" if self._is_chat else "text_completion"
         prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": created, "model": model}
@@ -143,8 +132,17 @@ class Answer:
                 whole.ids += part.ids
                 whole.log_probs += part.log_probs
                 whole.finish_reason = part.finish_reason
+        for choice in self._choices if self._body.scores_prompt else ():
+            await ended(choice.generation)
+            top = max(self._body.prompt_logprobs or 0, self._body.top_log_probs or 0)
+            scores = await asyncio.to_thread(choice.prompt_log_probs, top)
+            beams = range(choice.generation.request.beam_width)
+            self._prompt_log_probs |= {choice.index + beam: scores for beam in beams}
         choices = [self._choice(wholes[index], is_chunk=False) for index in sorted(wholes)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        answer = {**self._head, "choices": choices, "usage": self._usage()}
+        if self._is_chat and self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_form(self._prompt_log_probs[0])
+        return answer
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events; those that are due at the same time are joined."""
@@ -194,34 +192,35 @@ class Answer:
         asked = self._body.top_log_probs is not None
         choice: dict[str, Any] = {"index": part.index, "finish_reason": part.finish_reason}
         if self._is_chat:
-            choice["logprobs"] = {"content": [_chat_log_prob(one) for one in part.log_probs]} if asked else None
+            choice["logprobs"] = chat_form(part.log_probs) if asked else None
             text = {"content": part.text}
             choice |= {"delta": text} if is_chunk else {"message": {"role": "assistant", **text}}
         else:
             is_first = part.index not in self._offsets
             echo = self._echoes[part.index] if is_first and self._echoes else ""
-            start = self._offsets.setdefault(part.index, 0) + len(echo)
+            start = self._offsets.setdefault(part.index, 0)
+            scored = self._prompt_log_probs.get(part.index, [])
             choice["text"] = echo + part.text
-            choice["logprobs"] = _completion_log_probs(part.log_probs, start) if asked else None
-            self._offsets[part.index] = start + len(part.text)
+            if asked and echo:
+                choice["logprobs"] = completion_form([*scored, *part.log_probs], 0)
+            else:
+                choice["logprobs"] = completion_form(part.log_probs, start) if asked else None
+            if self._body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_form(scored)
+            self._offsets[part.index] = start + len(echo) + len(part.text)
         if self._body.return_token_ids:
             choice["token_ids"] = part.ids
         return choice
 
 
-def _completion_log_probs(log_probs: list[LogProb], start: int) -> dict[str, Any]:
-    offsets = np.cumsum([start, *(len(one.token) for one in log_probs)])[:-1].tolist()
-    return {
-        "tokens": [one.token for one in log_probs],
-        "token_logprobs": [one.log_prob for one in log_probs],
-        "top_logprobs": [dict(one.top or [(one.token, one.log_prob)]) for one in log_probs],
-        "text_offset": offsets,
-    }
-
-
-def _chat_log_prob(one: LogProb) -> dict[str, Any]:
-    top = [{"token": text, "logprob": number, "bytes": list(text.encode())} for text, number in one.top]
-    return {"token": one.token, "logprob": one.log_prob, "bytes": list(one.token.encode()), "top_logprobs": top}
+async def ended(generation: Generation) -> None:
+    """Wait for the final response, which a choice that a stop text has ended does not. GenerationFailed if it is an
+    error."""
+    while not generation.is_done:
+        generation.changed.clear()
+        await generation.changed.wait()
+    if generation.error:
+        raise GenerationFailed(generation.error)
 
 
 def error_object(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:

@@ -54,14 +54,15 @@ class BadRequest(Exception):
 
 @dataclass
 class Endpoints:
-    """The endpoints of one service. key: what clients must send, None if they need not; created: when it started, in
-    seconds since the Unix epoch."""
+    """The endpoints of one service. adapters: LoRA tasks by the name by which clients know them; key: what clients must
+    send, None if they need not; created: when it started, in seconds since the Unix epoch."""
 
     service: Service
     texts: Texts
     config: ServerConfig
     metrics: ServerMetrics
     model: str
+    adapters: dict[str, int]
     key: str | None
     created: int
 
@@ -87,12 +88,13 @@ class Endpoints:
         return await self._generate(request, ChatRequest)
 
     async def models(self, _request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json({"object": "list", "data": [self._model(name) for name in (self.model, *self.adapters)]})
 
     async def model_of_name(self, request: Request) -> Response:
-        if request.path_params["name"] != self.model:
-            raise BadRequest(404, f"there is no such model; this server has {self.model}.", param="model")
-        return _json(self._model())
+        name = request.path_params["name"]
+        if name != self.model and name not in self.adapters:
+            raise self._unknown(name)
+        return _json(self._model(name))
 
     async def health(self, _request: Request) -> Response:
         if self.service.is_running:
@@ -112,12 +114,16 @@ class Endpoints:
         return Response(b"[" + b",".join(lines) + b"]", media_type=JSON)
 
     async def description(self, _request: Request) -> Response:
-        return _json(openapi())
+        return _json(openapi(self.service.engine.limits.vocab_size))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         longest = self.service.engine.limits.max_seq_len
-        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "ifbbench",
-                "max_model_len": longest}  # fmt: skip
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "ifbbench",
+                "max_model_len": longest, "parent": self.model if name in self.adapters else None}  # fmt: skip
+
+    def _unknown(self, name: str) -> BadRequest:
+        known = ", ".join((self.model, *self.adapters))
+        return BadRequest(404, f"model: there is no {name[:100]!r}; this server has {known}.", param="model")
 
     def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """`endpoint` for clients that send the key."""
@@ -135,12 +141,13 @@ class Endpoints:
 
     async def _generate(self, request: Request, body_type: type[Generating]) -> Response:
         content = await self._content(request)
+        received_s = self.service.real_now()
         try:
             if len(content) > LONG_BODY:
                 body, prompts = await asyncio.to_thread(self._read, content, body_type)
             else:
                 body, prompts = self._read(content, body_type)
-            answer = self._submit(body, prompts)
+            answer = self._submit(body, prompts, received_s)
         except InputError as error:
             param, colon, _ = str(error).partition(":")
             raise BadRequest(400, str(error), param=param if colon and param.isidentifier() else None) from None
@@ -182,24 +189,31 @@ class Endpoints:
         check_supported(body, self.service.engine.makes_tokens)
         return body, body.prompts(self.texts)
 
-    def _submit(self, body: Generating, prompts: list[list[int]]) -> Answer:
+    def _submit(self, body: Generating, prompts: list[list[int]], received_s: float) -> Answer:
         engine, tokenizer = self.service.engine, self.texts.tokenizer
+        # Where there are adapters, an unknown name may be meant as one.
+        if self.adapters and body.model not in (None, self.model, *self.adapters):
+            raise self._unknown(body.model or "")
+        adapter = self.adapters.get(body.model or "")
         requests = engine_requests(
             body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
-            engine.limits.vocab_size,
+            engine.limits.vocab_size, adapter,
         )  # fmt: skip
         if engine.limits.batching_type is BatchingType.V1:  # static batches respond at their end
             requests = [replace(one, streaming=False) for one in requests]
         for one in requests:
             self.service.check(one)
         choices, index = [], 0
-        for generation in self.service.submit(requests):
+        for generation in self.service.submit(requests, received_s=received_s):
             one = generation.request
             longest = min(one.max_new_tokens, engine.limits.max_seq_len - len(one.input_ids))
+            if body.max_new_tokens == 0:
+                longest = 0
             choices.append(Choice(index, generation, tokenizer, body.stops, longest, body.top_log_probs or 0))
             index += one.beam_width
+        model = self.model if adapter is None else body.model or ""
         return Answer(
-            body, self.model, int(WallClock().timestamp()), choices, sum(map(len, prompts)),
+            body, model, int(WallClock().timestamp()), choices, sum(map(len, prompts)),
             echoes_of(body, prompts, tokenizer), self.service.cancel,
         )  # fmt: skip
 

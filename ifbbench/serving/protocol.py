@@ -7,7 +7,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import asdict
 
 from ifbbench.api.request import InferenceRequest
-from ifbbench.config import RunConfig
+from ifbbench.config import DEFAULT_PRIORITY, RunConfig
 from ifbbench.engine.active import FloatArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
@@ -16,6 +16,7 @@ from ifbbench.serving.texts import Texts
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIAS = 100.0
+MAX_LOG_PROBS = 20
 # A lower temperature is greedy: dividing logits by less would overflow.
 MIN_TEMPERATURE = 1e-3
 DEFAULT_COMPLETION_TOKENS = 16
@@ -40,7 +41,9 @@ class Generating(Struct, kw_only=True):
 
     n: choices, each with a seed of its own; with use_beam_search the beams. stop: texts that end a choice and are not
     part of it. ignore_eos: the model's end token does not end it. min_tokens: no end token before so many.
-    return_token_ids: choices also have the ids of their tokens.
+    return_token_ids: choices also have the ids of their tokens. prompt_logprobs: list the log-probability of each token
+    of the prompt, and of so many of the most likely tokens there. priority: higher ones run first; 0.5 without. model:
+    the name of a LoRA adapter uses it.
     """
 
     model: str | None = None
@@ -64,6 +67,8 @@ class Generating(Struct, kw_only=True):
     early_stopping: Literal["always", "heuristic", "never"] | None = None
     logit_bias: dict[str, float] | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOG_PROBS)] | None = None
+    priority: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
     user: str | None = None
 
     @property
@@ -83,6 +88,11 @@ class Generating(Struct, kw_only=True):
         """How many of the most likely tokens are listed with each token; None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the answer has log-probabilities of the prompt."""
+        return self.prompt_logprobs is not None
+
     def prompts(self, texts: Texts) -> list[list[int]]:
         """The token ids of each prompt. InputError if one is empty or cannot be read."""
         raise NotImplementedError
@@ -92,11 +102,12 @@ class CompletionRequest(Generating, kw_only=True):
     """A text to continue.
 
     prompt: a text, the ids of its tokens, or a list of either. logprobs: how many of the most likely tokens to list
-    with each token. echo: the text begins with the prompt.
+    with each token. echo: the text begins with the prompt; then max_tokens may be 0.
     """
 
     prompt: str | Annotated[list[str | int | list[TokenId]], Meta(min_length=1)]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOG_PROBS)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     echo: bool | None = None
     best_of: Choices | None = None
     suffix: str | None = None
@@ -107,7 +118,13 @@ class CompletionRequest(Generating, kw_only=True):
 
     @property
     def max_new_tokens(self) -> int | None:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        if self.max_tokens == 0 and not self.echo:
+            raise InputError("max_tokens: 0 leaves nothing to answer; expected at least 1, or echo.")
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
     def prompts(self, texts: Texts) -> list[list[int]]:
         prompt = self.prompt
@@ -135,7 +152,7 @@ class ChatRequest(Generating, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOG_PROBS)] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = field(default=None)
 
@@ -179,32 +196,40 @@ def check_supported(body: Generating, makes_tokens: bool) -> None:
             raise InputError(f"{name}: is not supported; leave it out.")
     if body.use_beam_search and not makes_tokens:
         raise InputError("use_beam_search: a simulated device has no beams to compare; leave it out.")
+    if body.scores_prompt and body.stream:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise InputError(f"{name}: those of a prompt are complete only at the end; leave out stream.")
+    if body.use_beam_search and body.max_new_tokens == 0:
+        raise InputError("max_tokens: beams need at least 1.")
     if body.use_beam_search and body.stream:
         raise InputError("use_beam_search: beams are ordered only at the end; leave out stream.")
 
 
 def engine_requests(
     body: Generating, prompts: list[list[int]], texts: Texts, config: RunConfig, end_tokens: tuple[int, ...],
-    default_max_tokens: int, vocab_size: int | None,
+    default_max_tokens: int, vocab_size: int | None, lora_task_id: int | None,
 ) -> list[InferenceRequest]:  # fmt: skip
     """The requests of the batch manager for `body`: of each prompt one, or with several seeds one for each choice.
 
-    config: has the defaults of sampling. end_tokens, vocab_size: of the model, None if none runs."""
+    config: has the defaults of sampling. end_tokens, vocab_size: of the model, None if none runs. lora_task_id: of the
+    adapter that `body` names."""
     top, with_beams = body.top_log_probs, bool(body.use_beam_search) and body.num_choices > 1
+    asked, has_model = body.max_new_tokens, vocab_size is not None
     stop_sequences = [sequence for stop in body.stops if (sequence := texts.stop_sequence(stop))]
     requests = []
     for tokens in prompts:
         for choice in range(1 if with_beams else body.num_choices):
             requests.append(InferenceRequest(
-                0, tokens, body.max_new_tokens or default_max_tokens,
+                0, tokens, default_max_tokens if asked is None else max(asked, 1),
                 stop_ids=(*(() if body.ignore_eos else end_tokens), *(body.stop_token_ids or ())),
                 stop_sequences=stop_sequences,
                 sampling=_sampling(body, config, choice, vocab_size),
                 beam_width=body.num_choices if with_beams else 1,
                 # A stop text may also begin within a token, which only the text itself shows while it grows.
                 streaming=bool(body.stream or body.stops) and not with_beams,
-                return_log_probs=top is not None, return_generation_logits=bool(top) and vocab_size is not None,
-                exclude_input_from_output=True,
+                return_log_probs=top is not None, return_generation_logits=bool(top) and has_model,
+                return_context_logits=body.scores_prompt and has_model, exclude_input_from_output=True,
+                priority=DEFAULT_PRIORITY if body.priority is None else body.priority, lora_task_id=lora_task_id,
             ))  # fmt: skip
     return requests
 

@@ -9,7 +9,8 @@ from ifbbench.api.engine import Engine
 from ifbbench.api.request import InferenceRequest
 from ifbbench.clock import WallClock
 from ifbbench.compressed import open_to_read
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Observer, Stretch
+from ifbbench.engine.interfaces import Observer
+from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.recording import run_directory
 from ifbbench.recording.lines import JsonLinesWriter
@@ -80,8 +81,8 @@ class TrafficRecording(Observer):
         if not self._is_flushed:
             self._flush()
 
-    def close(self, partial: bool) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the engine failed."""
+    def close(self, partial: bool, delivery_lag_s: dict[str, float]) -> dict[str, Any]:
+        """End the recording; returns the summary. partial: the engine failed. delivery_lag_s: for the summary."""
         self._trace.close()
         self._order_rows()
         trace = self._description["trace"]
@@ -89,7 +90,7 @@ class TrafficRecording(Observer):
             trace |= {"requests": self._num_arrived, "sha256": file_digest(file, "sha256").hexdigest()}
         self._recorder.metrics.total = self._num_arrived
         with self._open:
-            return self._recorder.close(partial)
+            return self._recorder.close(partial, lambda _: {"delivery_lag_s": delivery_lag_s})
 
     def _arrival_s(self, request: Request) -> float:
         return self._arrivals_s[request.request_id]

@@ -6,19 +6,23 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from ifbbench.api.adapters import adapter_names
 from ifbbench.api.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.recording import run_directory
-from ifbbench.replay.endpoint_http import new_event_loop
+from ifbbench.replay.endpoint_loop import new_event_loop
+from ifbbench.replay.rank_processes import WRITING, run_in_ranks
+from ifbbench.replay.rank_runs import leading, starts_ranks
 from ifbbench.serving.app import Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.metrics import ServerMetrics
@@ -31,6 +35,8 @@ API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
 DEFAULT_MAX_QUEUE_SIZE = 1024
 WATCH_INTERVAL_S = 0.5
+# After the engine has failed, how long clients may take to read what they are sent, in whole seconds.
+FAILED_DRAIN_S = 1
 # How long the engine's thread waits for the interpreter while the event loop runs; Python's default is 5 ms, as long as
 # an iteration of a GPU.
 SWITCH_INTERVAL_S = 0.0005
@@ -38,59 +44,65 @@ SWITCH_INTERVAL_S = 0.0005
 
 def serve(
     config: RunConfig, server: ServerConfig, progress: Progress = NO_PROGRESS,
-    on_started: Callable[[str], None] = lambda url: None, stop: asyncio.Event | None = None,
+    on_started: Callable[[str], None] = lambda url: None, on_recording: Callable[[Path], None] | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Serve until SIGTERM or SIGINT, then drain; returns the summary of the recording, None without one.
+    """Serve until SIGTERM or SIGINT, then drain; returns the summary of the recording, None without one. In several
+    processes if `config` needs them, of which rank 0 serves. To be called in the main thread.
 
-    on_started: is called with the address when requests are taken. stop: ends the server too, for a caller outside of
-    the main thread. InputError before anything is written if the settings are bad or the port is taken.
+    on_started: is called with the address when requests are taken. on_recording: with the run directory when the
+    recording begins. InputError before anything is written if the settings are bad or the port is taken; RunFailed if a
+    rank has failed, BatchManagerFailed if the engine of a single process has.
     """
-    listener = _listen(server)
-    try:
+    if not config.makes_no_tokens and starts_ranks(config):
+        callbacks: dict[str, Any] = {"on_started": on_started, "on_recording": on_recording}
+        run = partial(serve, config, server)
+        summary: dict[str, Any] | None = run_in_ranks(run, config, progress, callbacks, subject="the server",
+                                                      passed_on=(signal.SIGTERM, signal.SIGINT))  # fmt: skip
+        return summary
+    with closing(_listen(server)) as listener:
+        _model_name(config, server)
         if server.record is not None:
             run_directory.check(Path(server.record), config.overwrite)
-        engine = serving_engine(config, progress)
-    except BaseException:
-        listener.close()
-        raise
-    try:
-        warm_up(engine, progress)
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(_serve(engine, config, server, listener, on_started, stop))
-    finally:
-        listener.close()
-        engine.executor.close()
+        with serving_engine(config, progress) as engine, asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_serve(engine, config, server, listener, progress, on_started, on_recording))
 
 
-def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Engine:
-    """The engine of `config` for live traffic. A simulated device keeps the pace of real time, and has the tokens of a
-    sample text."""
+@contextmanager
+def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Iterator[Engine]:
+    """The engine of `config` for live traffic, warmed up, until the end of the block; that of rank 0 with several. A
+    simulated device keeps the pace of real time, and has the tokens of a sample text."""
     progress.stage("loading model")
     # The service refuses what exceeds the queue before the engine has it.
-    engine = build_engine(config.with_values(max_queue_size=None), owns_process=True, make_simulated_clock=PacedClock)
-    if engine.makes_tokens:
-        return engine
-    sample = Texts(config.model, engine.model.vocab_size).tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
-    return replace(engine, executor=SyntheticTokens(engine.executor, sample, engine.limits.num_slots))
+    config = config.with_values(max_queue_size=None)
+    with leading(config, beam_width=1) as communicator:
+        engine = build_engine(config, owns_process=True, communicator=communicator, make_simulated_clock=PacedClock)
+        if not engine.makes_tokens:
+            texts = Texts(config.model, engine.model.vocab_size)
+            sample = texts.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
+            engine = replace(engine, executor=SyntheticTokens(engine.executor, sample, engine.limits.num_slots))
+        with closing(engine.executor):
+            warm_up(engine, progress)
+            yield engine
 
 
 async def _serve(
-    engine: Engine, config: RunConfig, server: ServerConfig, listener: socket.socket,
-    on_started: Callable[[str], None], stop: asyncio.Event | None,
+    engine: Engine, config: RunConfig, server: ServerConfig, listener: socket.socket, progress: Progress,
+    on_started: Callable[[str], None], on_recording: Callable[[Path], None] | None,
 ) -> dict[str, Any] | None:  # fmt: skip
     async with running_service(engine, config, server) as service:
+        if server.record is not None and on_recording is not None:
+            on_recording(Path(server.record))
         app = _endpoints(service, config, server).app()
         application = _Server(uvicorn.Config(
             app, lifespan="off", log_level="warning", access_log=False, backlog=BACKLOG,
             limit_concurrency=server.max_clients + 1, timeout_graceful_shutdown=round(server.drain_timeout),
             server_header=False,
         ))  # fmt: skip
-        stopping = asyncio.create_task(_stopped(application, stop)) if stop is not None else None
+        watching = asyncio.create_task(_end_with_engine(application, service, progress))
         listener.listen(BACKLOG)
         on_started(_address(listener))
         await application.serve([listener])
-        if stopping is not None:
-            stopping.cancel()
+        watching.cancel()
     return service.summary
 
 
@@ -119,7 +131,8 @@ async def running_service(engine: Engine, config: RunConfig, door: FrontDoorConf
         if is_partial:
             with suppress(Exception):
                 await service.close()
-        service.summary = None if recording is None else recording.close(is_partial)
+        if recording is not None:
+            service.summary = recording.close(is_partial, service.statistics.delivery_lag_s.summary())
 
 
 async def _watch(service: Service) -> None:
@@ -129,22 +142,33 @@ async def _watch(service: Service) -> None:
         service.fail_queued()
 
 
-async def _stopped(application: uvicorn.Server, stop: asyncio.Event) -> None:
-    """End the server when `stop` is set."""
-    await stop.wait()
+async def _end_with_engine(application: uvicorn.Server, service: Service, progress: Progress) -> None:
+    """End the server when its engine has failed, which has answered what it had."""
+    while not service.has_failed:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+    progress.stage(WRITING)
+    application.config.timeout_graceful_shutdown = FAILED_DRAIN_S
     application.should_exit = True
 
 
 def _endpoints(service: Service, config: RunConfig, server: ServerConfig) -> Endpoints:
     engine = service.engine
-    name = server.served_model_name or Path(config.model).name
+    name = _model_name(config, server)
     metrics = ServerMetrics(
         engine, service.statistics, name, server.metrics_names, lambda: service.num_live, lambda: service.num_queued
     )
     return Endpoints(
-        service, Texts(config.model, engine.model.vocab_size), server, metrics, name,
+        service, Texts(config.model, engine.model.vocab_size), server, metrics, name, adapter_names(config),
         server.api_key or os.environ.get(API_KEY_VARIABLE) or None, int(WallClock().timestamp()),
     )  # fmt: skip
+
+
+def _model_name(config: RunConfig, server: ServerConfig) -> str:
+    """What clients call the model. InputError if an adapter has the same name."""
+    name = server.served_model_name or Path(config.model).name
+    if name in adapter_names(config):
+        raise InputError(f"--served_model_name: {name} is also the name of an adapter; give another.")
+    return name
 
 
 class _Server(uvicorn.Server):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from ifbbench.api.client import Tensors
 from ifbbench.api.engine import Engine
 from ifbbench.api.request import InferenceRequest, engine_request
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
+from ifbbench.engine.active import FloatArray
 from ifbbench.engine.admission import AdmissionLimits
-from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.interfaces import Executor
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.serving.statistics import LiveStatistics
 
@@ -55,16 +58,16 @@ class Tokens:
     log_probs: list[float]
     logits: Any
     beams: list[tuple[list[int], list[float]]]
-    context_logits: Any = None
 
 
 class Generation:
     """One request of the batch manager and what it has generated so far. Used in the event loop alone.
 
-    changed: is set when there is something new; several generations may share it.
+    changed: is set when there is something new; several generations may share it. context_logits: of the prompt
+    [tokens, vocabulary], with the final response, if asked for.
     """
 
-    __slots__ = ("_new", "arrival_s", "changed", "error", "is_done", "num_outputs", "request")
+    __slots__ = ("_new", "arrival_s", "changed", "context_logits", "error", "is_done", "num_outputs", "request")
 
     def __init__(self, request: InferenceRequest, arrival_s: float, changed: asyncio.Event) -> None:
         self.request = request
@@ -73,6 +76,7 @@ class Generation:
         self.is_done = False
         self.error = ""
         self.num_outputs = 0
+        self.context_logits: FloatArray | None = None
         self._new: list[Tokens] = []
 
     def take(self) -> list[Tokens]:
@@ -85,6 +89,8 @@ class Generation:
         if tensors:
             self._new.append(tokens_of(tensors, self.request))
             self.num_outputs += len(self._new[-1].ids)
+            if is_final and self.request.return_context_logits:
+                self.context_logits = tensors["context_logits"][0]
         self.is_done, self.error = is_final, error
         self.changed.set()
 
@@ -96,8 +102,7 @@ def tokens_of(tensors: Tensors, request: InferenceRequest) -> Tokens:
     numbers = [[] if log_probs is None else log_probs[0, beam, :length].tolist() for beam, length in enumerate(lengths)]
     outputs = [(ids[beam, :length].tolist(), numbers[beam]) for beam, length in enumerate(lengths)]
     logits = tensors["generation_logits"][0] if request.return_generation_logits else None
-    context = tensors["context_logits"][0] if request.return_context_logits else None
-    return Tokens(*outputs[0], logits, outputs if request.beam_width > 1 else [], context)
+    return Tokens(*outputs[0], logits, outputs if request.beam_width > 1 else [])
 
 
 class SyntheticTokens:
@@ -133,11 +138,15 @@ class SyntheticTokens:
         self._executor.close()
 
 
+def _order(one: Generation) -> float:
+    return -one.request.priority
+
+
 class Service:
     """A batch manager whose requests come from an event loop.
 
-    Requests are handed out in order of arrival, each at the first iteration that starts after it. max_queue_size: of
-    requests that wait for a batch slot. recording: takes in the traffic.
+    Requests are handed out by priority, then in order of arrival, each at the first iteration that starts after it.
+    max_queue_size: of requests that wait for a batch slot. recording: takes in the traffic.
 
     To be made in the event loop. `submit` and `cancel` are called in it.
     """
@@ -158,24 +167,35 @@ class Service:
         self._ids = count()
         self._live: dict[int, Generation] = {}
         self._is_closing = False
-        # Shared with the batch manager's thread: requests that it has not fetched, under a lock; ids of those to stop;
-        # responses, for which one callback in the event loop is scheduled at a time.
+        # Shared with the batch manager's thread: requests that it has not fetched, the highest priority first, under a
+        # lock; ids of those to stop; responses, for which one callback in the event loop is scheduled at a time.
         self._lock = threading.Lock()
-        self._queue: deque[Generation] = deque()
+        self._queue: list[Generation] = []
+        # The earliest arrival of the next request: arrivals are in the order of `submit`, and after the latest fetch,
+        # so that a replay fetches a request in the iteration that did here.
+        self._earliest_ns = 0
         self._withdrawn: deque[Generation] = deque()
         self._has_work = threading.Event()
         self._stopped: deque[int] = deque()
         self._responses: deque[tuple[int, Tensors, bool, str]] = deque()
         self._is_delivering = False
+        # When the engine had the first of the responses that are not delivered yet.
+        self._responded_s = 0.0
         self._clock.restart()
         self._manager = BatchManager.of_engine(
-            engine, self._take, self._respond, self._poll, statistics, lambda: len(self._queue), self._wait
+            engine, self._take, self._respond, self._poll, statistics, lambda: len(self._queue), self._next_priority,
+            self._wait,
         )
 
     @property
     def is_running(self) -> bool:
         """Whether requests are taken."""
         return self._manager.is_running and not self._is_closing
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the batch manager has ended early."""
+        return not (self._manager.is_running or self._is_closing)
 
     @property
     def num_live(self) -> int:
@@ -193,11 +213,17 @@ class Service:
         if problem is not None:
             raise InputError(problem)
 
+    def real_now(self) -> float:
+        """Real seconds since the start of the service."""
+        return self._clock.real_now()
+
     def submit(
-        self, requests: Sequence[InferenceRequest], make: Callable[..., Generation] = Generation
-    ) -> list[Generation]:
+        self, requests: Sequence[InferenceRequest], make: Callable[..., Generation] = Generation,
+        received_s: float | None = None,
+    ) -> list[Generation]:  # fmt: skip
         """Hand over `requests`, which `check` has passed, with new ids. QueueFull if not all of them have room in the
-        queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`."""
+        queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`.
+        received_s: when they were received, by `real_now`; None for now."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
         # A request that runs at once has waited for a moment, too.
@@ -205,15 +231,17 @@ class Service:
         if len(requests) > max(room, 0):
             raise QueueFull(f"{self.num_queued} requests wait, and --max_queue_size is {self._max_queue_size}; "
                             "try again later.")
-        # A whole number of nanoseconds, as all times of a simulated device.
-        arrival_s = round(self._clock.real_now() * NANOSECONDS) / NANOSECONDS
+        if received_s is None:
+            received_s = self.real_now()
         changed = asyncio.Event()
-        generations = [
-            make(replace(request, request_id=next(self._ids)), arrival_s, changed) for request in requests
-        ]
-        self._live.update((one.request.request_id, one) for one in generations)
+        numbered = [replace(request, request_id=next(self._ids)) for request in requests]
         with self._lock:
-            self._queue.extend(generations)
+            # A whole number of nanoseconds, as all times of a simulated device.
+            self._earliest_ns = max(round(received_s * NANOSECONDS), self._earliest_ns)
+            generations = [make(request, self._earliest_ns / NANOSECONDS, changed) for request in numbered]
+            self._live.update((one.request.request_id, one) for one in generations)
+            for one in generations:
+                insort(self._queue, one, key=_order)
         self._has_work.set()
         return generations
 
@@ -235,7 +263,7 @@ class Service:
     def fail_queued(self) -> None:
         """Where the batch manager has ended early: end what it did not fetch."""
         while not self._manager.is_running and self._queue:
-            one = self._queue.popleft()
+            one = self._queue.pop(0)
             del self._live[one.request.request_id]
             one.respond({}, True, "the engine has failed")
 
@@ -251,14 +279,26 @@ class Service:
     def _take(self, max_requests: int) -> list[InferenceRequest]:
         """Up to so many requests that have arrived; a negative number means no limit."""
         self._end_withdrawn()
-        now_s = self._clock.now()
         taken: list[Generation] = []
+        now_s = self._clock.now()
         with self._lock:
-            while self._queue and self._queue[0].arrival_s <= now_s and len(taken) != max_requests:
-                taken.append(self._queue.popleft())
+            self._earliest_ns = max(self._earliest_ns, round(now_s * NANOSECONDS) + 1)
+            while len(taken) != max_requests and (place := self._first_due(now_s)) is not None:
+                taken.append(self._queue.pop(place))
         for one in taken:
             self._note_arrival(one)
         return [one.request for one in taken]
+
+    def _first_due(self, now_s: float) -> int | None:
+        """The place in the queue of the first request that has arrived. A simulated device's time may be behind."""
+        return next((place for place, one in enumerate(self._queue) if one.arrival_s <= now_s), None)
+
+    def _next_priority(self) -> float | None:
+        if not self._queue:
+            return None
+        with self._lock:
+            place = self._first_due(self._clock.now())
+            return None if place is None else self._queue[place].request.priority
 
     def _end_withdrawn(self) -> None:
         """End the requests that were stopped in the queue."""
@@ -276,7 +316,7 @@ class Service:
     def _respond(self, request_id: int, tensors: Tensors, is_final: bool, error: str) -> None:
         self._responses.append((request_id, tensors, is_final, error))
         if not self._is_delivering:
-            self._is_delivering = True
+            self._is_delivering, self._responded_s = True, self._clock.now()
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _poll(self) -> list[int]:
@@ -294,11 +334,12 @@ class Service:
 
     def _first_arrival_s(self) -> float:
         with self._lock:
-            return self._queue[0].arrival_s if self._queue else 0.0
+            return min((one.arrival_s for one in self._queue), default=0.0)
 
     # In the event loop.
 
     def _deliver(self) -> None:
+        self.statistics.delivery_lag_s.add(self._clock.real_now() - self._responded_s)
         self._is_delivering = False  # before the responses are read, so that none is left behind
         for request_id, tensors, is_final, error in self._drained():
             one = self._live.pop(request_id) if is_final else self._live[request_id]

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ifbbench.api.request import InferenceRequest
-from ifbbench.engine.records import IterationRecord, Observer, Stretch
+from ifbbench.engine.interfaces import Observer
+from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.recording.metrics import bound_by
 
@@ -37,6 +38,23 @@ class Histogram:
         return buckets
 
 
+class DeliveryLag:
+    """How much later than the recording says responses reach the connections of their clients: the event loop is busy,
+    or the host was late to end an iteration of a simulated device. In seconds."""
+
+    def __init__(self) -> None:
+        self.num_deliveries = 0
+        self.sum_s = self.max_s = 0.0
+
+    def add(self, lag_s: float) -> None:
+        self.num_deliveries += 1
+        self.sum_s += lag_s
+        self.max_s = max(self.max_s, lag_s)
+
+    def summary(self) -> dict[str, float]:
+        return {"mean": self.sum_s / max(self.num_deliveries, 1), "max": self.max_s}
+
+
 class _Progress:
     """The times of one request, in seconds; None before they are known."""
 
@@ -65,6 +83,7 @@ class LiveStatistics(Observer):
         self.ttft_s, self.itl_s, self.tpot_s = Histogram(SECONDS), Histogram(SECONDS), Histogram(SECONDS)
         self.e2e_s, self.queue_time_s = Histogram(SECONDS), Histogram(SECONDS)
         self.prompt_len, self.output_len = Histogram(TOKENS), Histogram(TOKENS)
+        self.delivery_lag_s = DeliveryLag()
         self._recorder = recorder
         self._progress: dict[int, _Progress] = {}
         self._previous_end_s = 0.0
@@ -108,7 +127,7 @@ class LiveStatistics(Observer):
     def _add_context(self, request: Request, is_last: bool, record: IterationRecord) -> None:
         progress = self._progress[request.request_id]
         if progress.first_scheduled_s is None:
-            progress.first_scheduled_s = max(record.start_s, progress.arrival_s)
+            progress.first_scheduled_s = record.start_s
             self.num_waiting -= 1
             self.queue_time_s.add(progress.first_scheduled_s - progress.arrival_s)
         if not is_last:

@@ -59,10 +59,7 @@ class Texts:
 
     def encode(self, text: str) -> list[int]:
         """The prompt `text` as token ids. InputError if it has none."""
-        try:
-            ids = self.tokenizer.encode(text)
-        except (TypeError, UnicodeError) as error:  # a lone surrogate is no text of UTF-8
-            raise InputError(f"the text cannot be tokenized ({str(error)[:100]}).") from None
+        ids = self.tokenizer.encode(text)
         if not ids:
             raise InputError("the prompt is empty; expected at least one token.")
         return ids
@@ -89,7 +86,11 @@ class ChatTemplate:
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
-        self._template = environment.from_string(template)
+        try:
+            self._template = environment.from_string(template)
+        except Exception as error:  # of a syntax error, and of what is evaluated beforehand
+            raise InputError(f"the model's chat template cannot be read: {type(error).__name__}: {str(error)[:200]}. "
+                             "Download the model's files again.") from error  # fmt: skip
         self._special_tokens = special_tokens
 
     @classmethod
@@ -100,10 +101,10 @@ class ChatTemplate:
             config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             file = directory / "chat_template.jinja"
             template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-        except (OSError, ValueError, AttributeError) as error:
+            if isinstance(template, list):  # several, by name
+                template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read ({error}). Download the file again.") from error
-        if isinstance(template, list):  # several, by name
-            template = next((one.get("template") for one in template if one.get("name") == "default"), None)
         if not isinstance(template, str):
             return None
         tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -112,11 +113,11 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The text of a chat, up to where the answer begins. InputError if the template does not take it."""
-        from jinja2 import TemplateError
-
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except (TemplateError, TypeError) as error:
+        except InputError:
+            raise
+        except Exception as error:  # a template is a program, which may raise anything
             raise InputError(f"messages: the model's chat template does not take them ({str(error)[:200]}).") from None
 
 

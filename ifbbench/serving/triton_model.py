@@ -12,7 +12,8 @@ import os
 import signal
 import threading
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,23 @@ from numpy.typing import NDArray
 from prometheus_client.core import GaugeMetricFamily
 
 from ifbbench.api.client import Tensors
-from ifbbench.api.engine import Engine, warm_up
+from ifbbench.api.engine import Engine
 from ifbbench.api.request import InferenceRequest
 from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.replay.rank_processes import WRITE_S, Ranks, other_ranks
 from ifbbench.serving.metrics import ServerMetrics
-from ifbbench.serving.server import running_service, serving_engine
+from ifbbench.serving.server import WATCH_INTERVAL_S, running_service, serving_engine
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
 from ifbbench.serving.statistics import TOKENS
-from ifbbench.serving.triton_repository import OUTPUTS, PIPE_VARIABLE, STOP, TritonConfig, read_parameters
+from ifbbench.serving.triton_repository import (
+    FIFO_VARIABLE,
+    OUTPUTS,
+    PIPE_VARIABLE,
+    STOP,
+    TritonConfig,
+    read_parameters,
+)
 
 GAUGES_PREFIX = "nv_trt_llm_"
 _log = logging.getLogger("ifbbench")
@@ -40,18 +49,25 @@ class TritonPythonModel:
     """What Triton makes one of, when it loads the model."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engine and start the service."""
+        """Load the engine and start the service. This process is rank 0, and starts the other ranks that the settings
+        need."""
+        if fifo := os.environ.get(FIFO_VARIABLE):
+            os.open(fifo, os.O_WRONLY)  # until this process ends
+        self._engine, ranks = ExitStack(), None
         try:
             config, triton = read_parameters(json.loads(args["model_config"]))
-            engine = serving_engine(config)
-            warm_up(engine)
+            ranks = self._engine.enter_context(other_ranks(config, "the server"))
+            engine = self._engine.enter_context(serving_engine(config))
         except IfbbenchError as error:
-            raise pb.TritonModelException(str(error)) from error
+            explained = error if ranks is None else ranks.explanation(error)
+            if ranks is not None:
+                ranks.kill()
+            raise pb.TritonModelException(str(explained)) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ifbbench-service", daemon=True)
         self._thread.start()
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._door = self._run(FrontDoor.open(engine, config, triton, labels))
+        self._door = self._run(FrontDoor.open(engine, config, triton, labels, ranks))
 
     def execute(self, requests: list[Any]) -> None:
         """Take in requests. Their tensors are copied, because Triton's memory is free when this returns."""
@@ -67,6 +83,7 @@ class TritonPythonModel:
         self._run(self._door.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._engine.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -121,40 +138,59 @@ class FrontDoor:
     event loop."""
 
     def __init__(
-        self, service: Service, triton: TritonConfig, labels: dict[str, str], ending: AsyncExitStack
-    ) -> None:
+        self, service: Service, triton: TritonConfig, labels: dict[str, str], ranks: Ranks | None,
+        ending: AsyncExitStack,
+    ) -> None:  # fmt: skip
         self._service = service
         self._triton = triton
+        self._ranks = ranks
         self._calls: dict[Call, None] = {}
         self._metrics = TritonMetrics(service, labels)
         self._ending = ending
+        self._triton_pid = os.getppid()
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._update())]
+        self._tasks.append(asyncio.create_task(self._end_with_engine()))
         if pipe := os.environ.get(PIPE_VARIABLE):
-            asyncio.get_running_loop().add_reader(int(pipe), self._end_process, int(pipe), os.getppid())
+            asyncio.get_running_loop().add_reader(int(pipe), self._end_early, int(pipe))
 
     @classmethod
     async def open(
-        cls, engine: Engine, config: RunConfig, triton: TritonConfig, labels: dict[str, str]
+        cls, engine: Engine, config: RunConfig, triton: TritonConfig, labels: dict[str, str], ranks: Ranks | None
     ) -> "FrontDoor":
         """The front door of `engine`, once it takes requests."""
         async with AsyncExitStack() as stack:
-            stack.callback(engine.executor.close)
             service = await stack.enter_async_context(running_service(engine, config, triton))
-            return cls(service, triton, labels, stack.pop_all())
+            return cls(service, triton, labels, ranks, stack.pop_all())
 
-    def _end_process(self, pipe: int, triton: int) -> None:
-        """`ifbbench triton` has ended, or waits no longer for Triton: end the service, and Triton."""
+    def _end_early(self, pipe: int) -> None:
+        """`ifbbench triton` has ended, or waits no longer for Triton."""
         asyncio.get_running_loop().remove_reader(pipe)
+        self._tasks.append(asyncio.create_task(self._end_process()))
 
-        async def end() -> None:
-            try:
-                await self.close()
-            finally:
-                if os.getppid() == triton:
-                    os.kill(triton, signal.SIGKILL)
-                os._exit(0)
+    async def _end_process(self) -> None:
+        """End the service, the other ranks, and Triton if `ifbbench triton` started it."""
+        closing = asyncio.ensure_future(self.close())
+        await asyncio.wait({closing}, timeout=None if self._ranks is None else WRITE_S)  # a rank may hang
+        if self._ranks is not None:
+            self._ranks.kill()
+        if PIPE_VARIABLE in os.environ and os.getppid() == self._triton_pid:
+            os.kill(self._triton_pid, signal.SIGKILL)
+        os._exit(0)
 
-        self._tasks.append(asyncio.create_task(end()))
+    async def _end_with_engine(self) -> None:
+        """End all when the engine or a rank has failed, and report why."""
+        ranks = self._ranks
+        while not (self._service.has_failed or (ranks is not None and ranks.have_failed())):
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        closing = asyncio.ensure_future(self.close())
+        await asyncio.wait({closing}, timeout=WRITE_S)
+        error = (closing.done() and closing.exception()) or IfbbenchError("a rank has failed")
+        if ranks is not None:
+            error = await asyncio.to_thread(ranks.explanation, error)
+        pb.Logger.log_error(str(error))
+        if fifo := os.environ.get(FIFO_VARIABLE):
+            Path(fifo).write_text(str(error), encoding="utf-8")
+        await self._end_process()
 
     async def close(self) -> None:
         """End the service, and its engine."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from ifbbench.api.request_tensors import TENSORS
 from ifbbench.config import RunConfig, settings
-from ifbbench.errors import InputError
-from ifbbench.fields import Setting, declare, settings_of
+from ifbbench.fields import Setting, declare, file_name, located, settings_of
+from ifbbench.files import replace_file
 from ifbbench.serving.config import FrontDoorConfig
 from ifbbench.settings import from_mapping
 
@@ -18,6 +18,8 @@ MODEL_NAME, VERSION = "tensorrt_llm", "1"
 STOP = "stop"
 # The file descriptor of a pipe from `ifbbench triton`, whose end of file ends the model's process.
 PIPE_VARIABLE = "IFBBENCH_TRITON_PIPE"
+# A named pipe to `ifbbench triton`, which the model's process keeps open; it writes there why it ends the server.
+FIFO_VARIABLE = "IFBBENCH_TRITON_FIFO"
 # Prompts of one Triton request.
 MAX_PROMPTS = 256
 REQUIRED = ("input_ids", "request_output_len")
@@ -42,7 +44,8 @@ class TritonConfig(FrontDoorConfig):
     http_port: int = _port(8000, "Port of HTTP; 0 takes a free one.")
     grpc_port: int = _port(8001, "Port of gRPC; 0 takes a free one.")
     metrics_port: int = _port(8002, "Port of /metrics; 0 takes a free one.")
-    triton_model_name: str = _model(MODEL_NAME, "Name of the model in Triton.")
+    triton_model_name: str = _model(
+        MODEL_NAME, "Name of the model in Triton.", convert=partial(file_name, name="--triton_model_name"))
     decoupled_mode: bool = _model(
         True, "A request may have several responses, as streams need; without it each has one, as /infer of HTTP "
         "needs.")
@@ -60,15 +63,11 @@ def triton_settings() -> tuple[Setting, ...]:
 
 
 def write_repository(directory: Path, config: RunConfig, triton: TritonConfig) -> Path:
-    """Write the model repository `directory`; returns the directory of the model. InputError if it cannot be
-    written."""
+    """Write the model repository `directory`; returns the directory of the model. Errors are those of `new_file`."""
     model = directory / triton.triton_model_name
-    try:
-        (model / VERSION).mkdir(parents=True, exist_ok=True)
-        (model / "config.pbtxt").write_text(model_config(config, triton), encoding="utf-8")
-        (model / VERSION / "model.py").write_text(MODEL_PY, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--model_repository: {directory} cannot be written ({error.strerror}).") from error
+    with located("--model_repository"):
+        replace_file(model / "config.pbtxt", model_config(config, triton))
+        replace_file(model / VERSION / "model.py", MODEL_PY)
     return model
 
 
@@ -93,7 +92,7 @@ def model_config(config: RunConfig, triton: TritonConfig) -> str:
     ] + [_tensor(STOP, "BOOL", [1], is_optional=True)]  # fmt: skip
     outputs = [_tensor(name, dtype, dims) for name, (dtype, dims) in OUTPUTS.items()]
     return (
-        f'name: "{triton.triton_model_name}"\nbackend: "python"\nmax_batch_size: {MAX_PROMPTS}\n'
+        f'name: {_text(triton.triton_model_name)}\nbackend: "python"\nmax_batch_size: {MAX_PROMPTS}\n'
         f"model_transaction_policy {{ decoupled: {str(triton.decoupled_mode).lower()} }}\n"
         "instance_group [ { count: 1, kind: KIND_CPU } ]\n"
         f"input [\n{_list(inputs)}\n]\noutput [\n{_list(outputs)}\n]\n"

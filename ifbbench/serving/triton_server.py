@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -22,10 +23,10 @@ from typing import Any
 
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import RunConfig
-from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.model.named_models import load_model_config
 from ifbbench.recording import run_directory
-from ifbbench.serving.triton_repository import PIPE_VARIABLE, TritonConfig, write_repository
+from ifbbench.serving.triton_repository import FIFO_VARIABLE, PIPE_VARIABLE, TritonConfig, write_repository
 
 LOG = "triton.log"
 INSTALL = "pip install 'ifbbench[triton]'"
@@ -33,6 +34,8 @@ POLL_S = 0.1
 # After the drain, how long Triton may take to end, and then the process of the model to complete the recording.
 END_S, COMPLETE_S = 1.0, 60.0
 PR_SET_PDEATHSIG = 1
+# In place of Triton's exit status.
+MODEL_DIED = -1000
 LOAD_ERROR = re.compile(r"\"failed to load '.*?' version \d+: \w+(?: \w+)*: (?:TritonModelException: )?(.*)\"$")
 
 
@@ -56,20 +59,26 @@ def serve_triton(
         progress.stage("starting Triton")
         # The model's process reads `held`, and completes the recording when this process closes `alive` or dies.
         held, alive = os.pipe()
-        process = subprocess.Popen(command, env=environment | {PIPE_VARIABLE: str(held)}, pass_fds=(held,),
-                                   start_new_session=True, preexec_fn=_end_with_parent)  # fmt: skip
+        # It keeps this one open, which hangs up when it dies. Triton itself would start it again.
+        os.mkfifo(fifo := work / "model")
+        model = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        variables = {PIPE_VARIABLE: str(held), FIFO_VARIABLE: str(fifo)}
+        process = subprocess.Popen(command, env=environment | variables, pass_fds=(held,), start_new_session=True,
+                                   preexec_fn=_end_with_parent)  # fmt: skip
         os.close(held)
         try:
             with _ending_by_signals(process) as ending:
                 if _wait_until_ready(process, triton, ending):
                     on_started(triton)
-                status = _wait_until_ended(process, triton, ending, alive)
+                status = _wait_until_ended(process, triton, ending, alive, model)
+            reason = _written(model)
         finally:
+            os.close(model)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if status and not ending:
-            raise _failure(status, work / LOG)
+            raise _failure(status, reason, work / LOG, triton)
     return None if triton.record is None else _summary(Path(triton.record))
 
 
@@ -189,19 +198,34 @@ def _wait_until_ready(process: subprocess.Popen[bytes], triton: TritonConfig, en
     return False
 
 
-def _wait_until_ended(process: subprocess.Popen[bytes], triton: TritonConfig, ending: list[int], alive: int) -> int:
-    """The exit status of Triton. Without a limit it would wait for streams of gRPC that clients leave open; so after
-    the drain the model's process completes the recording and ends Triton. alive: is closed then."""
-    clock, deadline = WallClock(), math.inf
+def _wait_until_ended(
+    process: subprocess.Popen[bytes], triton: TritonConfig, ending: list[int], alive: int, model: int
+) -> int:
+    """The exit status of Triton, or MODEL_DIED. Without a limit it would wait for streams of gRPC that clients leave
+    open; so after the drain the model's process completes the recording and ends Triton. alive: is closed then. model:
+    hangs up when that process ends."""
+    clock, deadline, limit_s = WallClock(), math.inf, COMPLETE_S
+    hung_up = select.poll()
+    hung_up.register(model, 0)
     while (status := process.poll()) is None and clock.now() < deadline:
         if ending:
             deadline = min(deadline, clock.now() + triton.drain_timeout + END_S)
+        elif hung_up.poll(0):
+            deadline, limit_s = 0.0, END_S  # Triton has ended too, if the model has ended it
         clock.wait_until(clock.now() + POLL_S)
     os.close(alive)
     try:
-        return process.wait(COMPLETE_S) if status is None else status
+        return process.wait(limit_s) if status is None else status
     except subprocess.TimeoutExpired:
-        return -signal.SIGKILL  # as it will be
+        return MODEL_DIED if limit_s == END_S else -signal.SIGKILL  # as it will be
+
+
+def _written(model: int) -> str:
+    """What the model's process has written."""
+    try:
+        return os.read(model, select.PIPE_BUF * 16).decode()
+    except BlockingIOError:  # nothing, and it has not ended
+        return ""
 
 
 def address(triton: TritonConfig) -> str:
@@ -210,8 +234,12 @@ def address(triton: TritonConfig) -> str:
     return f"http://{host}:{triton.http_port}"
 
 
-def _failure(status: int, log: Path) -> IfbbenchError:
-    """Why Triton has ended."""
+def _failure(status: int, reason: str, log: Path, triton: TritonConfig) -> IfbbenchError:
+    """Why Triton has ended. reason: of the model, if it has ended Triton."""
+    if status == MODEL_DIED:
+        reason = reason or "the server ended early: the model's process in Triton has died"
+    if reason:
+        return RunFailed(reason, "" if triton.record is None else f"what was recorded is kept in {triton.record}")
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     for line in lines:
         if found := LOAD_ERROR.search(line):

@@ -1,19 +1,21 @@
 """The state of a run that is going on, from the ends of the files that it is writing."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import DecodeError, Struct, field
+from msgspec import Struct, field
 from msgspec.json import Decoder
 from rich.table import Table
 from rich.text import Text
 
-from ifbbench.analysis.rows import Id, IterationDetails
-from ifbbench.compressed import GrowingFile, read_pieces
+from ifbbench.analysis.rows import UNREADABLE, Id, IterationDetails, bad_line, read_rows
+from ifbbench.compressed import DamagedFile, GrowingFile
+from ifbbench.errors import InputError
+from ifbbench.fields import printable
 from ifbbench.recording.run_directory import find_iterations, find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
 from ifbbench.report.limits import limit_name
@@ -114,6 +116,7 @@ class Follower:
         self._config: dict[str, Any] = dict(run.get("config") or {})
         self._requests = int((run.get("trace") or {}).get("requests") or 0)
         self._files: dict[str, GrowingFile] = {}
+        self._num_lines: defaultdict[str, int] = defaultdict(int)
         self._tail = b""
         self._completed = self._failed = self._tokens = 0
         self._recent: deque[float] = deque(maxlen=RECENT_REQUESTS)
@@ -176,19 +179,19 @@ class Follower:
         table = Table.grid(padding=(0, 2))
         for name, filled, text in rows:
             drawn = "" if filled is None else bar(min(filled, 1.0), BAR_CELLS)
-            table.add_row(Text(name, "dim"), Text(drawn, "cyan"), Text(text))
+            table.add_row(Text(name, "dim"), Text(drawn, "cyan"), Text(printable(text)))
         return table
 
     def _planned_tokens(self) -> int:
         if self._planned is None:
             path = find_lines(self.directory, "trace")
-            rows = Decoder(_Planned).decode_lines(b"".join(read_pieces(path))) if path.exists() else []
-            self._planned = sum(row.output_len for row in rows)
+            self._planned = sum(row.output_len for row in chain.from_iterable(read_rows(path, Decoder(_Planned))))
         return self._planned
 
     def _read_requests(self) -> None:
         """Count the requests that ended since the last look."""
-        for row in chain.from_iterable(_decoded(self._ended_requests, text) for text in self._new_lines("requests")):
+        pieces = (self._decoded("requests", self._ended_requests, text) for text in self._new_lines("requests"))
+        for row in chain.from_iterable(pieces):
             if row.outcome != "completed":
                 self._failed += 1
                 continue
@@ -202,7 +205,7 @@ class Follower:
             self._tail = self._tail[-TAIL_BYTES:] + text
         # The first line is cut off at its begin.
         begin = self._tail.find(b"\n", len(self._tail) - TAIL_BYTES) + 1 if len(self._tail) > TAIL_BYTES else 0
-        return _decoded(self._iterations, self._tail[begin:])
+        return self._decoded("iterations", self._iterations, self._tail[begin:])
 
     def _new_lines(self, name: str) -> Iterator[bytes]:
         # Before the run has written its first line, its format is not known.
@@ -210,17 +213,24 @@ class Follower:
             path = find_iterations(self.directory) if name == "iterations" else find_lines(self.directory, name)
             if path.exists():
                 self._files[name] = GrowingFile(path)
-        return self._files[name].new_lines() if name in self._files else iter(())
+        if name not in self._files:
+            return
+        try:
+            for text in self._files[name].new_lines():
+                self._num_lines[name] += text.count(b"\n")
+                yield text
+        except DamagedFile as error:
+            raise InputError(f"{self._files[name].path}: {error}. Restore the file, or run again.") from error
+
+    def _decoded(self, name: str, decoder: "Decoder[Line]", text: bytes) -> list[Line]:
+        """The lines that were read last; InputError for one that is not as `ifbbench run` writes it."""
+        try:
+            return decoder.decode_lines(text)
+        except UNREADABLE:
+            first = self._num_lines[name] - text.count(b"\n") + 1
+            raise bad_line(self._files[name].path, text, first, decoder) from None
 
 
 def _composition(row: _Iteration) -> tuple[int, int]:
     """Requests in the context phase and in the generation phase."""
     return (row.context, row.generation) if row.inflight is None else (row.inflight.context, row.inflight.generation)
-
-
-def _decoded(decoder: "Decoder[Line]", text: bytes) -> list[Line]:
-    """The lines; none of them if one is not as `ifbbench run` writes it."""
-    try:
-        return decoder.decode_lines(text)
-    except DecodeError:
-        return []

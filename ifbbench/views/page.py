@@ -10,6 +10,8 @@ from typing import Any
 from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.files import replace_file
+from ifbbench.report.tables import settings_line
+from ifbbench.views import client_page
 from ifbbench.views.page_data import page_data
 
 FILE = "run.html"
@@ -18,8 +20,17 @@ SCRIPTS = ("common.js", "data.js", "draw.js", "view.js", "panels.js", "main.js")
 
 def write_page(directories: Sequence[Path], into: Path) -> Path:
     """Write the page of one run, or of two on one axis of time with their first divergence, as `run.html` into a
-    directory. InputError if a run has no iteration, or the file cannot be written."""
-    runs = [RecordedRun.load(path) for path in directories]
+    directory; of a run without iterations it has a sentence. InputError if one of two runs has none or is against an
+    endpoint, or the file cannot be written."""
+    is_alone = len(directories) == 1
+    runs = [RecordedRun.load(path, or_endpoint=is_alone, or_empty=is_alone) for path in directories]
+    if runs[0].data.endpoint:
+        return write_html(into / FILE, client_page.TEMPLATE, client_page.SCRIPTS, runs[0].data.name,
+                          client_page.client_page_data(runs[0]))  # fmt: skip
+    if nothing := runs[0].nothing_ran:
+        empty = {"name": runs[0].data.name, "settings": settings_line(runs[0].data),
+                 "sentence": f"There is nothing to show: {nothing}."}  # fmt: skip
+        return write_html(into / FILE, "nothing", ("common.js", "nothing.js"), empty["name"], empty)
     content: dict[str, Any] = {"runs": [page_data(run) for run in runs]}
     if len(runs) == 2:
         comparison = Comparison(*runs)

@@ -4,6 +4,7 @@ The file has Perfetto's own format, a sequence of protobuf TracePackets. Field n
 protos/perfetto/trace in Perfetto's repository.
 """
 
+import struct
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.files import new_file
+from ifbbench.report.client_side import load_gauges
 from ifbbench.report.limits import limit_name, waits_for
 from ifbbench.report.load import cumulated
 
@@ -25,7 +27,9 @@ BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
 ENGINE, REQUESTS, ITERATIONS, FIRST_COUNTER, FIRST_REQUEST = 1, 2, 3, 10, 1000
 COUNTERS = ("KV blocks used", "tokens in the batch", "context requests", "generation requests", "requests waiting",
             "requests queued")  # fmt: skip
-NAMES = ("iteration", "context", "generation", "recompute", "paused", "waiting", "skipped", "gets the blocks")
+NAMES = ("iteration", "context", "generation", "recompute", "paused", "waiting", "skipped", "gets the blocks",
+         "not sent yet", "until the first token", "failed")  # fmt: skip
+CLIENT_NAMES = {"waiting": "not sent yet", "context": "until the first token", "generation": "generation"}
 NOTES = ("iteration", "last iteration", "tokens", "for", "bound by", "first left out", "prompt tokens", "output tokens")
 NAME_IDS = {name: number for number, name in enumerate(NAMES, start=1)}
 NOTE_IDS = {name: number for number, name in enumerate(NOTES, start=1)}
@@ -38,7 +42,7 @@ def write_trace(run: RecordedRun, into: Path) -> Path:
     """Write the trace into a directory; returns the file. InputError if it cannot be written."""
     path = into / FILE
     with new_file(path, overwrite=True) as file:
-        packets = _packets(run)
+        packets = _client_packets(run) if run.data.endpoint else _packets(run)
         while gathered := b"".join(islice(packets, PACKETS_AT_ONCE)):
             file.write(gathered)
     return path
@@ -55,6 +59,36 @@ def _packets(run: RecordedRun) -> Iterator[bytes]:
     yield from _iterations(run)
     yield from _counters(run)
     yield from _requests(run)
+
+
+def _client_packets(run: RecordedRun) -> Iterator[bytes]:
+    """Of a run against an endpoint: requests in flight, gauges of the server, and what the client saw of requests."""
+    yield _names()
+    process = _number(1, 1) + _text(6, f"endpoint {(run.data.endpoint or {}).get('url')}")
+    yield _track(ENGINE, "", _part(3, process))
+    yield _track(REQUESTS, "", _part(3, _number(1, 2) + _text(6, "requests")) + _number(11, 3))
+    sent = run.data.spans[run.data.spans["phase"] != "waiting"].groupby("request_id")
+    changes = [*((time_s, 1) for time_s in sent["start_s"].min()), *((time_s, -1) for time_s in sent["end_s"].max())]
+    times_s, steps = np.array(sorted(changes), float).reshape(-1, 2).T
+    gauges = {"requests in flight": (times_s, np.cumsum(steps)), **load_gauges(run.data)}
+    for place, (name, (at_s, values)) in enumerate(gauges.items()):
+        yield _track(FIRST_COUNTER + place, name, _number(5, ENGINE) + _part(8, _number(3, 2)))
+        for time_ns, value in zip(_nanoseconds(at_s), values.tolist(), strict=True):
+            double = _varint(44 << 3 | 1) + struct.pack("<d", value)
+            yield _event(time_ns, COUNTER, FIRST_COUNTER + place, double)
+    spans = run.data.spans.groupby("request_id")
+    for place, (request_id, row) in enumerate(run.row_of.items()):
+        track = FIRST_REQUEST + place
+        yield _track(track, f"request {request_id}", _number(5, REQUESTS) + _number(12, place))
+        own = spans.get_group(str(request_id)) if str(request_id) in spans.groups else run.data.spans[:0]
+        for phase, start, end, tokens in own[["phase", "start_s", "end_s", "tokens"]].itertuples(index=False):
+            first, last = _nanoseconds(np.array([start, end]))
+            yield _event(first, BEGIN, track, _number(10, NAME_IDS[CLIENT_NAMES[phase]]) + _note("tokens", int(tokens)))
+            yield _event(last, END, track)
+        if row.get("error"):
+            at_s = np.array([row["arrival_s"] if row.get("sent_s") is None else row["sent_s"]])
+            yield _event(_nanoseconds(at_s)[0], INSTANT, track, _number(10, NAME_IDS["failed"])
+                         + _note("for", row["error"]))  # fmt: skip
 
 
 # Messages.
@@ -198,7 +232,7 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
             yield _event(start, BEGIN, track[request_id], content + flow)
             yield _event(end, END, track[request_id])
             if flow and span.cause is not None:
-                yield _event(start, INSTANT, track[span.cause], _number(10, NAME_IDS[NAMES[-1]])
+                yield _event(start, INSTANT, track[span.cause], _number(10, NAME_IDS["gets the blocks"])
                              + _note("for", f"request {request_id} is paused") + _fixed(48, pause_number))  # fmt: skip
 
 

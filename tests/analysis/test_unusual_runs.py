@@ -150,8 +150,10 @@ def test_a_run_whose_executor_failed(trace: Path, normal: Path, tmp_path: Path, 
 
 def test_a_run_in_which_every_request_was_refused(trace: Path, normal: Path, tmp_path: Path) -> None:
     run_trace(str(trace), RunConfig(device="null", max_seq_len=2, output=str(tmp_path / "run"), quiet=True))
-    for words in (("why", tmp_path / "run"), ("compare", normal, tmp_path / "run")):
-        assert "no iteration is recorded (40 requests failed" in error_of(*words)
+    text = "no iteration is recorded (40 requests failed"
+    assert f"There is nothing to explain: {text}" in run("why", tmp_path / "run")
+    for words in (("compare", normal, tmp_path / "run"), ("why", tmp_path / "run", "--iteration", "0")):
+        assert text in error_of(*words)
 
 
 def test_lines_without_the_fields_of_this_version_are_named(normal: Path, tmp_path: Path) -> None:
@@ -201,10 +203,18 @@ def test_what_is_no_run_is_refused(normal: Path, tmp_path: Path) -> None:
     for name, text in expected.items():
         assert text in error_of("why", tmp_path / name), name
         assert text in error_of("compare", normal, tmp_path / name), name
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    shutil.copy(normal / "run.json", bare)
-    assert "no iteration is recorded" in error_of("why", bare)
+
+
+def test_a_run_that_was_killed_before_its_first_iteration(normal: Path, tmp_path: Path) -> None:
+    for name in ("run.json", "trace.jsonl"):
+        shutil.copy(normal / name, tmp_path)
+    assert "There is nothing to explain: no iteration is recorded (no request ran yet)." in run("why", tmp_path)
+    answer = json.loads(run("why", tmp_path, "--json"))
+    assert (answer["partial"], "no iteration is recorded" in answer["text"]) == (True, True)
+    run("plot", tmp_path, "--html")
+    assert "There is nothing to show: no iteration is recorded" in (tmp_path / "charts" / "run.html").read_text()
+    for words in (("why", tmp_path, "--request", "1000"), ("plot", normal, tmp_path, "--html", "--overlay")):
+        assert "no iteration is recorded" in error_of(*words)
 
 
 def test_damaged_and_cut_off_files(trace: Path, tmp_path: Path) -> None:

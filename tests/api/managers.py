@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ifbbench import BatchManager, InferenceRequest
-from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.request import Request
 from tests.api.client import PATIENCE_S, Client
 from tests.engine.engine import CheckingExecutor, token_of

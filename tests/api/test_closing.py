@@ -1,6 +1,10 @@
 """How a manager ends: close, abort, `with`, and managers without a thread."""
 
+import gc
+import os
 import threading
+import time
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -193,3 +197,48 @@ def test_an_executor_stays_its_makers_to_close_and_a_model_does_not():
         manager.close()
         manager.close()
     assert closed == ["model"]
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_manager_that_is_deleted_ends(is_idle):
+    """Its requests get an error response, and the model is closed."""
+    client = Client([] if is_idle else [request_of(request_id, max_new_tokens=30) for request_id in range(4)])
+    fetched = threading.Event()
+
+    def stats(text):
+        fetched.set()
+        time.sleep(0.02)
+
+    manager = tiny_manager_of(client, callbacks={} if is_idle else {"return_batch_manager_stats": stats})
+    if not is_idle:
+        assert fetched.wait(PATIENCE_S)
+    assert manager._worker is not None
+    thread, gone = manager._worker._thread, weakref.ref(manager)
+    closed = threading.Event()
+    with patch.object(manager._owned_executor, "close", closed.set):
+        del manager
+        gc.collect()
+        thread.join(PATIENCE_S)
+    assert gone() is None
+    assert not thread.is_alive()
+    assert closed.is_set()
+    assert [answer.error for answer in client.answers] == ["the batch manager was deleted without close()"] * (
+        0 if is_idle else 4
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_a_manager_refuses_calls():
+    client = Client(request_of(request_id) for request_id in range(4))
+    with manager_of(client) as manager:
+        process = os.fork()
+        if not process:
+            refused = 0
+            for call in (manager.close, manager.abort, manager.step, lambda: manager.truncate_blocks(request_of(1), 1)):
+                try:
+                    call()
+                except RuntimeError as error:
+                    refused += "forked from" in str(error)
+            os._exit(10 * refused + manager.is_running)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 40
+    assert [answer.tokens for answer in client.answers] == [output_of(request_id, 5, 4) for request_id in range(4)]

@@ -62,13 +62,14 @@ class FakeEndpoint:
 
     answer: Answer
     gets: dict[str, tuple[int, Any]]
+    host: str = "127.0.0.1"
     port: int = 0
     received: list[Received] = field(default_factory=list)
     connections: int = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     async def handle(self, reader: asyncio.StreamReader, stream: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -99,16 +100,16 @@ class FakeEndpoint:
 
 @contextmanager
 def fake_endpoint(
-    answer: Answer, models: tuple[str, ...] = ("mock",), **gets: tuple[int, Any]
+    answer: Answer, models: tuple[str, ...] = ("mock",), host: str = "127.0.0.1", **gets: tuple[int, Any]
 ) -> Iterator[FakeEndpoint]:
     """A FakeEndpoint in a thread of its own. gets: more answers of GET, with __ for / in their paths."""
     listed = {"/v1/models": (200, {"data": [{"id": name} for name in models]})}
-    server = FakeEndpoint(answer, listed | {"/" + path.replace("__", "/"): found for path, found in gets.items()})
+    server = FakeEndpoint(answer, listed | {"/" + path.replace("__", "/"): found for path, found in gets.items()}, host)
     started = threading.Event()
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def serve() -> None:
-        listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+        listener = await asyncio.start_server(server.handle, host, 0, backlog=4096)
         server.port = listener.sockets[0].getsockname()[1]
         stop = asyncio.Event()
         loops.append((asyncio.get_running_loop(), stop))

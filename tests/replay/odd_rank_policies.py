@@ -34,6 +34,10 @@ class OutOfMemory(_Odd):
         raise MemoryError("no memory for a list of requests")
 
 
+class FailsInRank0(OutOfMemory):
+    odd_rank = 0
+
+
 class Differs(_Odd):
     """Leaves out a request that fits."""
 

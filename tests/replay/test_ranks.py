@@ -147,6 +147,7 @@ def test_a_rank_that_hangs(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
     with started(trace, tmp_path / "run", status=130) as pids:
+        time.sleep(1)  # until iterations run
         os.kill(pids[-1], signal.SIGINT)
     assert re.match(r"Interrupted. \d+ of 64 requests were done; results are kept in", message_of(tmp_path / "run"))
     check_readable(tmp_path / "run")
@@ -156,7 +157,8 @@ def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "sign"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (-1, signal.SIGKILL),
                                             (-1, signal.SIGTERM)])  # fmt: skip
 def test_other_processes_that_die_or_hang(trace: Path, tmp_path: Path, rank: int, sign: signal.Signals) -> None:
-    with started(trace, tmp_path / "run", "--rank_timeout", "2", status=1 if rank == 0 else -sign) as pids:
+    status = 1 if rank == 0 else {signal.SIGKILL: -sign, signal.SIGTERM: 130}[sign]
+    with started(trace, tmp_path / "run", "--rank_timeout", "2", status=status) as pids:
         os.kill(pids[rank], sign)
     if rank == 0:
         expected = "was killed by SIGKILL" if sign == signal.SIGKILL else "did not answer for 2 s"

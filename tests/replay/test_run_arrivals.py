@@ -186,3 +186,30 @@ def test_a_device_without_a_model_says_that_it_does_not_warm_up(
     assert caplog.text == ""
     assert run(trace, tmp_path, "warm", device="sim:h100-sxm", warm_up=4) == first
     assert "device sim:h100-sxm has no state to warm up" in caplog.text
+
+
+class TickingClock(WallClock):
+    """Each look at it takes 30 µs."""
+
+    def restart(self) -> None:
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        self._now_s += 3e-5
+        return self._now_s
+
+    def wait_until(self, seconds: float) -> None:
+        self._now_s = max(self._now_s, seconds)
+
+
+@pytest.mark.parametrize("settings", [{}, {"concurrency": 3}, {"enable_trt_overlap": True}])
+def test_a_request_arrives_before_the_iteration_that_first_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Also one that arrives while the engine fetches requests."""
+    monkeypatch.setattr("ifbbench.api.engine.WallClock", TickingClock)
+    run(trace_file(tmp_path, 300), tmp_path, device="null", **settings)
+    starts = [line["ifbbench"]["start_s"] for line in map(json.loads, (tmp_path / "run" / "iterations.jsonl").open())]
+    for line in map(json.loads, (tmp_path / "run" / "requests.jsonl").open()):
+        assert line["first_scheduled_s"] in starts
+        assert line["queue_time_s"] == line["first_scheduled_s"] - line["arrival_s"] >= 0

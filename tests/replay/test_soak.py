@@ -154,6 +154,7 @@ DRAWS: dict[str, Draw] = {
     "result_format": sometimes(0.05, *RESULT_FORMATS),
     "save_detailed": on_or_off(0.05),
     "responses_json": sometimes(0.05, "responses.json"),
+    "recording": sometimes(0.1, "summary"),
     "recording_format": sometimes(0.2, *RECORDING_FORMATS),
     "iteration_stats_format": sometimes(0.1, "trtllm"),
     "iteration_stats_every": sometimes(0.15, 2, 7),
@@ -317,6 +318,11 @@ def lines(directory: Path, name: str, config: RunConfig) -> list[dict[str, Any]]
 def check_files(directory: Path, config: RunConfig) -> None:
     summary = json.loads((directory / "summary.json").read_text())
     run = json.loads((directory / "run.json").read_text())
+    if config.recording == "summary":
+        assert not list(directory.glob("iterations*")) + list(directory.glob("s[pt]*.jsonl*"))
+        assert len(lines(directory, "requests", config)) == summary["requests"]["total"]
+        assert run["schedule_digest"] == summary["schedule_digest"]
+        return
     requests, spans = lines(directory, "requests", config), lines(directory, "spans", config)
     iterations, trace = lines(directory, "iterations", config), lines(directory, "trace", config)
     if config.type == "v1":

@@ -55,6 +55,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("huge")
+    assert complete(client, max_tokens=1).model == "tiny", "without adapters, requests may name any model"
 
 
 def test_a_completion_has_its_tokens_text_and_usage(client: openai.OpenAI) -> None:
@@ -119,6 +120,37 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert len(content) == 3
     assert [len(one.top_logprobs) for one in content] == [2, 2, 2]
     assert content[0].top_logprobs[0].logprob == pytest.approx(content[0].logprob, abs=1e-4)
+
+
+def test_log_probabilities_of_the_prompt(client: openai.OpenAI) -> None:
+    """Those of an echo are those of the same tokens as outputs."""
+    generated = complete(client, max_tokens=6, logprobs=2).choices[0]
+    prompt = [*PROMPT, *ids_of(generated)]
+    echoed = complete(client, prompt, max_tokens=3, logprobs=2, echo=True).choices[0]
+    found = echoed.logprobs
+    assert len(found.tokens) == len(prompt) + 3
+    assert found.token_logprobs[0] is None
+    assert found.top_logprobs[0] is None
+    assert found.token_logprobs[len(PROMPT) : len(prompt)] == pytest.approx(generated.logprobs.token_logprobs, abs=1e-4)
+    assert found.top_logprobs[len(PROMPT)] == pytest.approx(generated.logprobs.top_logprobs[0], abs=1e-4)
+    assert "".join(found.tokens) == echoed.text
+    assert found.text_offset == [len("".join(found.tokens[:place])) for place in range(len(found.tokens))]
+    alone = complete(client, prompt, max_tokens=0, logprobs=2, echo=True)
+    assert alone.choices[0].logprobs.token_logprobs == pytest.approx(found.token_logprobs[: len(prompt)], abs=1e-4)
+    assert alone.usage.completion_tokens == len(ids_of(alone.choices[0])) == 0
+
+    asked = {"prompt_logprobs": 2}
+    answer = complete(client, prompt, n=2, stop=["\x00"], extra_body=asked)
+    for choice in answer.choices:
+        first, *places = choice.prompt_logprobs
+        assert first is None
+        assert [place[str(token)]["logprob"] for place, token in zip(places, prompt[1:], strict=True)] == pytest.approx(
+            found.token_logprobs[1 : len(prompt)], abs=1e-4)  # fmt: skip
+        assert all(sorted(one["rank"] for one in place.values())[:2] == [1, 2] for place in places)
+        assert places[-1][str(prompt[-1])]["rank"] == 1, "greedy took it"
+    messages: Any = [{"role": "user", "content": "hi"}]
+    chat: Any = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1, extra_body=asked)
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
 
 
 def test_a_chat_streams(client: openai.OpenAI) -> None:
@@ -186,6 +218,10 @@ def test_processors_of_logits(client: openai.OpenAI) -> None:
         ({"stop": [""]}, "stop"),
         ({"suffix": "x"}, "suffix"),
         ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs: .* leave out stream"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "leave out stream"),
+        ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs"),
+        ({"extra_body": {"priority": "high"}}, "priority"),
     ],
 )
 def test_bad_fields_are_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
@@ -226,7 +262,7 @@ def test_the_description_names_all_fields(server: ServerProcess) -> None:
     with urllib.request.urlopen(f"{server.url}/openapi.json") as response:
         described = json.load(response)
     fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert {"prompt", "max_tokens", "stream", "n", "ignore_eos"} <= set(fields)
+    assert {"prompt", "max_tokens", "stream", "n", "ignore_eos", "prompt_logprobs", "priority"} <= set(fields)
 
 
 def test_iterations_are_in_the_form_of_the_executor(server: ServerProcess, client: openai.OpenAI) -> None:

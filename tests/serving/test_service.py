@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ifbbench.api.batch_manager import BatchManagerFailed
+from ifbbench.api.client import Tensors
 from ifbbench.api.engine import Engine
 from ifbbench.api.request import InferenceRequest
 from ifbbench.clock import MAX_LAG_S, PacedClock
@@ -20,6 +21,12 @@ from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, Histogram, LiveSta
 
 PROMPT = InferenceRequest(0, [1, 2, 3], 6, exclude_input_from_output=True)
 NULL = RunConfig(device="null", max_batch_size=2, max_tokens_in_paged_kvcache=4096)
+
+
+def engine_of(config: RunConfig) -> Engine:
+    """One with nothing to be closed."""
+    with serving_engine(config) as engine:
+        return engine
 
 
 class Failing(NullExecutor):
@@ -42,7 +49,7 @@ class Waiting(NullExecutor):
 
 
 def slow_engine() -> Engine:
-    engine = serving_engine(NULL.with_values(max_batch_size=1))
+    engine = engine_of(NULL.with_values(max_batch_size=1))
     return replace(engine, executor=SyntheticTokens(Waiting(), [65], engine.limits.num_slots))
 
 
@@ -77,14 +84,14 @@ def test_requests_run_to_their_end() -> None:
         assert bytes(whole) == bytes(streamed) == b"This i"
         assert service.num_live == service.num_queued == 0
 
-    statistics = run(use, serving_engine(NULL))
+    statistics = run(use, engine_of(NULL))
     assert statistics.finished[LENGTH] == 2
     assert statistics.generation_tokens == 12
 
 
 def test_a_failed_engine_answers_all_and_takes_no_more() -> None:
     executor = Failing()
-    engine = replace(serving_engine(NULL), executor=executor)
+    engine = replace(engine_of(NULL), executor=executor)
 
     async def use(service: Service) -> None:
         generations = service.submit([PROMPT] * 20)
@@ -99,6 +106,30 @@ def test_a_failed_engine_answers_all_and_takes_no_more() -> None:
 
     with pytest.raises(BatchManagerFailed, match="the device is gone"):
         run(use, engine, max_queue_size=100)
+
+
+def test_higher_priorities_run_first() -> None:
+    """Also before requests that the engine has fetched, and those of one priority in order of arrival."""
+    engine = slow_engine()
+    order: list[int] = []
+
+    class Noted(Generation):
+        def respond(self, tensors: Tensors, is_final: bool, error: str) -> None:
+            super().respond(tensors, is_final, error)
+            order.append(self.request.request_id)
+
+    async def use(service: Service) -> None:
+        first = service.submit([replace(PROMPT, max_new_tokens=40)], Noted)
+        while not service.statistics.latest:
+            await asyncio.sleep(0.001)
+        # More than the engine fetches in advance.
+        low = service.submit([PROMPT] * 20, Noted)
+        high = service.submit([replace(PROMPT, priority=0.9)] * 12 + [replace(PROMPT, priority=2.0)], Noted)
+        await ended([*first, *low, *high])
+
+    statistics = run(use, engine, max_queue_size=50)
+    assert statistics.finished[LENGTH] == 34
+    assert order == [0, 33, *range(21, 33), *range(1, 21)]
 
 
 def test_requests_stopped_in_the_queue_never_run() -> None:
@@ -133,6 +164,23 @@ def test_closing_stops_what_runs_and_what_waits() -> None:
     assert statistics.finished[ABORT] == 12
 
 
+def test_a_request_arrives_when_it_was_received_but_after_the_latest_fetch() -> None:
+    async def use(service: Service) -> None:
+        (first,) = service.submit([PROMPT])
+        while not first.is_done:
+            await first.changed.wait()
+            first.changed.clear()
+        received_s = service.real_now()
+        await asyncio.sleep(0.002)
+        late, too_late = (service.submit([PROMPT], received_s=seconds)[0] for seconds in (received_s, 0.0))
+        assert first.arrival_s < received_s <= late.arrival_s + 1e-9
+        assert late.arrival_s <= too_late.arrival_s <= service.real_now() + 1e-9
+
+    statistics = run(use, slow_engine())
+    assert statistics.delivery_lag_s.num_deliveries > 0
+    assert 0 <= statistics.delivery_lag_s.summary()["mean"] <= statistics.delivery_lag_s.summary()["max"]
+
+
 def test_limits() -> None:
     async def use(service: Service) -> None:
         with pytest.raises(QueueFull, match="--max_queue_size is 2"):
@@ -140,7 +188,7 @@ def test_limits() -> None:
         with pytest.raises(InputError, match="max_input_len"):
             service.check(replace(PROMPT, input_ids=[1] * 9000))
 
-    assert run(use, serving_engine(NULL.with_values(max_seq_len=20_000)), max_queue_size=2).finished[LENGTH] == 0
+    assert run(use, engine_of(NULL.with_values(max_seq_len=20_000)), max_queue_size=2).finished[LENGTH] == 0
 
 
 @pytest.fixture

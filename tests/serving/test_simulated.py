@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import signal
 import time
 import urllib.error
@@ -15,9 +16,11 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from ifbbench.cli.main import main
+from ifbbench.clock import MAX_LAG_S
 from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
 from ifbbench.serving.config import ServerConfig
+from tests.report.test_schema import check
 from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
 
 MODEL = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b"]
@@ -82,6 +85,7 @@ def test_the_recording_replays_to_the_same_schedule_and_metrics_agree_with_it(tm
         status, printed = server.end()
     assert status == 0, printed
     assert "24 of 25 requests completed" in printed
+    assert "summary.json" in check(recorded), "its files are valid by their schemas"
 
     summary = json.loads((recorded / "summary.json").read_text())
     assert found["nv_inference_request_success_total"] == summary["requests"]["completed"] == 24
@@ -101,6 +105,61 @@ def test_the_recording_replays_to_the_same_schedule_and_metrics_agree_with_it(tm
     replayed = run_trace(str(recorded), config).summary
     ratio = replayed["request_throughput_per_s"] * 24 / 25 / summary["request_throughput_per_s"]
     assert ratio == pytest.approx(1, abs=0.1), "the stopped request is complete in the replay"
+
+
+def test_a_replay_of_the_recording_has_the_times_of_the_server(tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded"
+    bodies = [{"prompt": [1] * (40 + 30 * index), "max_tokens": 20 + index} for index in range(24)]
+
+    async def one(port: int, index: int) -> Stream:
+        await asyncio.sleep(0.01 * index)
+        return await stream_completion(port, bodies[index])
+
+    async def spread(port: int) -> None:
+        await asyncio.gather(*(one(port, index) for index in range(len(bodies))))
+
+    with server_process(*MODEL, "--max_batch_size", "8", "--record", str(recorded)) as server:
+        asyncio.run(spread(server.port))
+        status, printed = server.end()
+    assert status == 0, printed
+    served = json.loads((recorded / "summary.json").read_text())
+    if served["delivery_lag_s"]["max"] > MAX_LAG_S:
+        pytest.skip("this host was too busy to keep the pace of the simulated device")
+    config = SIMULATED.with_values(max_batch_size=8, output=str(tmp_path / "replayed"))
+    replayed = run_trace(str(recorded), config).summary
+    assert replayed["iterations"] == served["iterations"]
+    assert replayed["request_throughput_per_s"] == pytest.approx(served["request_throughput_per_s"], rel=1e-6)
+    for name in ("ttft_s", "itl_s", "e2e_s", "queue_time_s"):
+        for key in ("mean", "p50", "p90", "max"):
+            assert replayed[name][key] == pytest.approx(served[name][key], abs=1e-6), (name, key)
+
+
+@pytest.mark.slow
+def test_a_run_against_the_server_has_the_figures_of_a_run_without_one(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"request_id": index, "arrival_s": index / 20, "prompt_len": draw.randint(20, 2000),
+             "output_len": draw.randint(20, 200)} for index in range(200)]  # fmt: skip
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = run_trace(str(trace), SIMULATED.with_values(output=str(tmp_path / "alone"))).summary
+    recorded, client = tmp_path / "recorded", tmp_path / "client"
+    with server_process(*MODEL, "--record", str(recorded)) as server:
+        result = CliRunner().invoke(main, ["run", str(trace), "--endpoint", server.url, "--output", str(client)])
+        assert result.exit_code == 0, result.output
+        server.end()
+    served, seen = (json.loads((directory / "summary.json").read_text()) for directory in (recorded, client))
+    if served["delivery_lag_s"]["max"] > MAX_LAG_S:
+        pytest.skip("this host was too busy to keep the pace of the simulated device")
+    lag_s = served["delivery_lag_s"]["mean"]
+    print(f"\ndelivery lag {lag_s * 1e3:.2f} ms")
+    for name in ("ttft_s", "itl_s", "e2e_s"):
+        for key in ("p50", "p90"):
+            print(name, key, *(f"{one[name][key] * 1e3:.2f}" for one in (alone, served, seen)), "ms")
+            assert served[name][key] == pytest.approx(alone[name][key], rel=0.05, abs=0.002), (name, key)
+            own = served[name][key] + (0 if name == "itl_s" else lag_s)
+            assert seen[name][key] == pytest.approx(own, rel=0.05, abs=0.002), (name, key)
+    for one in (served, seen):
+        assert one["request_throughput_per_s"] == pytest.approx(alone["request_throughput_per_s"], rel=0.03)
 
 
 def test_vllm_names() -> None:
@@ -172,9 +231,18 @@ def test_a_killed_server_leaves_a_readable_run(tmp_path: Path) -> None:
         asyncio.run(several(server, [{"prompt": "abc", "max_tokens": 20_000}], leave_after=200))
         time.sleep(0.2)
         server.end(signal.SIGKILL)
-    result = CliRunner().invoke(main, ["report", str(recorded)])
-    assert result.exit_code == 0, result.output
-    assert run_trace(str(recorded), SIMULATED.with_values(output=str(tmp_path / "replayed"))).failed == 0
+    assert not (recorded / "summary.json").exists()
+    replayed, charts = tmp_path / "replayed", tmp_path / "charts"
+    for command in (
+        ["report", str(recorded)], ["plot", str(recorded), "--only", "timeline,latency", "--output", str(charts)],
+        ["run", str(recorded), *MODEL, "--output", str(replayed)], ["compare", str(recorded), str(replayed)],
+    ):  # fmt: skip
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+        assert "Traceback" not in result.output
+    assert [*charts.iterdir()]
+    requests = json.loads((replayed / "summary.json").read_text())["requests"]
+    assert (requests["completed"], requests["failed"]) == (4, 0), "three that completed, and one that was stopped"
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:

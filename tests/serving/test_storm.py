@@ -4,20 +4,27 @@ import asyncio
 import json
 import os
 import random
+import signal
+import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving.clients import ServerProcess, server_process, stream_completion
+from ifbbench.clock import NO_PROGRESS
+from ifbbench.config import RunConfig
+from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.server import serve
+from tests.serving.clients import server_process, stream_completion
 from tests.serving.test_simulated import MODEL, lines, scrape, wait_until_idle
 
 STREAMS, SECONDS = 200, float(os.environ.get("IFBBENCH_STORM_SECONDS", "600"))
 MAX_GROWTH_BYTES = 40_000_000
 
 
-async def client(server: ServerProcess, draw: random.Random, seconds: float, seen: Counter[str]) -> None:
+async def client(port: int, draw: random.Random, seconds: float, seen: Counter[str]) -> None:
     """One client after another in the same place, until the time is over."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -36,7 +43,7 @@ async def client(server: ServerProcess, draw: random.Random, seconds: float, see
             body = {"prompt": draw.choice([None, [[]], {"a": 1}]), "max_tokens": draw.choice([-1, "x", 2**40])}
         elif kind == "oversized":
             body["prompt"] = [1] * 140_000
-        stream = await stream_completion(server.port, body, **options)
+        stream = await stream_completion(port, body, **options)
         if kind in ("reads", "slow"):
             assert (stream.status, stream.tokens, stream.error) == (200, body["max_tokens"], "")
             assert len(stream.text) == body["max_tokens"]
@@ -45,17 +52,17 @@ async def client(server: ServerProcess, draw: random.Random, seconds: float, see
         seen[kind] += 1
 
 
-async def storm(server: ServerProcess, streams: int, seconds: float, seen: Counter[str]) -> None:
-    await asyncio.gather(*(client(server, random.Random(seed), seconds, seen) for seed in range(streams)))
+async def storm(port: int, streams: int, seconds: float, seen: Counter[str]) -> None:
+    await asyncio.gather(*(client(port, random.Random(seed), seconds, seen) for seed in range(streams)))
 
 
 def check(streams: int, seconds: float, recorded: Path) -> dict[str, Any]:
     """A storm of so many clients and seconds; returns figures of it."""
     seen: Counter[str] = Counter()
     with server_process(*MODEL, "--max_batch_size", "128", "--record", str(recorded)) as server:
-        asyncio.run(storm(server, streams, min(seconds / 4, 10), seen))
+        asyncio.run(storm(server.port, streams, min(seconds / 4, 10), seen))
         before = wait_until_idle(server)
-        asyncio.run(storm(server, streams, seconds, seen))
+        asyncio.run(storm(server.port, streams, seconds, seen))
         after = wait_until_idle(server)
         threads = len(os.listdir(f"/proc/{server.process.pid}/task"))
         files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
@@ -92,3 +99,33 @@ def test_a_storm_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_short_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     check(40, 1.0, tmp_path / "recorded")
+
+
+def test_no_task_is_left_when_clients_have_gone() -> None:
+    numbers: list[Future[tuple[int, int]]] = []
+
+    async def tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    def clients(url: str, loop: asyncio.AbstractEventLoop) -> tuple[int, int]:
+        """The number of the server's tasks before clients come, and when they have gone."""
+
+        def count() -> int:
+            return asyncio.run_coroutine_threadsafe(tasks(), loop).result(10)
+
+        try:
+            time.sleep(0.2)  # the server has begun to accept
+            before = count()
+            asyncio.run(storm(int(url.rpartition(":")[2]), 30, 0.5, Counter()))
+            deadline = time.monotonic() + 20
+            while (after := count()) > before and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return before, after
+        finally:
+            loop.call_soon_threadsafe(signal.raise_signal, signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        serve(RunConfig(device="sim:h100-sxm", model="llama-3.1-8b"), ServerConfig(port=0), NO_PROGRESS,
+              lambda url: numbers.append(pool.submit(clients, url, asyncio.get_running_loop())))  # fmt: skip
+    before, after = numbers[0].result()
+    assert after == before

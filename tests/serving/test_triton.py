@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import time
 import urllib.error
@@ -16,6 +17,8 @@ import pytest
 from ifbbench.api.engine import build_engine, generate
 from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from tests.replay.test_ranks import check_readable
+from tests.serving.test_serving_ranks import check_ended
 from tests.serving.triton_clients import MODEL, Stream, Triton, inputs, scrape, start, triton, wait_for
 
 missing = [name for name in ("pytriton", "tritonclient") if importlib.util.find_spec(name) is None]
@@ -216,6 +219,57 @@ def test_recorded_traffic_of_a_simulated_device(tmp_path: Path) -> None:
     assert sorted(outcomes) == ["completed"] * 7 + ["stopped"] * 16
     config = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", output=str(tmp_path / "replayed"))
     assert run_trace(str(recorded), config).failed == 0
+
+
+def pids_of(directory: Path) -> list[int]:
+    return [row["pid"] for row in json.loads((directory / "run.json").read_text())["ranks"]]
+
+
+def test_two_ranks(tmp_path: Path, expected: list[int]) -> None:
+    """Rank 0 is the model's process in Triton, which starts the other one."""
+    recorded = tmp_path / "recorded"
+    with triton(*TINY, "--tp_size", "2", "--record", str(recorded)) as server:
+        stream = Stream(server)
+        assert stream.one([1, 2, 3, 4, 5], 6, streaming=True).ids == expected
+        stream.send([1, 2, 3], 1000, "long", streaming=True)
+        wait_for(server, "nv_trt_llm_request_metrics active", 1)
+        stream.cancel()
+        wait_for(server, "nv_trt_llm_request_metrics active", 0)
+        pids = pids_of(recorded)
+        status, printed = server.end()
+        assert status == 0, printed
+    assert "1 of 2 requests completed, 0 failed" in printed
+    assert len(set(pids)) == 2
+    check_ended(pids)
+    responses = tmp_path / "responses.json"
+    run_trace(str(recorded), RunConfig(device="cpu", max_beam_width=4, output=str(tmp_path / "replayed"),
+                                       time_scale=0.0, responses_json=str(responses)))  # fmt: skip
+    assert json.loads(responses.read_text())[0]["response_tokens"] == expected
+
+
+@pytest.mark.parametrize(("rank", "message"), [
+    (0, "the model's process in Triton has died"), (1, "rank 1 was killed by SIGKILL, perhaps for lack of memory"),
+])  # fmt: skip
+def test_a_rank_that_is_killed_ends_triton(tmp_path: Path, rank: int, message: str) -> None:
+    recorded = tmp_path / "recorded"
+    with triton(*TINY, "--tp_size", "2", "--record", str(recorded)) as server:
+        Stream(server).send([1, 2, 3], 1000, "long", streaming=True)
+        wait_for(server, "nv_trt_llm_request_metrics active", 1)
+        pids = pids_of(recorded)
+        os.kill(pids[rank], signal.SIGKILL)
+        printed, _ = server.process.communicate(timeout=30)
+    assert server.process.returncode == 1, printed
+    assert f"Error: the server ended early: {message} (what was recorded is kept in {recorded})" in printed
+    assert "Traceback" not in printed
+    check_ended(pids)
+    check_readable(recorded)
+
+
+def test_ranks_that_cannot_share_the_model(tmp_path: Path) -> None:
+    process = start(*TINY, "--tp_size", "3", "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, printed
+    assert "Error: --tp_size: 3 devices cannot share 8 attention heads" in printed
 
 
 def test_an_engine_that_cannot_be_made_is_explained() -> None:

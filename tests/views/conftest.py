@@ -34,7 +34,8 @@ def opened(browser: Any) -> Iterator[Any]:
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: problems.extend({request.url.partition("#")[0]} - {path.as_uri()}))
         page.goto(path.as_uri() + fragment)
-        page.wait_for_function("document.documentElement.dataset.readyMs", timeout=READY_MS)
+        # Not wait_for_function: from its second look on, the page itself evaluates text, which its policy forbids.
+        page.wait_for_selector("html[data-ready-ms]", state="attached", timeout=READY_MS)
         return page
 
     yield open_page

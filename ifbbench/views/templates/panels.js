@@ -18,8 +18,9 @@ function inWords(value, kind) {
   return significant(value);
 }
 
-function showSummary(runs, content) {
-  const section = document.getElementById("summary"), tiles = element("div", { class: "tiles" });
+/** The figures of the summary that are known. */
+function tilesOf(runs) {
+  const tiles = element("div", { class: "tiles" });
   for (const [label, path, kind] of TILES) {
     const values = runs.map(run => figure(run.header.summary, path));
     if (values.every(value => value === null || value === undefined)) continue;
@@ -28,7 +29,12 @@ function showSummary(runs, content) {
       element("div", { class: "value", "data-figure": path, "data-value": values[0] }, inWords(values[0], kind), element("small", {}, rest)),
       runs.length > 1 ? element("div", { class: "second", "data-figure-b": path, "data-value": values[1] }, `${inWords(values[1], kind)} in ${runs[1].label}`) : null));
   }
-  section.append(tiles);
+  return tiles;
+}
+
+function showSummary(runs, content) {
+  const section = document.getElementById("summary");
+  section.append(tilesOf(runs));
   for (const run of runs) section.append(element("p", { class: "advice" }, element("strong", {}, runs.length > 1 ? `What to change in ${run.label}: ` : "What to change: "), run.header.advice.text));
   if (runs.length > 1) {
     const found = content.divergence;
