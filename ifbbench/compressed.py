@@ -151,22 +151,25 @@ class GrowingFile:
     """A file of lines that another process is writing, compressed as by GzipWriter or not. It need not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._unpacker = zlib.decompressobj(GZIP) if is_compressed(path) else None
         self._position = 0
         # Content after the last complete line; and how much content behind `_position` was given already.
         self._rest, self._ahead = b"", 0
 
     def new_lines(self) -> Iterator[bytes]:
-        """The complete lines since the last call, in pieces of several lines."""
-        if not self._path.exists():
+        """The complete lines since the last call, in pieces of several lines. DamagedFile if it cannot be unpacked."""
+        if not self.path.exists():
             return
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self._position)
-            size = self._path.stat().st_size - (REPLACED_BYTES if self._unpacker else 0)
+            size = self.path.stat().st_size - (REPLACED_BYTES if self._unpacker else 0)
             while piece := file.read(max(min(size - self._position, BUFFER_BYTES), 0)):
                 self._position += len(piece)
-                content = self._unpacker.decompress(piece) if self._unpacker else piece
+                try:
+                    content = self._unpacker.decompress(piece) if self._unpacker else piece
+                except zlib.error as error:
+                    raise DamagedFile(str(error)) from error
                 known = min(self._ahead, len(content))
                 self._ahead -= known
                 lines, newline, rest = (self._rest + content[known:]).rpartition(b"\n")

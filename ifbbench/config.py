@@ -38,6 +38,7 @@ TRACE_FORMATS = (
     "trtllm-bench", "sharegpt", "openai-batch", "vllm-result", "guidellm", "vllm-dataset",
 )  # fmt: skip
 TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
+RECORDINGS = ("full", "summary")
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
 ITERATION_STATS_FORMATS = ("batch_manager", "trtllm")
 RESULT_FORMATS = ("vllm",)
@@ -60,6 +61,7 @@ DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
 # Upper bounds of settings, where the general ones of `fields` would make arrays that no memory holds, or never end.
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
+MAX_LORAS = 100_000
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
@@ -332,7 +334,7 @@ class RunConfig:
         "numbered from 0 by name.", elsewhere="lora_path lora_paths lora_modules lora_adapter")
     num_loras: int | None = _lora(
         None, "Requests of a trace without LoRA tasks draw one of N adapters: of random ones, or of the first ones in "
-        "--lora_dir.", minimum=1, unit="adapters")
+        "--lora_dir.", minimum=1, maximum=MAX_LORAS, unit="adapters")
     lora_rank: int | None = _lora(None, "Rank of random adapters. Default: 8.", minimum=1)
     max_lora_rank: int = _lora(
         64, "Maximum rank of an adapter.", minimum=1, aliases=("max_adapter_size",))
@@ -436,6 +438,9 @@ class RunConfig:
         False, "--result_json also lists the lengths, latencies and errors of each request.")
     responses_json: str | None = _recording(
         None, "Also write the generated tokens of each request here.", aliases=("responses_json_file",))
+    recording: str = _recording(
+        "full", "What is written: everything, or the requests and the figures of summary.json alone, which is faster: "
+        "no iterations.jsonl and no spans.jsonl.", choices=RECORDINGS)
     recording_format: str = _recording("jsonl", "Lines of JSON, plain or compressed.", choices=RECORDING_FORMATS)
     iteration_stats_format: str = _recording(
         ITERATION_STATS_FORMATS[0], "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's "

@@ -151,6 +151,11 @@ def table(value: Any, name: str, known: Iterable[str] | None = None, required: I
     return value
 
 
+def printable(text: str) -> str:
+    """`text` with control characters and lone surrogates as escapes: from a file, they would change the terminal."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def unexpected(name: str, value: Any, expected: str) -> InputError:
     """The error for a field with this value where `expected` was."""
     return InputError(f"{name} is {'missing' if value is None else shown(value)}; expected {expected}.")

@@ -72,7 +72,9 @@ def compare(
             raise click.UsageError("repeats are compared with repeats only: give directories of `run --repeat`.")
         comparisons = [RepeatsComparison(directories[0], other) for other in directories[1:]]
     else:
-        first, *others = [RecordedRun.load(directory, or_endpoint=True) for directory in directories]
+        first, *others = [
+            RecordedRun.load(directory, or_endpoint=True, or_summary=True) for directory in directories
+        ]
         comparisons = [Comparison(first, other) for other in others]
     reasons = [
         reason for comparison in comparisons for condition in conditions
@@ -187,8 +189,12 @@ def _cells(name: str, figure: "Figure") -> tuple[str, ...]:
 
 def _print_divergence(comparison: "Comparison", console: "Console") -> None:
     divergence = comparison.first_divergence
-    if not comparison.has_decisions:
-        console.print("Decisions are not compared: those of a server that is not ours are unknown.\n")
+    if not comparison.has_decisions and not comparison.same_schedule:
+        why = "--recording summary leaves them out"
+        if comparison.has_endpoint:
+            why = "those of a server that is not ours are unknown"
+        differ = " They differ somewhere." if comparison.has_digests else ""
+        console.print(f"Decisions are not compared: {why}.{differ}\n")
         return
     if divergence is None:
         console.print("All decisions are the same; only times differ.\n")

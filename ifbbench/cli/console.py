@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,8 +24,14 @@ LINE_INTERVAL_S = 10.0
 def report_console(highlight: bool = True) -> "Console":
     """Standard output; in a file or pipe, which has no width of its own, wide enough that no column is cut."""
     from rich.console import Console
+    from rich.text import Text
+
+    from ifbbench.fields import printable
 
     class OutputConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # `main` handles it; rich would exit with status 1
 

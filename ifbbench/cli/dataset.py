@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import SettingOption, given_config
-from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, synth, write
+from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.files import check_new_directory
 from ifbbench.settings import setting
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_siz
 
     if to is None and format_of(output) is None:
         raise InputError(f"{output} does not say which format to write; give --to {'|'.join(FORMATS)}.")
+    check_output(output, overwrite)
     config = given_config(None, reading)
     write(_load(trace, config, output), output, overwrite, config.seed, to, vocab_size)
 
@@ -106,6 +108,7 @@ def sample(
     if to_s <= from_s:
         raise click.UsageError(f"--to {to_s:g} is not after --from {from_s:g}.")
     selection = Selection(from_s, to_s, every, num_requests, stratified, preserve_rate)
+    check_output(output, overwrite)
     config = given_config(None, reading)
     kept = Sample(_load(trace, config, output), selection, config.seed)
     write(kept, output, overwrite, config.seed, to=None, vocab_size=vocab_size)
@@ -121,6 +124,8 @@ def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> N
     from ifbbench.cli.console import progress_line
     from ifbbench.workload.statistics import trace_statistics
 
+    if directory is not None:
+        check_new_directory(directory, "--plot")
     with progress_line("dataset info", quiet=False) as progress:
         loaded = _load(trace, given_config(None, reading), progress=progress)
         progress.stage("describing trace")

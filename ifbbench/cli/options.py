@@ -13,7 +13,7 @@ import click
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import TECHNICAL_LIMIT, Setting, boolean, located
+from ifbbench.fields import TECHNICAL_LIMIT, Setting, boolean, located, unexpected
 from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
@@ -240,7 +240,10 @@ def config_table(path: Path) -> dict[str, Any]:
             return table
         if not isinstance(table.get("config"), dict) or not isinstance(table.get("trace"), dict):
             raise InputError("expected the run.json of a run, with its config and trace.")
-        left_out = {*PLACES, *table.get("derived", ())}
+        derived = table.get("derived", [])
+        if not isinstance(derived, list):
+            raise unexpected("derived", derived, "a list of names of settings")
+        left_out = [*PLACES, *derived]
         of_run = {name: value for name, value in table["config"].items() if name not in left_out and value is not None}
         source = table["trace"].get("source")
         return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) else {})

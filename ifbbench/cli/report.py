@@ -13,7 +13,7 @@ import click
 from ifbbench.cli.options import Command, SettingsCommand, given_config
 from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.files import check_new_file
+from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.recording.run_directory import REPEATS_FILE
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def report(run: Path, as_json: bool, **options: Any) -> None:
 def report_repeats(directory: Path, as_json: bool = False) -> None:
     """Print the means of repeats."""
     if as_json:
-        click.echo((directory / "summary.json").read_text(encoding="utf-8"), nl=False)
+        from ifbbench.report.checking import read_object
+
+        click.echo(json.dumps(read_object(directory / "summary.json", of_repeats=True), indent=2))
         return
 
     from ifbbench.cli.console import report_console
@@ -114,11 +116,12 @@ def export(run: Path, export_format: str) -> None:
     With --format perfetto write one trace of iterations, requests, pauses and counters, for ui.perfetto.dev. The files
     written are listed.
     """
+    check_new_directory(run / "export", "export into")
     if export_format == "perfetto":
         from ifbbench.analysis.recorded import RecordedRun
         from ifbbench.views.perfetto import write_trace
 
-        recorded = RecordedRun.load(run)
+        recorded = RecordedRun.load(run, or_endpoint=True)
         click.echo(write_trace(recorded, recorded.data.path / "export"))
         return
 
@@ -170,6 +173,9 @@ def plot(
         return
     if not paths:
         raise click.UsageError("Missing argument 'PATH...'; name a run directory, a sweep or a directory of runs.")
+
+    if output is not None:
+        check_new_directory(output, "--output")
 
     from ifbbench.cli.console import progress_line
     from ifbbench.report.charts import Output

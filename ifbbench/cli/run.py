@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ifbbench.replay.run import RunResult
 
 EXECUTORS = ("local", "ray")
+MAX_REPEATS, MAX_PROCESSES = 10_000, 1024
 SWEEP_HELP = {
     "output": "Sweep directory, with a run directory for each point. Default: results/sweep-<keys>.",
     "overwrite": "Replace the runs and the table of an existing sweep directory.",
@@ -32,7 +33,7 @@ SWEEP_HELP = {
 
 @click.command(cls=TraceCommand)
 @click.argument("trace", required=False)
-@click.option("--repeat", type=click.IntRange(min=1), metavar="N",
+@click.option("--repeat", type=click.IntRange(1, MAX_REPEATS), metavar="N",
               help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.")
 @json_option
 @click.pass_context
@@ -47,7 +48,7 @@ def run(
     config = given_config(config_file, options)
     keys = read_command_keys(config_file, RUN_KEYS, "run")
     trace = keys.get("trace") if trace is None else trace
-    repeat = repeat or integer(keys.get("repeat", 1), "repeat", 1, from_text=True)
+    repeat = repeat or integer(keys.get("repeat", 1), "repeat", 1, MAX_REPEATS, from_text=True)
     if repeat > 1:
         _repeat(context, trace, config, repeat, as_json)
         return
@@ -73,12 +74,12 @@ def run(
                    "grid.")
 @click.option("--zip/--no-zip", "is_paired", default=None,
               help="Pair the values of several --over instead of crossing them.")
-@click.option("--repeat", type=click.IntRange(min=1), metavar="N",
+@click.option("--repeat", type=click.IntRange(1, MAX_REPEATS), metavar="N",
               help="Run each point N times, with the seeds --seed, --seed + 1, …; the table has the means.")
 @click.option("--keep", type=click.Choice(["run", "summary"]),
               help="Keep the run directory of each run, or only its summary, which is faster. Default: run directories "
                    "of up to 16 runs.")
-@click.option("--processes", type=click.IntRange(min=1), metavar="N",
+@click.option("--processes", type=click.IntRange(1, MAX_PROCESSES), metavar="N",
               help="Simulated runs at the same time. Default: one for each core. Runs on a real device follow each "
                    "other.")
 @click.option("--executor", type=click.Choice(EXECUTORS),
@@ -143,8 +144,9 @@ def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
             keys["over"] = [axis_text(name, values) for name, values in over.items()]
         elif "over" in keys:
             keys["over"] = list(map(str, over)) if isinstance(over, list | tuple) else [str(over)]
-        for name in {"repeat", "processes"} & set(keys):
-            keys[name] = integer(keys[name], name, 1, from_text=True)
+        for name, largest in {"repeat": MAX_REPEATS, "processes": MAX_PROCESSES}.items():
+            if name in keys:
+                keys[name] = integer(keys[name], name, 1, largest, from_text=True)
         if "zip" in keys:
             keys["zip"] = boolean(keys["zip"], "zip", from_text=True)
         for name, values in (("keep", ("run", "summary")), ("executor", EXECUTORS)):

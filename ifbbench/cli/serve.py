@@ -12,7 +12,7 @@ from ifbbench.serving.config import ServerConfig, server_settings
 
 # The engine's settings, and those of the recording; of requests, only the defaults of what clients leave out. A server
 # has its clients' traffic, and is no prediction of another's time.
-GROUPS = ("scheduling", "kv cache", "execution")
+GROUPS = ("scheduling", "kv cache", "lora", "execution")
 NOT_TAKEN = ("static_emulated_batch_size", "static_emulated_timeout", "engine_overhead", "stop_at_end_token")
 ALSO_TAKEN = ("warm_up", "seed", "slo", "overwrite", "recording_format", "iteration_stats_format",
               "iteration_stats_every", "quiet")  # fmt: skip
@@ -20,7 +20,10 @@ NAMES = [
     one.name for one in settings()
     if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
 ]  # fmt: skip
-HELP = {"max_queue_size": "Requests that wait for a batch slot; more are refused with status 429. Default: 1024."}
+HELP = {
+    "max_queue_size": "Requests that wait for a batch slot; more are refused with status 429. Default: 1024.",
+    "num_loras": "Random adapters, which requests name lora-0, lora-1 and so on; without --lora_dir.",
+}
 
 
 class ServeCommand(SettingsCommand):

@@ -10,6 +10,7 @@ import click
 
 from ifbbench.cli.options import Command
 from ifbbench.clock import Progress
+from ifbbench.files import check_new_file
 
 if TYPE_CHECKING:
     from ifbbench.workload.sample import Sample
@@ -103,6 +104,12 @@ def _counted(trace: "Trace | Sample", progress: Progress) -> "Iterator[TraceRequ
         yield request
 
 
+def check_output(output: Path, overwrite: bool) -> None:
+    """InputError if `write` would refuse `output`."""
+    if str(output) != "-":
+        check_new_file(output, "--output", overwrite)
+
+
 def write(
     trace: "Trace | Sample", output: Path, overwrite: bool, seed: int, to: str | None, vocab_size: int
 ) -> None:
@@ -147,6 +154,7 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
             from ifbbench.workload.draw import draw_trace
             from ifbbench.workload.spec import parse_spec
 
+            check_output(output, overwrite)
             if (arrival == "all_at_once") != (request_rate is None):
                 needs = "needs a" if request_rate is None else "takes no"
                 raise click.UsageError(f"--arrival {arrival} {needs} --request-rate.")
@@ -314,6 +322,7 @@ def spec(
     from ifbbench.workload.load import bundled_path, load_trace
     from ifbbench.workload.spec import SUFFIXES
 
+    check_output(output, overwrite)
     path = Path(file) if Path(file).exists() else bundled_path(file) or Path(file)
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"{file} is not a workload specification; expected a file ending in {', '.join(SUFFIXES)}.")

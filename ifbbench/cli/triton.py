@@ -10,7 +10,10 @@ from ifbbench.cli.options import SettingOption, SettingsCommand, given_config
 from ifbbench.cli.serve import NAMES
 from ifbbench.serving.triton_repository import TritonConfig, triton_settings, write_repository
 
-HELP = {"max_queue_size": "Requests that wait for a batch slot; more have the error UNAVAILABLE. Default: 1024."}
+HELP = {
+    "max_queue_size": "Requests that wait for a batch slot; more have the error UNAVAILABLE. Default: 1024.",
+    "num_loras": "Random adapters, LoRA tasks 0, 1 and so on of requests; without --lora_dir.",
+}
 
 
 class TritonCommand(SettingsCommand):

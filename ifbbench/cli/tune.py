@@ -58,10 +58,9 @@ def tune(
 
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.files import sole_writer
-    from ifbbench.planning.sweep import prepare_directory
     from ifbbench.planning.tune import Tuner
     from ifbbench.planning.tune_candidates import Goal
-    from ifbbench.planning.tune_files import answer, record_best, write_answer, write_server_files
+    from ifbbench.planning.tune_files import answer, prepare, record_best, write_answer, write_server_files
 
     clock, quiet = WallClock(), config.quiet
 
@@ -73,7 +72,7 @@ def tune(
     with progress_line("tune", quiet) as progress:
         tuner = Tuner(trace, config, fixed, wanted, max_gpus, gpu_hour_price, progress, report_best)
         directory = Path(config.output) if config.output else Path("results") / f"tune-{tuner.runs.trace.name}"
-        prepare_directory(directory, config.overwrite)
+        prepare(directory, config.overwrite)
         with sole_writer(directory):
             tuning = tuner.run()
             assert tuning.best is not None

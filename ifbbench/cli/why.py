@@ -50,7 +50,8 @@ def why(
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.cli.console import report_console
 
-    recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None)
+    is_of_all = request_id is None and iteration is None and pauses_csv is None
+    recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None, or_empty=is_of_all)
     if recorded.data.endpoint:
         seen = ClientFindings(recorded)
         if request_id is not None:
@@ -60,6 +61,11 @@ def why(
         else:
             _print_seen(seen, slowest, report_console(highlight=False))
         return
+    if recorded.nothing_ran:
+        text = f"There is nothing to explain: {recorded.nothing_ran}."
+        facts = {"run": str(recorded.data.path), "partial": recorded.data.partial, "text": text}
+        _print_json(facts) if as_json else click.echo(f"{recorded.data.path}: {text}")
+        return
     findings = Findings(recorded)
     if pauses_csv is not None:
         findings.ledger.write_csv(pauses_csv)
@@ -68,8 +74,8 @@ def why(
         life = findings.life(recorded.known_id(request_id))
         _print_json(life.as_dict()) if as_json else _print_life(life, console)
     elif iteration is not None:
-        facts = iteration_facts(recorded, iteration)
-        _print_json(facts.as_dict()) if as_json else _print_iteration(facts, console)
+        found = iteration_facts(recorded, iteration)
+        _print_json(found.as_dict()) if as_json else _print_iteration(found, console)
     elif as_json:
         _print_json(findings.as_dict(slowest))
     else:

@@ -4,7 +4,6 @@ With as many micro batches in flight as stages, every stage computes at the same
 and sends the outputs to all other ranks, which need them to schedule the requests' next iteration.
 """
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.kv_cache.sizing import CacheLayout
+from ifbbench.engine.pickling import dumps, loads
 from ifbbench.errors import InputError
 from ifbbench.execution.model_executor import ModelExecutor, PreparedBatch
 from ifbbench.execution.packing import Int64Array
@@ -41,7 +41,7 @@ class StageExecutor(ModelExecutor):
 
         def send() -> StepOutputs:
             outputs = wait()
-            part.links.send_outputs(pickle.dumps(outputs))
+            part.links.send_outputs(dumps(outputs))
             return outputs
 
         if logits.device.type == "cuda":
@@ -50,7 +50,7 @@ class StageExecutor(ModelExecutor):
         return lambda: outputs
 
     def _received(self, slots: Int64Array) -> StepOutputs:
-        outputs: StepOutputs = pickle.loads(self._part.links.receive_outputs())
+        outputs: StepOutputs = loads(self._part.links.receive_outputs())
         if self._part.is_first and outputs.tokens is not None:
             tokens = to_device(outputs.tokens.astype(np.int64), self._model.device)
             self._newest.index_copy_(0, self._on_device(slots), tokens)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ifbbench.engine.active import IntArray
 from ifbbench.errors import InputError
+from ifbbench.fields import integer, located, number, shown, table
 from ifbbench.model.config import LLAMA, ModelConfig
 from ifbbench.model.lora_modules import LoraModule, lora_modules
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:  # simulated runs need the ranks only, without PyTorch
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 TENSORRT_WEIGHTS, TENSORRT_CONFIG = "model.lora_weights.npy", "model.lora_config.npy"
-TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.*\.layers\.(\d+)\.\w+\.(\w+))\.lora_([AB])(?:\.default)?\.weight")
+TENSOR_NAME = re.compile(
+    r"(?:base_model\.model\.)?(.*\.layers\.([0-9]{1,9})\.\w+\.(\w+))\.lora_([AB])(?:\.default)?\.weight"
+)
+MAX_ALPHA = 1e6
 # Settings of PEFT that change the result, and their values that do not.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "bias": ("none", None), "modules_to_save": (None, []), "fan_in_fan_out": (False, None),
@@ -48,24 +52,34 @@ class Adapter(Protocol):
 
 
 def find_adapters(directory: str, config: ModelConfig, max_rank: int) -> dict[int, Adapter]:
-    """The adapters in `directory` by task id: it is one adapter, of task 0, or has one in each subdirectory.
+    """The adapters in `directory` by task id. InputError for what is not an adapter of the model, or has a rank above
+    `max_rank`."""
+    return {task_id: _open_adapter(path, config, max_rank) for task_id, path in adapter_folders(directory).items()}
+
+
+def adapter_folders(directory: str) -> dict[int, Path]:
+    """The folders of the adapters in `directory` by task id: it is one adapter, of task 0, or has one in each
+    subdirectory.
 
     Subdirectories with numbers as names have these task ids; otherwise all are numbered in the order of their names.
-    InputError for what is not an adapter of the model, or has a rank above `max_rank`.
+    InputError if there are none.
     """
     root = Path(directory)
     if not root.is_dir():
         raise InputError(f"--lora_dir: {directory} is not a directory; expected one with {CONFIG_FILE} and "
                          f"{WEIGHTS_FILE}, or with a subdirectory for each adapter.")
     if _is_adapter(root):
-        return {0: _open_adapter(root, config, max_rank)}
+        return {0: root}
     folders = sorted(path for path in root.iterdir() if path.is_dir())
     if not folders:
         raise InputError(f"--lora_dir: {directory} has neither {CONFIG_FILE} nor subdirectories; expected an adapter "
                          "of PEFT, or one in each subdirectory.")
     are_numbers = all(path.name.isascii() and path.name.isdigit() for path in folders)
-    numbered = {int(path.name): path for path in folders} if are_numbers else dict(enumerate(folders))
-    return {task_id: _open_adapter(path, config, max_rank) for task_id, path in sorted(numbered.items())}
+    numbered = dict(enumerate(folders))
+    if are_numbers:
+        name = f"--lora_dir: the name of a subdirectory of {directory}"
+        numbered = {integer(path.name, name, 0, from_text=True): path for path in folders}
+    return dict(sorted(numbered.items()))
 
 
 def _is_adapter(path: Path) -> bool:
@@ -180,7 +194,7 @@ class PeftAdapter:
         path = self.path / CONFIG_FILE
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"--lora_dir: {path} is missing or cannot be read as JSON ({error}). Expected the "
                              "directory that PEFT's save_pretrained wrote.") from error
         if not isinstance(settings, dict) or str(settings.get("peft_type", "LORA")).upper() != "LORA":
@@ -189,9 +203,15 @@ class PeftAdapter:
             if settings.get(name) not in harmless:
                 raise InputError(f"--lora_dir: {path}: {name} is {json.dumps(settings[name])}, which is not "
                                  f"supported; expected {json.dumps(harmless[0])}. Train the adapter without it.")
-        alphas = {"lora_alpha": settings.get("lora_alpha", 8), **(settings.get("alpha_pattern") or {})}
-        if not all(isinstance(alpha, int | float) and not isinstance(alpha, bool) for alpha in alphas.values()):
-            raise InputError(f"--lora_dir: {path}: lora_alpha or alpha_pattern has a value that is not a number.")
+        with located(f"--lora_dir: {path}"):
+            patterns = table(settings.get("alpha_pattern") or {}, "alpha_pattern")
+            for name, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **patterns}.items():
+                number(alpha, name, -MAX_ALPHA, MAX_ALPHA)
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (re.error, RecursionError, OverflowError) as error:
+                    raise InputError(f"alpha_pattern: {shown(pattern)} is no regular expression ({error}).") from None
         return settings
 
 
@@ -225,20 +245,20 @@ class TensorRtAdapter:
             raise InputError(f"{self.where}: {weights.dtype} of shape {list(weights.shape)} and {rows.dtype} of shape "
                              f"{list(rows.shape)}; expected floats [rows, values] and integers [rows, 3].")
         ranks = np.zeros((self.config.num_layers, len(modules)), np.int32)
-        for number, layer, rank, *others in rows.tolist():
-            if number < 0 or rank <= 0:  # padding
+        for kind, layer, rank, *others in rows.tolist():
+            if kind < 0 or rank <= 0:  # padding
                 continue
-            if number not in by_number:
+            if kind not in by_number:
                 known = ", ".join(f"{module.number} ({module.name})" for module in modules)
-                raise InputError(f"{self.where}: module {number} is not supported; expected one of {known}.")
-            module = modules[by_number[number]]
+                raise InputError(f"{self.where}: module {kind} is not supported; expected one of {known}.")
+            module = modules[by_number[kind]]
             if not 0 <= layer < self.config.num_layers or rank * module.values_of_rank > weights.shape[1]:
                 raise InputError(f"{self.where}: layer {layer} with rank {rank} of {module.name} does not fit the "
                                  f"model: expected one of {self.config.num_layers} layers, and rows of at least "
                                  f"{rank * module.values_of_rank} values, not {weights.shape[1]}.")
             if any(others):
                 raise InputError(f"{self.where}: DoRA is not supported; expected 0 in the fourth column.")
-            ranks[layer, by_number[number]] = rank
+            ranks[layer, by_number[kind]] = rank
         if not ranks.any():
             raise InputError(f"{self.where}: no module is adapted; expected a row for each module and layer.")
         return ranks
@@ -256,12 +276,12 @@ class TensorRtAdapter:
         import torch  # only where weights are computed with
 
         modules, by_number = self._modules, self._by_number
-        for values, (number, layer, rank, *_) in zip(self.weights, self.rows.tolist(), strict=True):
-            if number >= 0 and rank > 0:
-                module, row = modules[by_number[number]], torch.from_numpy(values.astype(np.float32))
+        for values, (kind, layer, rank, *_) in zip(self.weights, self.rows.tolist(), strict=True):
+            if kind >= 0 and rank > 0:
+                module, row = modules[by_number[kind]], torch.from_numpy(values.astype(np.float32))
                 border = rank * module.inputs
                 lora_b = row[border : border + module.outputs * rank].view(module.outputs, rank)
-                yield layer, by_number[number], row[:border].view(rank, module.inputs), lora_b
+                yield layer, by_number[kind], row[:border].view(rank, module.inputs), lora_b
 
 
 @dataclass(frozen=True)

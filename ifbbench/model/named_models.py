@@ -24,6 +24,7 @@ from ifbbench.model.config import (
 )
 from ifbbench.model.engine_config import ENGINE_KEYS, hugging_face_fields
 from ifbbench.model.gguf_file import GgufFile
+from ifbbench.workload.texts import encoded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -198,9 +199,10 @@ class TextTokenizer:
         self._tokenizer, self._first_tokens = tokenizer, first_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the model expects at the beginning unless told not to."""
+        """Token ids of a text, with the special tokens that the model expects at the beginning unless told not to.
+        InputError for what is no text of UTF-8, or a tokenizer that has no token for it."""
         first_tokens = self._first_tokens if add_special_tokens else ()
-        return [*first_tokens, *self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids]
+        return [*first_tokens, *encoded(self._tokenizer, text, add_special_tokens)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -16,11 +16,11 @@ from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
 from ifbbench.model.named_models import load_model_config
 from ifbbench.report import bar, percent, plain_table
-from ifbbench.simulation.cost_model import CostModel, OperationCost
+from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import hardware_names, load_hardware
 from ifbbench.simulation.shard import MemoryPlan, Shard, plan_memory
-from ifbbench.simulation.step_work import StepWork
+from ifbbench.simulation.step_work import OperationCost, StepWork
 
 MAX_REQUESTS = 1_000_000
 DEFAULT_MAX_BATCH_SIZE = 2048

@@ -11,8 +11,9 @@ import numpy as np
 
 from ifbbench.api.engine import Engine, build_engine
 from ifbbench.config import RunConfig
+from ifbbench.engine.interfaces import Unobserved
 from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.records import IterationRecord, Unobserved
+from ifbbench.engine.records import IterationRecord
 from ifbbench.errors import InputError
 from ifbbench.fields import integer, located, number
 from ifbbench.planning.fit import Floats, Observation

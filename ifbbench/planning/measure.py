@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 
 from ifbbench.api.engine import Engine
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
-from ifbbench.engine.batch import Batch, Executor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.config import BatchingConfig
+from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics

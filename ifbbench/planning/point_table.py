@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -10,7 +11,9 @@ from typing import Any
 
 from ifbbench.config import RunConfig, settings
 from ifbbench.errors import InputError
+from ifbbench.fields import located
 from ifbbench.files import replace_file
+from ifbbench.report.checking import cell
 
 SWEEP_FILE, SWEEP_JSON = "sweep.csv", "sweep.json"
 ERROR_COLUMN = "error"
@@ -81,26 +84,25 @@ def write_sweep(directory: Path, rows: Sequence[Row]) -> None:
 
 
 def read_sweep(directory: Path) -> SweepTable:
-    """The table in `directory`. InputError if there is none or it is not that of a sweep."""
-    path = directory / SWEEP_FILE
+    """The table in `directory`. InputError if there is none, if it is not that of a sweep, and for a bad cell."""
+    path, rows, columns = directory / SWEEP_FILE, list[Row](), list[str]()
+    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)  # of each column, by the text of a cell
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = [{name: _value(text) for name, text in row.items()} for row in reader]
-            columns = list(reader.fieldnames or [])
-    except OSError as error:
-        raise InputError(f"{path}: the sweep cannot be read: {error.strerror}.") from error
-    if ERROR_COLUMN not in columns:
-        raise InputError(f"{path}: no column `{ERROR_COLUMN}`; expected the table that `ifbbench sweep` writes.")
+            reader = csv.reader(file)
+            columns = next(reader, columns)
+            if ERROR_COLUMN not in columns:
+                raise InputError(f"{path}: no column `{ERROR_COLUMN}`; expected the table that `ifbbench sweep` "
+                                 "writes.")  # fmt: skip
+            for texts in reader:
+                with located(f"{path}, line {reader.line_num}", "Restore the file, or run the sweep again."):
+                    if len(texts) != len(columns):
+                        raise InputError(f"{len(texts)} cells; expected {len(columns)}, one for each column.")
+                    for column, text in zip(columns, texts, strict=True):
+                        if text not in values[column]:
+                            values[column][text] = cell(column, text)
+                rows.append({column: values[column][text] for column, text in zip(columns, texts, strict=True)})
+    except (OSError, ValueError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: the sweep cannot be read: {reason}. Restore the file, or run again.") from error
     return SweepTable(columns[: columns.index(ERROR_COLUMN)], rows)
-
-
-def _value(text: str) -> Any:
-    if text in ("", "True", "False"):
-        return {"": None, "True": True, "False": False}[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -1,19 +1,21 @@
 """Many runs, of which only the summaries are kept: one after the other, or in parallel processes if simulated."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ifbbench.api.engine import build_engine
 from ifbbench.clock import Progress
 from ifbbench.config import RunConfig
-from ifbbench.errors import IfbbenchError
+from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.execution.ranks import num_ranks
 from ifbbench.planning.equal_schedules import EqualSchedules
 from ifbbench.planning.processes import Lost, run_in_processes, usable_cores
 from ifbbench.replay.run import REPLAYING, summarise_run
-from ifbbench.workload.load import Source, in_memory, read_source
-from ifbbench.workload.trace import Trace
+from ifbbench.workload.load import Source, in_memory, load_trace, read_source
+from ifbbench.workload.trace import Trace, columns_of
 
 # What settings that do not work, or memory that is not enough, raise; torch runs out of memory with a RuntimeError.
 FAILURES = (IfbbenchError, MemoryError, RuntimeError)
@@ -65,6 +67,22 @@ def run_points(
         if on_point is not None:
             on_point(len(results), len(configs), result)
     return [results[number] for number in range(len(configs))]
+
+
+def prove(runs: Iterable[tuple[Source, RunConfig]], replaces: bool) -> None:
+    """InputError, that of the first, if none of `runs` can have its requests; with `replaces`, also if none can build
+    its engine, so that earlier results are not removed for nothing. That of a server or of several processes is not
+    built."""
+    refusals = []
+    for source, config in runs:
+        try:
+            trace = load_trace(source, config)
+            if replaces and config.endpoint is None and (config.makes_no_tokens or num_ranks(config) == 1):
+                build_engine(config, columns_of(trace.requests).max_beam_width).executor.close()
+            return
+        except InputError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def summarise(

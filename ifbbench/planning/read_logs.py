@@ -1,7 +1,6 @@
 """Recognises logs by their content, and reads them."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ifbbench.planning.load_tests import LoadTest, is_load_tests, read_load_test
 from ifbbench.planning.log import Log
 from ifbbench.planning.run_log import is_run, read_iterations, read_run
 from ifbbench.recording.run_directory import find_iterations
+from ifbbench.report.checking import as_object, check_line
 
 RUN = "run of ifbbench"
 FORMATS = (
@@ -84,13 +84,14 @@ def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = as_object(line.encode())
             if "ifbbench" not in row:
                 raise InputError(f"{log.path}, line {number}: field 'ifbbench' is missing; expected iterations.jsonl.")
-        except (ValueError, TypeError) as error:
+            check_line("iterations.jsonl", row)
+        except ValueError as error:
             if number == len(lines):
                 log.notes.append(f"it is cut in line {number}, which is not used.")
                 break
-            raise InputError(f"{log.path}, line {number}: not valid JSON ({error}). Restore the file.") from None
+            raise InputError(f"{log.path}, line {number}: {error}. Restore the file.") from None
         rows.append(row)
     return rows

@@ -8,7 +8,7 @@ from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, sole_writer
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
-from ifbbench.planning.points import FAILURES, in_one_line
+from ifbbench.planning.points import FAILURES, in_one_line, prove
 from ifbbench.planning.sweep import OnPoint, prepare_directory, remove_runs
 from ifbbench.recording.run_directory import REPEATS_FILE, RESULTS, write_json
 from ifbbench.replay.run import RunResult
@@ -34,6 +34,7 @@ def run_repeats(source: str | None, base: RunConfig, count: int, run_one: RunOne
     check_new_directory(directory, "--output")
     if (directory / "run.json").exists():
         raise InputError(f"{directory} is a run; choose another --output for {count} repeats.")
+    prove([(source, base)], replaces=base.overwrite and directory.exists())
     prepare_directory(directory, base.overwrite)
     with sole_writer(directory):
         remove_runs(directory.glob("repeat-*"))

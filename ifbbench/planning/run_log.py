@@ -1,6 +1,5 @@
 """Iterations from a run directory of ifbbench: their work exactly, from the spans of the requests."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
 from ifbbench.recording.iteration_lines import documented_fields
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.report.checking import read_object
 from ifbbench.report.load import SPAN_FIELDS, cumulated, micro_batches_of, read_lines
 from ifbbench.simulation.step_work import StepWork
 
@@ -21,6 +21,9 @@ MILLISECONDS = 1000
 # A longer pause between two iterations is a wait for requests.
 WAIT_S = 1e-3
 MAX_UNUSED = 0.1
+# What each iteration must have, in its fields and in those of `ifbbench`.
+ITERATION_FIELDS = ("iteration_counter", "context_requests", "total_context_tokens")
+DETAIL_FIELDS = ("start_s", "latency_ms", "host_ms", "kv_fragmentation")
 CONTEXT_PHASES = ("context", "recompute")
 # Settings of a run that calibration must be given too, if they are not those of its model.
 FACTS = ("model", "dtype", "kv_cache_dtype", "tp_size", "pp_size")
@@ -38,10 +41,7 @@ def read_run(log: Log) -> None:
     """Add the iterations of the run directory `log.path`. InputError for a run of a kind that calibration cannot use,
     and for a bad file."""
     directory = log.path
-    try:
-        config = json.loads((directory / "run.json").read_bytes())["config"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{directory / 'run.json'}: no description of a run ({error!r}). Restore the file.") from error
+    config = read_object(directory / "run.json").get("config") or {}
     for name, unusable in (("type", "v1"), ("device", "null")):
         if config.get(name) == unusable:
             raise InputError(f"{directory}: a run with --{name} {unusable} has no times that a profile describes; "
@@ -53,23 +53,37 @@ def read_run(log: Log) -> None:
                          "expected one without pipeline stages.")  # fmt: skip
     log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
     log.overlaps = bool(config.get("overlap") or config.get("enable_trt_overlap"))
-    rows = list(map(_fields, read_lines(find_iterations(directory), ("ifbbench",))))
+    path = find_iterations(directory)
+    rows = _rows(path, read_lines(path, ("ifbbench",)))
     if not rows:
         raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
+    last, recorded = max(row["iteration_counter"] for row in rows), int(config.get("iteration_stats_every") or 1)
+    if last > (len(rows) + 1) * recorded:
+        raise InputError(f"{path}: has iteration {last}, but {len(rows)} lines; expected one for each. Restore the "
+                         "file.")  # fmt: skip
     every = micro_batches_of(config)
-    works = _works(directory, max(row["iteration_counter"] for row in rows), every)
+    works = _works(directory, last, every)
     _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows], every)
 
 
-def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a line in either form of the statistics, in snake_case, and `ifbbench`."""
-    return documented_fields(row) | {"ifbbench": row["ifbbench"]}
+def _rows(path: Path, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The fields of each line in either form of the statistics, in snake_case, and `ifbbench`."""
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = documented_fields(line) | {"ifbbench": line["ifbbench"]}
+        missing = [name for name in ITERATION_FIELDS if row.get(name) is None]
+        missing += [f"ifbbench.{name}" for name in DETAIL_FIELDS if row["ifbbench"].get(name) is None]
+        if missing:
+            raise InputError(f"{path}, line {number}: {missing[0]} is missing; expected an iteration as `ifbbench run` "
+                             "writes it. Restore the file, or remove the line.")  # fmt: skip
+        rows.append(row)
+    return rows
 
 
 def read_iterations(log: Log, lines: Iterable[Mapping[str, Any]]) -> None:
     """Add the iterations of an iterations.jsonl outside of its run directory; their work is estimated from counts."""
     log.notes.append("it is outside of its run directory: tokens in the KV cache are estimated. Give the directory.")
-    rows, works = list(map(_fields, lines)), []
+    rows, works = _rows(log.path, lines), []
     tracker = BatchTracker(budget=max(row["total_context_tokens"] + row.get("generation_requests", 0) for row in rows))
     for row in rows:
         batch = BatchCounts(row["context_requests"], row["total_context_tokens"], row.get("generation_requests", 0))
@@ -174,12 +188,24 @@ def _works(directory: Path, last: int, every: int) -> list[StepWork]:
     # Of a killed run also those open when it was last flushed, unless they were closed in that flush too.
     for path in (directory / OPEN_SPANS, find_lines(directory, "spans")):
         for span in read_lines(path, SPAN_FIELDS):
+            _check_span(path, span, last, every)
             spans[str(span["request_id"])][span["first_iteration"]] = span
     works = _Works(last, every)
     for request_id, of_request in spans.items():
         if request_id in prompt_lens:
             _add_request(works, prompt_lens[request_id], [of_request[first] for first in sorted(of_request)], every)
     return works.works()
+
+
+def _check_span(path: Path, span: Mapping[str, Any], last: int, every: int) -> None:
+    """InputError for a span without what its phase needs, or in iterations that there are not."""
+    is_context, is_generation = span["phase"] in CONTEXT_PHASES, span["phase"] == "generation"
+    needed = "chunks" if is_context else "first_output" if is_generation else "phase"
+    length = every * len(span.get("chunks") or ()) if is_context else 0
+    if span.get(needed) is None or max(span["last_iteration"], span["first_iteration"] + length - every) > last:
+        raise InputError(f"{path}: the span of request {span['request_id']} from iteration {span['first_iteration']} "
+                         f"to {span['last_iteration']} has no {needed}, or is beyond the last iteration, {last}. "
+                         "Restore the file.")  # fmt: skip
 
 
 def _add_request(works: _Works, prompt_len: int, spans: Sequence[Mapping[str, Any]], every: int) -> None:

@@ -8,11 +8,15 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import Struct, convert
+from msgspec.json import decode
 
 from ifbbench import __version__
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
@@ -21,13 +25,14 @@ from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, is_part, part_beside, replace_file, sole_writer, writing
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
-from ifbbench.planning.points import PointResult, Report, RunPoint, run_all, summarise
+from ifbbench.planning.points import PointResult, Report, RunPoint, prove, run_all, summarise
 from ifbbench.recording.run_directory import RESULTS, SWEEP_CONFIG, git_revision
 from ifbbench.replay.run import run_trace
+from ifbbench.report.checking import check_summary
 from ifbbench.report.confidence import summary_of
-from ifbbench.report.load import load_run
+from ifbbench.report.load import load_run, read_lines
 from ifbbench.report.outputs import write_outputs
-from ifbbench.workload.load import in_memory, load_trace, read_source, reading_of
+from ifbbench.workload.load import in_memory, read_source, reading_of
 from ifbbench.workload.trace import Trace
 
 POINTS_FILE = "points.jsonl"
@@ -126,6 +131,7 @@ def run_sweep(
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
     check_new_directory(directory, "--output")
+    prove([(run.trace, run.config) for run in runs], replaces=base.overwrite and directory.exists())
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with sole_writer(directory):
@@ -186,9 +192,9 @@ def _check_settings(source: str | None, base: RunConfig, points: Sequence[Point]
 
 
 def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int, progress: Progress) -> list[Run]:
-    """The runs of all points, each trace read once. InputError if no run can have its requests."""
+    """The runs of all points, each trace read once."""
     traces: dict[tuple[Any, ...], Trace] = {}
-    runs, refusals = [], []
+    runs = []
     for point in points:
         config = base.with_values(**{name: value for name, value in point.items() if name != TRACE}, output=None)
         for repeat in range(repeats):
@@ -198,13 +204,7 @@ def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats:
                 traces[reading] = in_memory(read_source(name, one, progress))
             label = point_label(point) if repeats == 1 else f"{point_label(point)}/repeat-{repeat + 1}"
             runs.append(Run(label, traces[reading], one, _key(traces[reading], one)))
-    for run in runs:
-        try:
-            load_trace(run.trace, run.config)
-            return runs
-        except InputError as error:
-            refusals.append(error)
-    raise refusals[0]
+    return runs
 
 
 def _key(trace: Trace, config: RunConfig) -> str:
@@ -259,19 +259,26 @@ class Ended:
         self._path = directory / POINTS_FILE
         if overwrite or identity_in(directory) != identity:
             prepare_directory(directory, overwrite)
-            # The table names the points that ended, and the first line all of them.
-            names = read_sweep(directory).run_names if (directory / SWEEP_FILE).exists() else []
-            names += [Path(str(label)).name for line in _lines(self._path)[:1] for label in line.get("points", ())]
+            begun = _begun_in(directory)
+            names = [Path(label).name for label in begun.points] if begun else []
+            if begun is None and (directory / SWEEP_FILE).exists():  # it may not be the table of a sweep
+                names = read_sweep(directory).run_names
             remove_runs(directory / name for name in names if "=" in name)
             for name in (POINTS_FILE, SWEEP_FILE, SWEEP_JSON):
                 (directory / name).unlink(missing_ok=True)
             replace_file(self._path, json.dumps({"sweep": identity, "version": __version__, "points": labels}) + "\n")
             return
-        lines = _lines(self._path)
-        for line in lines[1:]:
-            self.summaries[line["key"]], self._warnings[line["key"]] = line["summary"], line["warnings"]
+        first, *lines = read_lines(self._path, ())
+        for number, line in enumerate(lines, start=2):
+            try:
+                found = convert(line, _EndedRun)
+                check_summary(found.summary)
+            except ValueError as error:
+                raise InputError(f"{self._path}, line {number}: {error}; expected a run as `ifbbench sweep` writes it. "
+                                 "Remove the line to repeat the run, or add --overwrite.") from None
+            self.summaries[found.key], self._warnings[found.key] = found.summary, found.warnings
         # A line that was cut off is removed, so that the next one begins on a line of its own.
-        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in (first, *lines)))
 
     def has(self, run: Run, is_recorded: bool) -> bool:
         """Whether a run has ended. is_recorded: and its run directory is there."""
@@ -292,21 +299,32 @@ class Ended:
             file.write(json.dumps(line).encode() + b"\n")
 
 
+class _Begun(Struct):
+    """The first line of `points.jsonl`. sweep: its identity. points: the labels of all points."""
+
+    sweep: str
+    points: list[str]
+
+
+class _EndedRun(Struct):
+    """A further line of `points.jsonl`."""
+
+    key: str
+    summary: dict[str, Any]
+    warnings: list[str]
+
+
 def identity_in(directory: Path) -> str | None:
     """The identity of the sweep in `directory`; None if it holds none."""
-    lines = _lines(directory / POINTS_FILE)
-    return lines[0].get("sweep") if lines else None
+    begun = _begun_in(directory)
+    return begun.sweep if begun else None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of `points.jsonl`, but for a last one that was cut off."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+def _begun_in(directory: Path) -> _Begun | None:
+    """The first line of `points.jsonl`; None if it has none, or another content."""
+    with suppress(OSError, ValueError, RecursionError), (directory / POINTS_FILE).open("rb") as file:
+        return decode(file.readline(), type=_Begun)
+    return None
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:

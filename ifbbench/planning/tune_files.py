@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.files import replace_file
+from ifbbench.files import check_new_file, replace_file
+from ifbbench.planning.sweep import prepare_directory
 from ifbbench.planning.tune import Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, next_best
+from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 from ifbbench.report import time_unit
 from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
@@ -24,6 +26,8 @@ FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
     "overloaded", "pauses", "recomputed_tokens", "prefix_hit_rate", "peak_scheduled_requests",
 )  # fmt: skip
+RUN, ANSWER = "run", "tune.json"
+SERVER_FILES = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt", "run.yaml")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 RATES = ("request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s")
@@ -149,14 +153,23 @@ def binding(findings: Findings) -> dict[str, Any]:
 # Files.
 
 
+def prepare(directory: Path, overwrite: bool) -> None:
+    """Make `directory` for an answer. InputError if it is not empty and `overwrite` is off, or a file or the run could
+    not be written there at the end of the search."""
+    prepare_directory(directory, overwrite)
+    run_directory.check(directory / RUN, overwrite=True)
+    for name in (ANSWER, *SERVER_FILES):
+        check_new_file(directory / name, "--output", overwrite=True)
+
+
 def record_best(tuning: Tuning, directory: Path) -> Findings:
     """Run the best candidate again into `directory`/run, with everything recorded."""
     assert tuning.best is not None
     case, runs = tuning.best.run.case, tuning.runs
-    config = runs.config(case).with_values(output=str(directory / "run"), overwrite=True)
+    config = runs.config(case).with_values(output=str(directory / RUN), overwrite=True)
     runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
     run_trace(runs.trace_of(case), config)
-    return Findings(RecordedRun.load(directory / "run"))
+    return Findings(RecordedRun.load(directory / RUN))
 
 
 def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
@@ -184,19 +197,19 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
         f"--tensor-parallel-size {settings['tp_size']}", f"--block-size {settings['tokens_per_block']}",
         f"--{no[chunked]}enable-chunked-prefill", f"--{no[reuse]}enable-prefix-caching",
     ]  # fmt: skip
-    texts = {
-        "trtllm-serve.yaml": "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(llm),
-        "gptManagerBenchmark.txt": " ".join(gpt_manager) + "\n",
-        "vllm.txt": " ".join(vllm) + "\n",
-        "run.yaml": "# ifbbench run TRACE --config run.yaml\n" + yaml.safe_dump(dict(settings)),
-    }
-    for name, text in texts.items():
+    texts = (
+        "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(llm),
+        " ".join(gpt_manager) + "\n",
+        " ".join(vllm) + "\n",
+        "# ifbbench run TRACE --config run.yaml\n" + yaml.safe_dump(dict(settings)),
+    )
+    for name, text in zip(SERVER_FILES, texts, strict=True):
         replace_file(directory / name, text)
-    return [directory / name for name in texts]
+    return [directory / name for name in SERVER_FILES]
 
 
 def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
-    path = directory / "tune.json"
+    path = directory / ANSWER
     replace_file(path, json.dumps(content, indent=2) + "\n")
     return path
 

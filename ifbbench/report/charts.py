@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import find_lines
+from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.report import percent, significant
 from ifbbench.report.cells import draw_cells
+from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
 from ifbbench.report.figures import figures, output_tokens
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
@@ -42,8 +43,10 @@ from ifbbench.report.timeline import draw_timeline
 
 # The axis of KV blocks reaches to the size of the pool if that is up to so many times the blocks in use.
 NEAR = 10
-# Those that need no iterations.
-ENDPOINT_CHARTS = ("timeline", "latency", "ttft", "itl")
+# Those of a run against an endpoint, which has no iterations.
+ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
+# Those that need neither iterations nor spans.
+SUMMARY_CHARTS = ("latency", "ttft")
 _log = logging.getLogger("ifbbench")
 
 
@@ -66,13 +69,21 @@ def plot_run(
 
     exact: the timeline with a cell for each request and iteration. There is no chart of blocks of a contiguous cache.
     A run that was killed before its first iteration has no charts, and a warning says so; InputError for a complete run
-    without iterations.
+    without iterations. Of a run with `--recording summary`, SUMMARY_CHARTS are drawn, and a warning says so.
     """
     if run.endpoint:
         if unknown := [name for name in only if name not in ENDPOINT_CHARTS]:
             raise InputError(f"--only {unknown[0]}: a run against an endpoint has no iterations to draw; expected "
                              f"{', '.join(ENDPOINT_CHARTS)}.")  # fmt: skip
-        only = only or ENDPOINT_CHARTS
+        only = only or [name for name in ENDPOINT_CHARTS if name != "server" or find_lines(run.path, METRICS).exists()]
+    elif run.has_only_summary:
+        needs = "recorded with --recording summary, which leaves out the iterations and spans that"
+        if unknown := [name for name in only if name not in SUMMARY_CHARTS]:
+            raise InputError(f"--only {unknown[0]}: {run.path} was {needs} it shows; expected "
+                             f"{', '.join(SUMMARY_CHARTS)}, or run again with --recording full.")  # fmt: skip
+        if not only:
+            only = SUMMARY_CHARTS
+            _log.warning("%s: %s the charts other than %s need.", run.path, needs, " and ".join(only))
     elif run.iterations.empty:
         problem = f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw"
         if run.partial:
@@ -80,8 +91,10 @@ def plot_run(
             return []
         raise InputError(f"{problem}; expected those of a run that began its work. Run again, or name another run.")
     output = output or Output(directory)
-    charts = {name: chart.draw for name, chart in CHARTS.items() if not only or name in only}
-    if not run.iterations["max_kv_cache_blocks"].max() > 0:
+    charts = {name: chart.draw for name, chart in CHARTS.items() if name in (only or set(CHARTS) - {"server"})}
+    if run.endpoint and "throughput" in charts:
+        charts["throughput"] = draw_client_throughput
+    if not run.has_only_summary and not run.iterations["max_kv_cache_blocks"].max() > 0:
         charts.pop("kv_cache", None)
     if exact and "timeline" in charts:
         charts["timeline"] = partial(draw_cells, exact=True)
@@ -215,4 +228,5 @@ CHARTS: Mapping[str, Chart] = MappingProxyType({
     "latency": Chart(draw_latency, "distributions of TTFT and ITL"),
     "ttft": Chart(draw_ttft, "TTFT against prompt length, by what the request waited for"),
     "itl": Chart(draw_itl, "gaps between tokens over time, with stalls"),
+    "server": Chart(draw_server_metrics, "of a run against an endpoint, the server's metrics over time"),
 })  # fmt: skip

@@ -1,6 +1,7 @@
 """The mean of each figure over runs with different seeds, and its confidence interval."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import cos, pi, sin, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -40,6 +41,7 @@ def _interval(values: Sequence[float]) -> list[float] | None:
     return [fmean(values) - half_width, fmean(values) + half_width]
 
 
+@cache
 def student_t(confidence: float, degrees: int) -> float:
     """The t that a value of Student's t distribution stays within, on both sides, with probability `confidence`."""
     low, high = 0.0, pi / 2  # of the angle atan(t / sqrt(degrees))

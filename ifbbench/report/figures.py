@@ -114,6 +114,8 @@ class TokenGaps:
 def token_times(run: RunData) -> dict[str, Floats]:
     """Of a run against an endpoint, request id to the times of its output tokens (s). Failed requests are left out."""
     spans = run.spans[(run.spans["phase"] == "generation") & run.spans["request_id"].isin(run.completed["request_id"])]
+    if spans.empty:  # no request has a token, so that no line has the columns of chunks
+        return {}
     columns = (spans[name].tolist() for name in ("request_id", "chunk_s", "chunks"))
     return {request: np.repeat(times_s, tokens) for request, times_s, tokens in zip(*columns, strict=True)}
 

@@ -22,6 +22,7 @@ from ifbbench.report.style import (
     heading,
     legend_above,
     thousands,
+    ticks_of_log,
 )
 
 # A request is coloured by the limit that it waited for if that took more than this share of its TTFT.
@@ -44,7 +45,7 @@ def draw_latency(run: RunData) -> Figure:
     grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
     ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
     _distribution(grid[0, 0], grid[1, 0], ttft, "TTFT", "requests", SERIES[0])
-    if run.recorded_every > 1:
+    if run.recorded_every > 1 or run.has_only_summary:
         _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
     else:
         _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[2])
@@ -69,7 +70,7 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_LATENCY_FROM_RATIO
     if logarithmic:
         shares.set_xscale("log")
-        shares.xaxis.set_minor_locator(NullLocator())
+        ticks_of_log(shares.xaxis)
     if values[-1] < values[0] * NARROW:
         shares.xaxis.set_major_locator(MaxNLocator(nbins=3))  # their labels have many digits
     thousands(shares.xaxis)
@@ -98,8 +99,10 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
 
 
 def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
-    """Thinned statistics lack the time of each token: the percentiles of summary.json stand in their place."""
+    """Without all iterations the time of each token is unknown: the percentiles of summary.json stand in its place."""
     why = f"not drawn: only one of {run.recorded_every}\niterations has its time recorded"
+    if run.has_only_summary:
+        why = "not drawn: --recording summary\nhas no times of iterations"
     shape.text(0.5, 0.5, why, transform=shape.transAxes, ha="center", va="center", color=MUTED)
     known = {mark: ((run.summary or {}).get("itl_s") or {}).get(f"p{mark}") for mark in MARKS}
     unit, scale = time_unit(known.values())
@@ -132,12 +135,12 @@ def draw_ttft(run: RunData) -> Figure:
     else:
         if ttft_s.min() > 0 and ttft_s.max() / ttft_s.min() > LOG_FROM_RATIO:
             axes.set_yscale("log")
-            axes.yaxis.set_minor_locator(NullLocator())
+            ticks_of_log(axes.yaxis)
         else:
             axes.set_ylim(0, float(ttft_s.max()) * scale * 1.1 or 1.0)
         if lengths.min() > 0 and lengths.max() / lengths.min() > LOG_FROM_RATIO:
             axes.set_xscale("log")
-            axes.xaxis.set_minor_locator(NullLocator())
+            ticks_of_log(axes.xaxis)
         _median_line(figure, lengths, ttft_s * scale, axes.get_xscale() == "log")
         legend = legend_above(axes, min(len(colours) + 1, 5))
         for handle in legend.legend_handles:

@@ -21,7 +21,7 @@ from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
 from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
-from ifbbench.recording.lines import RequestLine, SpanLine
+from ifbbench.recording.request_lines import RequestLine, SpanLine
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.checking import as_object, check_line, read_object
 
@@ -85,6 +85,11 @@ class RunData:
     def endpoint(self) -> dict[str, Any] | None:
         """The server of a run against an endpoint, which has no iterations; None of other runs."""
         return self.run.get("endpoint")
+
+    @property
+    def has_only_summary(self) -> bool:
+        """Whether `--recording summary` left out iterations and spans; a client that measures a server records both."""
+        return self.config.get("recording") == "summary" and self.endpoint is None
 
     @property
     def recorded_every(self) -> int:

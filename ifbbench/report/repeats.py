@@ -1,15 +1,13 @@
 """The report of a run with --repeat: the mean of each figure over the repeats, and half of its confidence interval."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.errors import InputError
 from ifbbench.report import NOTHING, count, plain_table, significant, time_unit
+from ifbbench.report.checking import read_object
 from ifbbench.report.tables import LATENCIES, STATISTICS
 
 THROUGHPUTS = {
@@ -21,18 +19,9 @@ THROUGHPUTS = {
 }
 
 
-def read_repeats(directory: Path) -> dict[str, Any]:
-    """The summary of a directory of repeats; InputError if it cannot be read."""
-    try:
-        summary: dict[str, Any] = json.loads((directory / "summary.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{directory / 'summary.json'} cannot be read: {error}. Run the repeats again.") from error
-    return summary
-
-
 def print_repeats(directory: Path, console: Console) -> None:
     """Print throughput and latencies as mean ± half of the 95 % confidence interval."""
-    known = read_repeats(directory)
+    known = read_object(directory / "summary.json", of_repeats=True)
     intervals = known["confidence_interval_95"]
     completed, total = (known["repeats"][name] for name in ("completed", "total"))
     console.print()

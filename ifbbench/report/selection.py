@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ifbbench.errors import InputError
-from ifbbench.recording.spans import RUNNING
+from ifbbench.recording.lines import RUNNING
 from ifbbench.report.figures import IterationClock
 from ifbbench.report.load import Floats, RunData
 

@@ -15,7 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ifbbench.files import replace_file
 from ifbbench.report import significant, time_unit
@@ -31,6 +31,8 @@ PHASE_COLOURS = {
 }  # fmt: skip
 LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
+# Up to this ratio of the ends of a logarithmic axis, powers of ten alone are too few ticks.
+FEW_POWERS = 300
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
@@ -152,6 +154,14 @@ def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> No
 def thousands(axis: Axis) -> None:
     """Write the numbers of `axis` with thousands separators and without exponents."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def ticks_of_log(axis: Axis) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5 of each power of ten, or at powers alone where there are many."""
+    axis.set_minor_locator(NullLocator())
+    low, high = axis.get_view_interval()
+    few = low > 0 and high / low < FEW_POWERS
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
 
 
 @dataclass(frozen=True)

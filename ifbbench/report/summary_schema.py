@@ -24,6 +24,13 @@ class RequestCounts(Struct):
     failed: int
 
 
+class RepeatCounts(Struct):
+    """Repeats of a run, and those that ended."""
+
+    total: int
+    completed: int
+
+
 class KvBlocks(Struct):
     """Blocks of the paged KV cache; None for a contiguous one."""
 
@@ -164,6 +171,13 @@ class EndpointFigures(Struct):
     metrics_errors: int | UnsetType
 
 
+class DeliveryLag(Struct):
+    """How much later than the times recorded a server handed responses to the connections of its clients."""
+
+    mean: float
+    max: float
+
+
 class Summary(RequestFigures):
     """Every figure of a run. None is what is unknown of a run against an endpoint."""
 
@@ -180,6 +194,7 @@ class Summary(RequestFigures):
     bound_by: dict[str, float]
     schedule_digest: str | None
     endpoint: EndpointFigures | UnsetType
+    delivery_lag_s: DeliveryLag | UnsetType
     partial: bool
     bound_by_time: dict[str, float] | UnsetType
     waiting_by_limit: dict[str, float] | UnsetType

@@ -136,7 +136,7 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
         paused = run.spans[run.spans["phase"] == "paused"]
         axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows), ">",
                   color=PAUSE_MARK, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)  # fmt: skip
-    axes.set(ylim=(len(requests) - 0.5, -0.5), ylabel="request, in trace order")
+    axes.set(ylim=(max(len(requests), 1) - 0.5, -0.5), ylabel="request, in trace order")
     if len(requests) <= MAX_NAMED_ROWS:
         axes.set_yticks(range(len(requests)), requests, fontsize=7 if len(requests) > MAX_NAMED_ROWS // 2 else 8)
         axes.set_ylabel("request")

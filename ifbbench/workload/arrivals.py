@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from ifbbench.fields import located
 from ifbbench.workload.distributions import Generator, Limited, NotNegative, Positive, Times
 from ifbbench.workload.trace import NO_REQUEST, RequestColumns
 
-Indices = NDArray[np.int64]
+Indices: TypeAlias = NDArray[np.int64]
 
 RAMPS = ("linear", "exponential")
 SMALLEST_VARIANCE = 1e-12  # of gaps: its inverse and the sums of gaps are finite, and the gaps as good as equal

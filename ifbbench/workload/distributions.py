@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf, log, sqrt
-from typing import Annotated, Any, ClassVar, Protocol, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from ifbbench.errors import InputError
 from ifbbench.workload.trace import MAX_LENGTH
 
 Generator = np.random.Generator
-Lengths = NDArray[np.int64]
-Times = NDArray[np.float64]
+Lengths: TypeAlias = NDArray[np.int64]
+Times: TypeAlias = NDArray[np.float64]
 
 
 class Stream(IntEnum):

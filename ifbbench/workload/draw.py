@@ -7,7 +7,7 @@ one leaves the others alone and no two are correlated. A longer drawing begins w
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from ifbbench.workload.trace import (
     seconds,
 )
 
-Indices = NDArray[np.int64]
+Indices: TypeAlias = NDArray[np.int64]
 NO_POOL = -1
 ARRIVAL_DECIMALS = 6
 

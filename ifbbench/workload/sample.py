@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from ifbbench.errors import InputError
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.trace import RequestColumns, Trace, TraceRequest, columns_of
 
-Indices = NDArray[np.int64]
+Indices: TypeAlias = NDArray[np.int64]
 ARRIVAL_DECIMALS = 9
 
 

@@ -1,6 +1,5 @@
 """Texts of prompts and answers as token ids, or as lengths by a rule."""
 
-from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ class PromptTexts:
             raise unexpected(name, value, "a text")
         if self._tokenizer is None:
             return self.length(value), None
-        ids = tuple(self._encode(self._tokenizer, value, is_prompt=True))
+        ids = tuple(encoded(self._tokenizer, value, add_special_tokens=True))
         if not ids:
             raise InputError(f"{name} is {shown(value)}; expected a text of at least one token.")
         return len(ids), ids
@@ -40,7 +39,7 @@ class PromptTexts:
         self._has_measured = True
         if self._tokenizer is None:
             return max(ceil(len(value) / self._options.characters_per_token), 1)
-        return len(self._encode(self._tokenizer, value, is_prompt=False))
+        return len(encoded(self._tokenizer, value, add_special_tokens=False))
 
     def notes(self) -> list[str]:
         """The rule, if a text was measured by it."""
@@ -49,13 +48,14 @@ class PromptTexts:
         return [f"texts are counted as one token for each {self._options.characters_per_token:g} characters "
                 "(--characters_per_token), and no prefix is shared; --tokenizer FILE gives token ids"]  # fmt: skip
 
-    @staticmethod
-    def _encode(tokenizer: "Tokenizer", value: str, is_prompt: bool) -> Sequence[int]:
-        try:
-            ids: list[int] = tokenizer.encode(value, add_special_tokens=is_prompt).ids
-            return ids
-        except (TypeError, UnicodeError) as error:  # a lone surrogate is no text of UTF-8
-            raise InputError(f"the text {shown(value)} cannot be tokenized ({str(error)[:100]}).") from None
+
+def encoded(tokenizer: "Tokenizer", text: str, add_special_tokens: bool) -> list[int]:
+    """The token ids of a text. InputError if it cannot be tokenized."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except Exception as error:  # for a lone surrogate, or where the vocabulary has no token for what it does not know
+        raise InputError(f"the text {shown(text)} cannot be tokenized ({str(error)[:100]}).") from None
+    return ids
 
 
 def load_tokenizer(path: str) -> "Tokenizer":

@@ -7,22 +7,34 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
+from unittest.mock import patch
 
-from ifbbench.cli.main import DEFECT, main
+import click
 
-LIMIT_S = 60
+from ifbbench.cli import main as command_line
+from ifbbench.cli.main import DEFECT, FAILED, main
+from ifbbench.engine.policies import POLICY_CLASSES, PolicyFailed
+from ifbbench.errors import IfbbenchError
+
+# Of a try: of processor time, because the machine may be busy, and of all time, for one that waits for ever.
+LIMIT_S, LIMIT_WALL_S = 20, 300
 # Beyond what the process has already: a try that allocates more ends with a MemoryError, not with the machine.
 LIMIT_BYTES = 3 << 30
 STATUSES = (0, 1, 2, 130)
+# A command may fail because of a device, a server, a user's policy or lack of memory. Behind a message with status 1,
+# these are defects of the code all the same.
+DEFECTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError,
+           NameError)  # fmt: skip
 
 
 class Hang(BaseException):
-    """A command took longer than LIMIT_S. No `except Exception` of a command catches it."""
+    """A command took longer than a limit."""
 
 
 @dataclass
@@ -52,27 +64,68 @@ class Outcomes:
 
     def attack(self, arguments: Sequence[str], note: str = "") -> str:
         """Run `ifbbench ARGUMENTS`, count how it ends, and return what it printed. note: what reproduces the try."""
-        shown = f"ifbbench {' '.join(map(repr, arguments))} {note}"
         printed = io.StringIO()
-        status, problem = 1, ""
-        try:
-            with _limited(), redirect_stdout(_Text(printed)), redirect_stderr(_Text(printed)):
+
+        def run() -> int:
+            with redirect_stdout(_Text(printed)), redirect_stderr(_Text(printed)), _noting(failures):
                 try:
                     main(["--debug", *arguments], prog_name="ifbbench")
                 except SystemExit as end:
-                    status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        except Hang as hang:
-            self.hangs.append(f"{shown}\n{_where(hang)}")
-            return printed.getvalue()
+                    return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+                return 0
+
+        failures: list[BaseException | None] = []
+        self.call(run, f"ifbbench {' '.join(map(repr, arguments))} {note}", failures)
+        if DEFECT in printed.getvalue() and not failures:
+            self.tracebacks.append(f"{arguments} {note}\n{printed.getvalue()[-1500:]}")
+        return printed.getvalue()
+
+    def call(
+        self, task: Callable[[], int], shown: str, failures: Sequence[BaseException | None] = ()
+    ) -> None:
+        """Count a try: how `task` ends, which returns its exit status or raises an error of ifbbench.
+
+        failures: what `task` adds the exceptions to that it has handled."""
+        status, problem = 1, ""
+        hangs: list[BaseException] = []
+        try:
+            with _limited(hangs):
+                status = task()
+        except IfbbenchError as error:
+            status, failures = error.exit_status, [*failures, error]
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}\n{_where(error)}"
-        text = printed.getvalue()
+        if hangs:
+            self.hangs.append(f"{shown}\n{_where(hangs[0])}")
+            return
         self.statuses[status] += 1
-        if problem or DEFECT in text:
-            self.tracebacks.append(f"{shown}\n{problem or text[-1500:]}")
+        if not problem and status == FAILED and (found := next(filter(None, map(defect, failures)), None)):
+            problem = f"{type(found).__name__}: {found}\n{_where(found)}"
+        if problem:
+            self.tracebacks.append(f"{shown}\n{problem}")
         if status not in STATUSES:
             self.wrong_statuses.append(f"{shown}\nstatus {status}")
-        return text
+
+
+@contextmanager
+def _noting(failures: list[BaseException | None]) -> Iterator[None]:
+    """Add the exceptions with which commands end in the block to `failures`."""
+    end = command_line._end
+
+    def noted(context: click.Context | None, message: str, status: int) -> NoReturn:
+        failures.append(sys.exception())
+        end(context, message, status)
+
+    with patch.object(command_line, "_end", noted):
+        yield
+
+
+def defect(error: BaseException | None) -> BaseException | None:
+    """The defect of the code that is behind `error`, None if there is none. What a user's policy raises is none."""
+    while error is not None and (isinstance(error, IfbbenchError) or not isinstance(error, DEFECTS)):
+        is_users = isinstance(error, PolicyFailed) and error.name not in POLICY_CLASSES
+        error = None if is_users else error.__cause__
+    return error
 
 
 class _Text(io.TextIOWrapper):
@@ -92,24 +145,29 @@ def _where(error: BaseException) -> str:
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
-    """A limit of time and of memory for a block; the working directory is restored after it."""
+def _limited(hangs: list[BaseException]) -> Iterator[None]:
+    """A limit of time, which adds to `hangs`, and of memory for a block; the working directory is restored after it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Hang
+        hangs.append(hang := Hang())
+        raise hang
 
     directory, path, recursion = os.getcwd(), list(sys.path), sys.getrecursionlimit()
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, stop)
+    timers = {signal.ITIMER_PROF: (signal.SIGPROF, LIMIT_S), signal.ITIMER_REAL: (signal.SIGALRM, LIMIT_WALL_S)}
+    before = {number: signal.signal(number, stop) for number, _ in timers.values()}
     resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, hard))
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    for timer, (_, limit_s) in timers.items():
+        signal.setitimer(timer, limit_s)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         os.chdir(directory)
         sys.path[:] = path

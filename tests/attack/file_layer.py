@@ -124,14 +124,17 @@ def status_of(arguments: Sequence[str]) -> int:
     return 0
 
 
-def command(arguments: Sequence[str], stop_at: int, is_full: bool, before: Callable[[], None]) -> Callable[[], int]:
+def command(
+    arguments: Sequence[str], stop_at: int, is_full: bool, before: Callable[[], None],
+    run: Callable[[Sequence[str]], int] = status_of,
+) -> Callable[[], int]:  # fmt: skip
     """A task that runs `ifbbench ARGUMENTS` on a FileLayer, and prints the number of changes at its end."""
 
     def task() -> int:
         before()
         layer = FileLayer(stop_at, is_full)
         layer.install()
-        status = status_of(arguments)
+        status = run(arguments)
         print(f"changes {layer.count}", file=sys.stderr)
         return status
 

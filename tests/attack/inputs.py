@@ -19,7 +19,8 @@ from tests.workload.sample_files import NAMES, SAMPLES, rows_of
 
 Try = Callable[[Outcomes, Path, random.Random], None]
 
-SIMULATED = ("--device", "sim:h100-sxm", "--quiet")
+# A simulated GPU holds millions of blocks for the smallest model, which take longer to make than everything else.
+SIMULATED = ("--device", "sim:h100-sxm", "--quiet", "--max_tokens_in_paged_kvcache", "65536")
 NULL = ("--device", "null", "--time_scale", "0", "--quiet")
 ROWS: list[dict[str, Any]] = [
     {"request_id": 0, "arrival_s": 0.0, "prompt_len": 20, "max_new_tokens": 8, "output_len": 5},
@@ -163,7 +164,8 @@ def specification_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> 
 _WRITTEN = ("output", *SIDE_OUTPUTS)
 
 
-def _setting_value(one: Any, draw: random.Random) -> str:
+def setting_value(one: Any, draw: random.Random) -> str:
+    """A text for a setting, often next to one of its limits."""
     if one.choices and draw.random() < 0.5:
         return draw.choice(one.choices)
     limits = [limit for limit in (one.minimum, one.maximum, one.above) if limit is not None]
@@ -185,7 +187,7 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         one for one in settings()
         if one.name not in (*_WRITTEN, "log_iteration_data", "device", "quiet", "overwrite") and one.group != "endpoint"
     ]
-    chosen = {one.name: _setting_value(one, draw) for one in draw.sample(known, draw.choice((1, 1, 2, 3)))}
+    chosen = {one.name: setting_value(one, draw) for one in draw.sample(known, draw.choice((1, 1, 2, 3)))}
     if chosen.get("wait_sleep"):  # on a real clock only
         chosen["wait_sleep"] = "1"
     if (
@@ -202,7 +204,7 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         for name in ("cpu_threads", "tp_size", "pp_size"):  # they start threads and processes
             chosen.pop(name, None)
     else:
-        device = SIMULATED
+        device = SIMULATED[:3] if "max_tokens_in_paged_kvcache" in chosen else SIMULATED
     surface = draw.random()
     if surface < 0.75:
         options = [part for name, text in chosen.items() for part in _as_option(name, text)]
@@ -261,6 +263,7 @@ def name_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     text = draw.choice(
         (*hostile.TEXTS, "\ud800.yaml", "x" * 300 + ".jsonl", "a/" * 3000, "\0.gguf", "sim:\0", "~nobody")
     )
+    elsewhere = "/dev" if text in ("/", "..") else text  # where no other runs are
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines(ROWS))
     output = ["--output", str(fresh(folder, "run"))]
@@ -273,15 +276,15 @@ def name_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
                 ["run", str(trace), "--config", text, *SIMULATED, *output],
                 ["run", str(trace), "--device", text, "--quiet", "--time_scale", "0", *output],
                 ["run", str(trace), "--policy", text, *SIMULATED, *output],
-                ["report", text],
-                ["why", text],
-                ["compare", text, text],
-                ["watch", text, "--once"],
+                ["report", elsewhere],
+                ["why", elsewhere],
+                ["compare", elsewhere, elsewhere],
+                ["watch", elsewhere, "--once"],
                 ["schema", text],
                 ["capacity", text],
                 ["dataset", "info", text],
-                ["plot", text],
-                ["export", text],
+                ["plot", elsewhere],
+                ["export", elsewhere],
                 [text],
                 ["run", str(trace), "--engine_dir", text, *SIMULATED, *output],
                 ["bench", "--dataset", text],

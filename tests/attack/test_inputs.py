@@ -1,14 +1,20 @@
 """Hostile input of every kind: no traceback, no hang, and an exit status of 0, 1, 2 or 130."""
 
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.attack.commands import Outcomes
 from tests.attack.inputs import Try, name_try, settings_try, specification_try, trace_try
+from tests.attack.library import manager_try, policy_try, request_try
+from tests.attack.model_parts import adapter_try, tokenizer_try
 from tests.attack.models import model_try
+from tests.attack.programs import command_try, config_try, pair_try
 from tests.attack.results import result_try
+from tests.attack.servers import body_try, endpoint_try, start_try, traffic_try
 
 ALL: dict[str, Try] = {
     "traces": trace_try,
@@ -17,14 +23,41 @@ ALL: dict[str, Try] = {
     "names": name_try,
     "model files": model_try,
     "result files": result_try,
+    "commands": command_try,
+    "pairs of settings": pair_try,
+    "config files": config_try,
+    "server settings": start_try,
+    "bodies": body_try,
+    "recorded traffic": traffic_try,
+    "endpoints": endpoint_try,
+    "requests": request_try,
+    "managers": manager_try,
+    "policies": policy_try,
+    "tokenizers": tokenizer_try,
+    "adapters": adapter_try,
 }
-# Tries of each kind, which takes about 40 s in all on a free core; and those of a long attack.
-SHORT = {"traces": 40, "specifications": 120, "settings": 30, "names": 100, "model files": 100, "result files": 10}
-LONG = dict.fromkeys(SHORT, 8400)
+# Tries of each kind: 1,000, which take about 30 s of processor time in all; and those of a long attack.
+SHORT = {
+    "traces": 120, "specifications": 150, "settings": 110, "names": 100, "model files": 130, "result files": 50,
+    "commands": 40, "pairs of settings": 70, "config files": 40, "server settings": 40, "bodies": 15,
+    "recorded traffic": 20, "endpoints": 15, "requests": 20, "managers": 40, "policies": 40,
+    "tokenizers": 20, "adapters": 20,
+}  # fmt: skip
+LONG = {
+    "traces": 6000, "specifications": 6000, "settings": 5000, "names": 4000, "model files": 6000, "result files": 3000,
+    "commands": 3000, "pairs of settings": 4000, "config files": 2000, "server settings": 2000, "bodies": 2000,
+    "recorded traffic": 1500, "endpoints": 1000, "requests": 1500, "managers": 2000, "policies": 2000,
+    "tokenizers": 1000, "adapters": 1000,
+}  # fmt: skip
 
 
-def attack(kind: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tries of these seeds. Prints the counts, which `pytest -s` shows."""
+RecordProperty = Callable[[str, object], None]
+
+
+def attack(
+    kind: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch, record_property: RecordProperty
+) -> None:
+    """The tries of these seeds; their counts are printed at the end of the tests."""
     outcomes = Outcomes(kind)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     for seed in seeds:
@@ -32,23 +65,31 @@ def attack(kind: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatc
         place.mkdir()
         monkeypatch.chdir(place)
         ALL[kind](outcomes, place, random.Random(f"{kind} {seed}"))
-    print(outcomes.report())
+        monkeypatch.chdir(folder)
+        shutil.rmtree(place, ignore_errors=True)
+    record_property("tries", outcomes.report())
     assert outcomes.tries == len(seeds)
     assert not outcomes.problems, "\n\n".join([outcomes.report(), *outcomes.problems[:5]])
 
 
 def test_every_kind_is_tried() -> None:
     assert list(SHORT) == list(LONG) == list(ALL)
+    assert sum(SHORT.values()) >= 1000
+    assert sum(LONG.values()) >= 50_000
 
 
 @pytest.mark.parametrize("kind", SHORT)
-def test_hostile_input(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attack(kind, range(SHORT[kind]), tmp_path, monkeypatch)
+def test_hostile_input(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: RecordProperty
+) -> None:
+    attack(kind, range(SHORT[kind]), tmp_path, monkeypatch, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("part", range(10))
-def test_much_hostile_input(kind: str, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_hostile_input(
+    kind: str, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: RecordProperty
+) -> None:
     size = LONG[kind] // 10
-    attack(kind, range(10_000 + part * size, 10_000 + (part + 1) * size), tmp_path, monkeypatch)
+    attack(kind, range(10_000 + part * size, 10_000 + (part + 1) * size), tmp_path, monkeypatch, record_property)

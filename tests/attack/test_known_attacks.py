@@ -3,20 +3,27 @@
 import json
 import logging
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ifbbench import BatchManager
 from ifbbench.clock import NANOSECONDS, VirtualClock, tick
 from ifbbench.config import RunConfig, settings
 from ifbbench.engine import policies
+from ifbbench.engine.batch import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.replay.run import engine_for
+from ifbbench.serving.texts import ChatTemplate
 from ifbbench.workload.load import load_trace
 from tests.attack.commands import Outcomes
-from tests.attack.inputs import ROWS, SIMULATED
+from tests.attack.inputs import NULL, ROWS, SIMULATED
+from tests.attack.model_parts import TOKENIZER
 from tests.attack.models import MODEL
+from tests.model.test_lora_files import save_adapter
+from tests.replay.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token
 
 SPEC = "num_requests: 5\nprompt_len: {distribution: fixed, value: %s}\noutput_len: {distribution: fixed, value: 3}\n"
 
@@ -177,7 +184,10 @@ def test_a_weight_index_cannot_name_another_folder(trace: Path, tmp_path: Path) 
 # Policies.
 
 POLICY = """
+import os
 import time
+
+from ifbbench.engine.policies import CapacityDecision, LeftOut, Pause
 
 class Exits:
     def __init__(self, max_num_requests):
@@ -189,6 +199,21 @@ class Slow(Exits):
     def schedule(self, active, kv_cache):
         time.sleep(0.5)
         raise ValueError("late")
+
+class Leaves(Exits):
+    def schedule(self, active, kv_cache):
+        raise GeneratorExit
+
+class Answers(Exits):
+    answer = None
+    def schedule(self, active, kv_cache):
+        return self.answer
+
+class Decides(Exits):
+    def schedule(self, active, kv_cache):
+        decision, requests = CapacityDecision(admitted=list(active.context)), list(active)
+        exec(os.environ["ATTACK"])
+        return decision
 """
 
 
@@ -206,7 +231,7 @@ def test_what_ends_the_program_is_no_policy(trace: Path) -> None:
 def test_a_policy_that_exits_has_failed(trace: Path) -> None:
     text = run(1, trace, "--policy", "attacking_policies:Exits")
     assert "policy attacking_policies:Exits failed: SystemExit: 0" in text
-    assert "attacking_policies.py, line 8" in text
+    assert "attacking_policies.py, line 11" in text
 
 
 @pytest.mark.usefixtures("module")
@@ -216,8 +241,181 @@ def test_a_policy_that_does_not_return_is_named(
     monkeypatch.setattr(policies, "STUCK_S", 0.1)
     run(1, trace, "--policy", "attacking_policies:Slow")
     assert "policy attacking_policies:Slow: schedule() has not returned for 0.1 s" in caplog.text
-    assert "attacking_policies.py, line 12" in caplog.text
+    assert "attacking_policies.py, line 15" in caplog.text
     assert [one.levelno for one in caplog.records].count(logging.WARNING) >= 1
+
+
+@pytest.mark.usefixtures("module")
+def test_a_policy_that_ends_its_generator_has_failed(trace: Path) -> None:
+    text = run(1, trace, "--policy", "attacking_policies:Leaves")
+    assert "policy attacking_policies:Leaves failed: GeneratorExit" in text
+
+
+@pytest.mark.usefixtures("module")
+def test_a_policy_that_answers_nothing_has_failed(trace: Path) -> None:
+    text = run(1, trace, "--policy", "attacking_policies:Answers")
+    assert "policy attacking_policies:Answers failed: TypeError: schedule() returned None" in text
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("decision.admitted = None", "admitted is None; expected list"),
+        ("decision.admitted = [5]", "admitted has 5; expected Request"),
+        ("decision.admitted *= 2", "request 0 is named twice; expected in one list, once"),
+        ("decision.held = requests", "held has Request("),
+        ("decision.paused = [Pause(requests[0], requests[0], 'x')]", "expected requests that have started"),
+        ("decision.left_out = requests[0]", "expected LeftOut"),
+        ("decision.left_out = LeftOut(requests[0], 5)", "limit of LeftOut is 5; expected a text"),
+        ("decision.left_out = LeftOut(requests[0], '\\ud800')", "limit of LeftOut is"),
+        ("active.context.pop()", "schedule() changed the active requests"),
+    ],
+)
+def test_a_decision_that_cannot_be_done_is_the_policys_error(
+    trace: Path, change: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTACK", change)
+    text = run(1, trace, "--policy", "attacking_policies:Decides")
+    assert "policy attacking_policies:Decides failed: " in text
+    # A compiled CapacityDecision refuses other types itself.
+    assert message in text or " object expected; got " in text
+
+
+# The suite sees what a failed run hides.
+
+
+@pytest.mark.parametrize("kind", [TypeError, KeyError, OverflowError, RecursionError, UnicodeEncodeError])
+def test_a_defect_behind_a_failed_run_is_a_traceback(
+    kind: type[Exception], trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(self: NullExecutor, batch: object) -> None:
+        raise kind(*(("utf-8", "x", 0, 1, "no") if kind is UnicodeEncodeError else ("x",)))
+
+    monkeypatch.setattr(NullExecutor, "submit", submit)
+    outcomes = Outcomes("defects")
+    outcomes.attack(["run", str(trace), *NULL, "--output", str(trace.parent / "run")])
+    assert dict(outcomes.statuses) == {1: 1}
+    assert f"{kind.__name__}: " in outcomes.tracebacks[0]
+
+
+def test_an_error_of_a_device_is_none(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(self: NullExecutor, batch: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(NullExecutor, "submit", submit)
+    ends(1, "run", str(trace), *NULL, "--output", str(trace.parent / "run"))
+
+
+def test_a_limit_that_is_reached_is_a_hang() -> None:
+    outcomes = Outcomes("loops")
+
+    def loop() -> int:
+        signal.setitimer(signal.ITIMER_PROF, 0.01)  # in place of the limit, which is longer
+        while True:
+            pass
+
+    outcomes.call(loop, "a loop")
+    assert len(outcomes.hangs) == outcomes.tries == 1
+
+
+# Servers, endpoints and the library.
+
+
+@pytest.mark.parametrize("url", ["http://" + "x" * 300, "http://" + "a." * 200, "http://x:99999", "http://a b"])
+def test_an_address_that_no_host_has_is_refused(trace: Path, url: str) -> None:
+    run(2, trace, "--endpoint", url)
+
+
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [
+        ({"completion_tokens": 0}, "the answer has no token"),
+        ({"completion_tokens": 3, "prompt_tokens": 10**30}, "an event is no chunk of the API"),
+        ({"completion_tokens": 2**40}, "an event is no chunk of the API"),
+        ({"completion_tokens": -1}, "an event is no chunk of the API"),
+    ],
+)
+def test_counts_of_tokens_that_no_answer_has(tmp_path: Path, counts: dict[str, int], error: str) -> None:
+    async def answer(_: Received, writer: Writer) -> None:
+        await writer.raw(STREAM)
+        for event in (token(" a"), {"choices": [], "usage": counts}, "[DONE]"):
+            await writer.event(event)
+        await writer.end()
+
+    trace = written(tmp_path, {"arrival_s": 0.0, "prompt_len": 4, "output_len": 1})
+    with fake_endpoint(answer) as endpoint:
+        ends(1, "run", str(trace), "--endpoint", endpoint.url, "--warm_up", "0", "--output", str(tmp_path / "run"))
+    assert error in (tmp_path / "run" / "requests.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "x" * 300])
+def test_a_model_of_triton_cannot_name_another_folder(tmp_path: Path, name: str) -> None:
+    text = ends(2, "triton", "--model_repository", str(tmp_path / "models"), "--triton_model_name", name)
+    assert "--triton_model_name" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("parameters", ["max_batch_size=4", [("max_batch_size", 4)], 5])
+def test_parameters_of_a_manager_are_a_mapping(parameters: Any) -> None:
+    with pytest.raises(InputError, match="optional_params: expected a mapping"):
+        BatchManager("tiny", "ifb", 1, "max_utilization", lambda number: [], lambda *answer: None,
+                     optional_params=parameters, start=False)  # fmt: skip
+
+
+# What comes with models.
+
+
+@pytest.mark.parametrize("template", ["{% for", "{{ ''|none_such }}"])
+def test_a_chat_template_that_cannot_be_read_is_named(template: str) -> None:
+    with pytest.raises(InputError, match="the model's chat template cannot be read: Template"):
+        ChatTemplate(template, {})
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 1 / (messages|length - 1) }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ messages.x.y }}",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+])  # fmt: skip
+def test_a_chat_template_that_fails_is_named(template: str) -> None:
+    with pytest.raises(InputError, match="the model's chat template does not take them"):
+        ChatTemplate(template, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_a_chat_template_of_another_type_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5]}))
+    with pytest.raises(InputError, match=r"tokenizer_config.json: cannot be read"):
+        ChatTemplate.of(tmp_path)
+
+
+def test_a_tokenizer_without_a_token_for_a_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(TOKENIZER | {"model": {**TOKENIZER["model"], "unk_token": "none"}}))
+    trace = written(tmp_path, {"text": "zzz", "n": 3})
+    text = run(2, trace, "--columns", "prompt=text,output_len=n", "--tokenizer", str(path))
+    assert "the text 'zzz' cannot be tokenized" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("9" * 30, {}, "expected an integer from 0 to"),
+        ("0", {"alpha_pattern": ["a"]}, "alpha_pattern is ['a']; expected keys and values"),
+        ("0", {"alpha_pattern": {"(": 1}}, "alpha_pattern: '(' is no regular expression"),
+        ("0", {"lora_alpha": 1e300}, "lora_alpha is 1e+300; expected a finite number"),
+    ],
+)
+def test_fields_of_an_adapter(trace: Path, name: str, change: dict[str, Any], message: str) -> None:
+    save_adapter(trace.parent / "adapters" / name, changes=change)
+    assert message in run(2, trace, "--lora_dir", str(trace.parent / "adapters"))
+
+
+def test_more_adapters_than_a_table_holds_are_refused(trace: Path) -> None:
+    assert "--num_loras is '1000000'" in run(2, trace, "--num_loras", "1000000")
+
+
+@pytest.mark.parametrize("options", [("--repeat", "1" + "0" * 16), ("--processes", "99999999")])
+def test_more_runs_than_anyone_waits_for_are_refused(trace: Path, options: tuple[str, str]) -> None:
+    ends(2, "sweep", str(trace), *SIMULATED, "--over", "max_batch_size=1,2", *options)
 
 
 # Results.
@@ -248,3 +446,30 @@ def test_a_line_of_another_type_is_named(trace: Path) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
     text = ends(2, "report", str(path.parent))
     assert "requests.jsonl, line 2: Expected `int`, got `str` - at `$.prompt_len`" in text
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"output_len": '])
+@pytest.mark.parametrize("name", ["trace", "iterations"])
+def test_lines_that_cannot_be_read_are_named(trace: Path, name: str, line: str) -> None:
+    run(0, trace)
+    path = trace.parent / "run" / f"{name}.jsonl"
+    path.write_bytes(f"{line}\n".encode("latin-1") + path.read_bytes())
+    for command in (("watch", "--once"), ("why",)):
+        if (name, command[0]) != ("iterations", "watch"):  # which leaves such lines out
+            assert f"{name}.jsonl, line 1: " in ends(2, command[0], str(path.parent), *command[1:])
+
+
+def test_a_request_that_completed_has_its_latencies(trace: Path) -> None:
+    run(0, trace)
+    path = trace.parent / "run" / "requests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    del lines[2]["ttft_s"]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "requests.jsonl, line 3: Object missing required field `ttft_s`" in ends(2, "why", str(path.parent))
+
+
+def test_a_line_that_is_no_text_is_named(trace: Path) -> None:
+    run(0, trace)
+    path = trace.parent / "run" / "iterations.jsonl"
+    path.write_bytes(b'{"\xed": 1}\n' + path.read_bytes())
+    assert "iterations.jsonl, line 1: " in ends(2, "why", str(path.parent))

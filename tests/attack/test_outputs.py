@@ -80,6 +80,10 @@ def commands_that_write(finished: Path) -> dict[str, Sequence[str]]:
         "plot --html of a sweep": ("plot", sweep, "--html", "--output"),
         "tune --output": ("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--output"),
         "calibrate --output": ("calibrate", "--device", "cpu", "--quick", "--output"),
+        "calibrate --from --output": ("calibrate", "--from", run, "--gpu", "h100-sxm", "--output"),
+        "serve --record": ("serve", "--device", "null", "--max_tokens_in_paged_kvcache", "4096", "--port", "0",
+                           "--record"),
+        "run --endpoint --output": ("run", "documentation", "--endpoint", "http://127.0.0.1:1", "--output"),
     }  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def test_a_sweep_is_the_config_file_of_the_same_sweep() -> None:
         ("over: {max_batch_size: 8..4}", ["ends before it begins"]),
         ("over: []", ["--over", "missing"]),
         ("over: [max_batch_size]", ["expected KEY=V1,V2"]),
-        ("over: {seed: [1, 2]}\nrepeat: 0", ["sweep.yaml: repeat", "at least 1"]),
+        ("over: {seed: [1, 2]}\nrepeat: 0", ["sweep.yaml: repeat", "from 1 to"]),
         ("over: {seed: [1, 2]}\nkeep: all", ["sweep.yaml: keep", "run, summary"]),
         ("over: {seed: [1, 2], slo: [ttft=1s]}\nzip: true", ["equally many", "seed has 2"]),
         ("over: {seed: [1, 2]}\nmax_batch: 3", ["'max_batch' is not a setting", "max_batch_size"]),

@@ -6,7 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from ifbbench import __version__
+from ifbbench import __version__, compiled
 from ifbbench.cli.main import COMMANDS, main
 from ifbbench.errors import IfbbenchError, InputError
 
@@ -48,7 +48,8 @@ def test_every_command_can_be_loaded(name):
 
 
 def test_version():
-    assert CliRunner().invoke(main, ["--version"]).output == f"ifbbench, version {__version__}\n"
+    expected = f"ifbbench, version {__version__}, {compiled.description()}\n"
+    assert CliRunner().invoke(main, ["--version"]).output == expected
 
 
 def test_runs_as_a_module():

@@ -82,7 +82,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "PiSSA": ({"changes": {"init_lora_weights": "pissa"}}, 'init_lora_weights is "pissa"'),
     "other modules": ({"changes": {"modules_to_save": ["lm_head"]}}, "modules_to_save is"),
     "another method": ({"changes": {"peft_type": "IA3"}}, "expected peft_type LORA"),
-    "alpha": ({"changes": {"lora_alpha": "large"}}, "lora_alpha or alpha_pattern has a value that is not a number"),
+    "alpha": ({"changes": {"lora_alpha": "large"}}, "lora_alpha is 'large'; expected a finite number"),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -17,8 +18,14 @@ from ifbbench.errors import InputError
 from ifbbench.planning.grid import grid, parse_axes
 from ifbbench.planning.point_table import read_sweep
 from ifbbench.planning.sweep import MAX_KEPT_RUNS, LocalProcesses, remove_runs, run_sweep
+from ifbbench.replay.run import summarise_run
 from ifbbench.workload.load import read_source
 from ifbbench.workload.trace import Trace
+
+
+@cache
+def whole_summary() -> dict[str, Any]:
+    return summarise_run(None, RunConfig(device="null", time_scale=0))
 
 
 @dataclass
@@ -39,8 +46,9 @@ class PretendedRuns:
         directory.mkdir(parents=True)
         (directory / "run.json").write_text("{}")
         (directory / "summary.json").write_text("{}")
-        summary = {"ttft_s": {"p99": size / 10}, "partial": False, "requests": {"failed": self.failed.get(size, 0)}}
-        return summary, None
+        whole = whole_summary()
+        ttft_s, counts = whole["ttft_s"] | {"p99": size / 10}, whole["requests"] | {"failed": self.failed.get(size, 0)}
+        return whole | {"ttft_s": ttft_s, "requests": counts}, None
 
 
 @pytest.fixture
@@ -155,6 +163,40 @@ def test_overwrite_refuses_a_table_that_is_no_sweep(tmp_path, runs):
     with pytest.raises(InputError, match="no column `error`"):
         sweep(tmp_path, "seed=2", overwrite=True)
     assert (tmp_path / "sweep.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_overwrite_replaces_a_sweep_whose_table_is_damaged(tmp_path, runs):
+    sweep(tmp_path, "max_batch_size=8,16")
+    (tmp_path / "sweep.csv").write_bytes(b"\xff\x00")
+    sweep(tmp_path, "max_batch_size=8", overwrite=True)
+    assert [row["max_batch_size"] for row in read_sweep(tmp_path).rows] == [8]
+    assert not (tmp_path / "max_batch_size=16").exists()
+
+
+@pytest.mark.parametrize("values", [{"policy": "none.such:Policy"}, {"model": "none"}, {"device": "sim:none"}])
+def test_overwrite_removes_nothing_for_settings_that_no_point_can_have(tmp_path, runs, values):
+    sweep(tmp_path, "max_batch_size=8,16")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError):
+        sweep(tmp_path, "max_batch_size=8,16", overwrite=True, **({"device": "null"} | values))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    ({"key": 1}, "Expected `str`, got `int` - at `$.key`"), ({"warnings": None}, "Expected `array`, got `null`"),
+    ({"summary": {}}, "missing required field `requests`"), ({"summary": []}, "Expected `object`, got `array`"),
+])  # fmt: skip
+def test_a_damaged_line_of_an_ended_run_is_named(tmp_path, runs, change, expected):
+    runs.errors = {16: InputError("too small")}
+    sweep(tmp_path, "max_batch_size=8,16")
+    path = tmp_path / "points.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{json.dumps(json.loads(second) | change)}\n")
+    with pytest.raises(InputError) as raised:
+        sweep(tmp_path, "max_batch_size=8,16")
+    assert "points.jsonl, line 2: " in str(raised.value)
+    assert expected in str(raised.value)
+    sweep(tmp_path, "max_batch_size=8,16", overwrite=True)
 
 
 @pytest.mark.parametrize("values", [{"output_csv": "a.csv"}, {"responses_json": "a.json"}, {"report_json": "b.json"}])

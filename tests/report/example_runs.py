@@ -7,7 +7,7 @@ generation step, `P` paused, `w` waiting, `s` skipped, `.` not in the system.
 import json
 import random
 from collections.abc import Iterable, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -95,7 +95,7 @@ def _iterations(timeline: Timeline, max_blocks: int) -> list[dict[str, Any]]:
     for number, column in enumerate(zip(*timeline.values(), strict=True)):
         cells = dict(zip(timeline, column, strict=True))
         for request, cell in cells.items():
-            held[request] = 0 if cell[0] in ".Pw" else held[request] + _tokens(cell)
+            held[request] = 0 if cell[0] in ".P" else held[request] + _tokens(cell)
         row = _iteration(number, cells, held, max_blocks)
         row["ifbbench"] |= {"start_s": start_s, "latency_ms": 10 + 0.5 * row["ifbbench"]["budget_used"]}
         row["ifbbench"]["paused"] = [
@@ -160,7 +160,8 @@ def _request(index: int, request: str, cells: list[str], iterations: list[dict[s
     ends = [row["ifbbench"]["start_s"] + row["ifbbench"]["latency_ms"] / 1000 for row in iterations]
     seen = [number for number, cell in enumerate(cells) if cell != "."]
     generated = [number for number in seen if cells[number][0] == "G"]
-    resumed = [number for number in seen if cells[number][0] == "R" and cells[number + 1][0] != "R"]
+    working = [number for number in seen if cells[number][0] != "w"]
+    resumed = [number for number, later in pairwise(working) if cells[number][0] == "R" != cells[later][0]]
     first_token = max(number for number in seen if cells[number][0] == "C")
     tokens = sorted([first_token, *resumed, *generated])
     arrival = iterations[seen[0]]["ifbbench"]["start_s"]
@@ -191,15 +192,18 @@ class _Client:
 
     def run(self, budget: int) -> str:
         if self.to_compute:
-            chunk = min(self.to_compute, budget)
+            chunk = min(self.to_compute, max(budget, 0))
             letter = "R" if self.paused else "C"
             self.to_compute -= chunk
             self.cached += chunk
-            return f"{letter}{chunk}" if chunk else "P" if self.paused else "w"
+            return f"{letter}{chunk}" if chunk else self.wait()
         self.steps += 1
         self.cached += 1
         self.paused = False
         return f"G{self.steps}"
+
+    def wait(self) -> str:
+        return "P" if self.paused and not self.cached else "w"
 
     def pause(self) -> str:
         self.to_compute, self.cached, self.paused = self.prompt + self.steps, 0, True
@@ -222,7 +226,7 @@ def _busy_timeline(requests: int, iterations: int, pool: int = 15000, batch: int
             if client.done or client.arrival > now:
                 cell = "."
             elif client not in here or (client.to_compute and client.to_compute + 250 > free):
-                cell = "P" if client.paused else "w"
+                cell = client.wait()
             elif client is victim:
                 cell = client.pause()
             else:
