@@ -35,6 +35,7 @@ class RequestTable:
 
     generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
     confirmed: how many of them the executor has returned. The two differ while an iteration is in flight.
+    unsettled: steps of all generation requests that these two lack (see `ActiveRequests.settle`).
     reserved: maximum of `generated`.
     stop_after: value of `confirmed` at which the request has all its output tokens.
     draft_tokens: draft tokens of the next generation step.
@@ -57,6 +58,7 @@ class RequestTable:
     def __init__(self, rows: int) -> None:
         self.generated = np.zeros(rows, np.int64)
         self.confirmed = np.zeros(rows, np.int64)
+        self.unsettled = 0
         self.reserved = np.zeros(rows, np.int64)
         self.stop_after = np.zeros(rows, np.int64)
         self.draft_tokens = np.zeros(rows, np.int64)
@@ -246,6 +248,14 @@ class ActiveRequests:
             del self._beam_widths[request.beam_width]
         del self.by_slot[request.slot]
         request.leave()
+
+    def settle(self) -> None:
+        """Write `unsettled` to the table: before it is changed but by `FastForward`, or read but by `Request`."""
+        table, rows = self.table, self.generation_rows
+        if table.unsettled:
+            table.generated[rows] += table.unsettled
+            table.confirmed[rows] += table.unsettled
+            table.unsettled = 0
 
     def count_recomputed(self, rows: Rows, cached: Rows) -> int:
         """How many generation requests in `rows` compute a token that was computed before a pause, because the resumed

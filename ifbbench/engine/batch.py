@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, IntArray, Rows
+from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftInputs, Drafts
@@ -14,6 +14,22 @@ from ifbbench.engine.kv_cache.blocks import BlockCopy
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.request import Request
+
+
+class Positions:
+    """The positions of the next tokens of generation requests. count: of how many. total: their sum."""
+
+    def __init__(self, kv_cache: KvCache, rows: Rows, num_registered: int, registered: Rows | None = None) -> None:
+        """num_registered: tokens in the sequences of `rows`, the sink bubbles included. registered: of each, if known."""
+        self.count = len(rows)
+        self.total = num_registered - self.count * kv_cache.attention_window.bubble
+        self._kv_cache, self._rows, self._registered = kv_cache, rows, registered
+
+    def of_each(self) -> Int64Array:
+        """[requests]."""
+        if self._registered is None:
+            return self._kv_cache.cached_tokens(self._rows)
+        return self._registered - self._kv_cache.attention_window.bubble
 
 
 class ContextChunk(NamedTuple):

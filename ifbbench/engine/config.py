@@ -6,6 +6,7 @@ from enum import StrEnum
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
 from ifbbench.engine.kv_cache.contiguous import ContiguousCache
+from ifbbench.engine.kv_cache.counted import CountedCache
 from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.kv_cache.sequence import ReuseRules
@@ -184,13 +185,14 @@ class BatchingConfig:
         blocks = sum(window.max_blocks_per_sequence for window, _ in self.pools)
         return self.num_slots * self.max_beam_width * blocks * BLOCK_ID_BYTES
 
-    def make_cache(self) -> KvCache:
-        cache = self._make_cache()
+    def make_cache(self, is_counted: bool = False) -> KvCache:
+        """is_counted: no block table is read, so that blocks need no ids where nothing else does."""
+        cache = self._make_cache(is_counted)
         if self.num_micro_batches > 1:
             cache.look_ahead()
         return cache
 
-    def _make_cache(self) -> KvCache:
+    def _make_cache(self, is_counted: bool) -> KvCache:
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:
@@ -198,4 +200,6 @@ class BatchingConfig:
         num_blocks, num_host_blocks = self.num_blocks, self.num_host_blocks
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks
+        if is_counted and not self.reuse.enabled:
+            return CountedCache(self.attention_window, num_blocks, self.num_slots)
         return KvCacheManager(self.attention_window, num_blocks, self.num_slots, num_host_blocks, self.reuse)

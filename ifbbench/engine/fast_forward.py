@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
 import numpy as np
@@ -9,12 +10,13 @@ import numpy as np
 from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.active import ActiveRequests, Rows
 from ifbbench.engine.admission import NextChange
-from ifbbench.engine.batch import ContextChunk
+from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.interfaces import PredictableExecutor
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
+from ifbbench.engine.kv_cache.counted import CountedCache
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
@@ -31,8 +33,8 @@ class StepsAhead:
     """The next steps of generation requests of one beam that each generate a token in every step, with no other change
     of the cache in between.
 
-    positions: [requests], position of each one's next token. max_steps: how many steps are known: with reuse until a
-    block fills, because it is stored then, which may change what is free.
+    tokens: that the sequences have registered together. max_steps: how many steps are known: with reuse until a block
+    fills, because it is stored then, which may change what is free.
     """
 
     def __init__(self, cache: KvCacheManager, rows: Rows) -> None:
@@ -41,8 +43,7 @@ class StepsAhead:
         self._size = size = cache.attention_window.tokens_per_block
         self._registered = registered = cache.registered[rows]
         self._until_block = -registered % size
-        bubble = cache.attention_window.bubble
-        self.positions = registered - bubble if bubble else registered
+        self.tokens = int(np.add.reduce(registered))
         # Steps before a sequence first wraps: from then on it takes no blocks, because its beams share none.
         self.max_steps = self._until_wrap = MAX_STEPS
         if cache.attention_window.wraps or cache.reuse.enabled:
@@ -122,10 +123,15 @@ class FastForward:
         self._clock = clock
         self._active = active
         self._kv_cache = kv_cache
-        self._caches = kv_cache.of_windows()
+        self._counted = kv_cache if isinstance(kv_cache, CountedCache) else None
         self._scheduler = scheduler
         self._next_change = next_change
         self._runs_context = config.batching_type is not BatchingType.INFLIGHT and not config.reuse.enabled
+        # Steps of the generation requests so far. A heap of the steps with which they end, in the order of a batch, with
+        # their rows; of the generation requests in `_rows`.
+        self._step = 0
+        self._ends: list[tuple[int, int, tuple[float, int], int]] = []
+        self._rows: Rows | None = None
 
     @staticmethod
     def knows_steps_of(config: BatchingConfig) -> bool:
@@ -152,7 +158,7 @@ class FastForward:
     def may_run(self, plan: Plan) -> bool:
         """Whether iterations of `plan` need no batches. Tokens computed again after a pause are counted one by one."""
         active = self._active
-        if active.num_reading_tokens or plan.paused:
+        if active.num_reading_tokens or plan.paused or (plan.held and active.num_with_lora):
             return False
         if plan.context:
             has_more = active.num_with_lora or active.table.any_paused or active.table.max_draft_tokens
@@ -161,7 +167,7 @@ class FastForward:
             return False
         if not active.table.any_paused:
             return True
-        cached = self._kv_cache.registered[plan.rows] - self._kv_cache.attention_window.bubble
+        cached = self._kv_cache.cached_tokens(plan.rows)
         return not (cached < active.table.cached_before_pause[plan.rows]).any()
 
     def start_context(self, plan: Plan) -> list[ContextChunk]:
@@ -176,25 +182,25 @@ class FastForward:
 
         first: record of the first iteration, without its times; it becomes part of the result."""
         active, table, rows = self._active, self._active.table, plan.rows
-        if max_steps == 1 and not active.num_with_lora:
-            return self._advance_once(plan, first)
-        # A plan that was made before may stand only until a block is taken.
-        may_take = not plan.stands_until_block or max_steps == 1
-        ahead = [StepsAhead(cache, rows) for cache in self._caches] if len(rows) else []
         adapters, tasks = None, list[int]()
         if self._adapters is not None and active.num_with_lora:
             adapters = AdapterUse(table.lora_tasks[rows])
             tasks = distinct_tasks(adapters.tasks)
             if not self._adapters.has(tasks):  # an adapter is loaded by a batch
                 return None
-        remaining, until_end, positions = rows, max_steps, rows
-        if ahead:
-            remaining = table.stop_after[rows] - table.confirmed[rows]
-            until_end = int(np.minimum.reduce(remaining))
-            max_steps = min(max_steps, until_end, ahead[0].max_steps)
-            positions = ahead[0].positions
+        elif plan.held or (max_steps == 1 and self._counted is None):
+            return self._advance_once(plan, first)
+        # A plan that was made before may stand only until a block is taken.
+        may_take = not plan.stands_until_block or max_steps == 1
+        ahead: list[CountedCache | StepsAhead] = [] if self._counted is None else [self._counted]
+        if self._counted is None and len(rows):
+            ahead = [StepsAhead(cache, rows) for cache in self._kv_cache.of_windows()]
+        self._find_ends()
+        if self._ends:
+            max_steps = min(max_steps, self._ends[0][0] - self._step, ahead[0].max_steps)
         if max_steps < 1:
             return None
+        positions = Positions(self._kv_cache, rows, ahead[0].tokens if ahead else 0)
         host_ns, times_ns = self._times(first.context, positions, max_steps, adapters)
         steps = len(times_ns) - 1
         for window in ahead:
@@ -205,67 +211,99 @@ class FastForward:
             return None
         if self._adapters is not None and adapters is not None:
             self._adapters.use(tasks, steps)
-        table.generated[rows] += steps
-        table.confirmed[rows] += steps
         more_blocks, more_tokens = [0] * steps, [0] * steps
         if len(taken := [window.take(steps) for window in ahead]) == 1:
             more_blocks, more_tokens = taken[0]
         elif taken:
             more_blocks, more_tokens = np.add.reduce(taken).tolist()
+        self._step += steps
+        table.unsettled += steps
         if self._kv_cache.reuse.enabled:
+            active.settle()
             store_generated(active, self._kv_cache, rows, steps)
-        self._advance_context(plan.context, steps)
-        finished = []
-        if steps == until_end:
-            finished = [active.by_slot[row] for row in rows[remaining == steps].tolist()]
+        cache = CacheState.of(self._kv_cache)
+        finished = self._advance_context(plan.context, steps)
+        while self._ends and self._ends[0][0] == self._step:
+            finished.append(self._end(heappop(self._ends)[3]))
+        self._rows = active.generation_rows
         self._clock.wait_until_ns(times_ns[steps])
         start_s = [time_ns / NANOSECONDS for time_ns in times_ns[: steps + 1]]
         submit_s = [(time_ns + host_ns) / NANOSECONDS for time_ns in times_ns[:steps]]
-        cache = CacheState.of(self._kv_cache)
-        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1])
+        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1]) if steps > 1 else cache
         first.submit_s, first.end_s = submit_s[0], start_s[1]
         return Stretch(
             first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, cache, self._clock.epoch_s
         )
 
+    def leave(self) -> None:
+        """The next iteration runs as a batch."""
+        self._active.settle()
+        self._rows = None
+
+    def _find_ends(self) -> None:
+        """Find when requests end, unless it is known of these generation requests."""
+        active, rows = self._active, self._active.generation_rows
+        if self._rows is rows:
+            return
+        self._ends = [self._end_of(request) for request in active.generation]
+        heapify(self._ends)
+        self._rows = rows
+
+    def _end_of(self, request: Request) -> tuple[int, int, tuple[float, int], int]:
+        table, row = self._active.table, request.slot
+        remaining = int(table.stop_after[row] - table.confirmed[row])
+        task = -1 if request.lora_task_id is None else request.lora_task_id
+        return self._step - table.unsettled + remaining, task, request.order, row
+
+    def _end(self, row: int) -> Request:
+        """The request in `row` has all its tokens."""
+        table, request = self._active.table, self._active.by_slot[row]
+        self._active.park(row)
+        table.generated[row] = table.confirmed[row] = table.stop_after[row]
+        return request
+
     def _advance_once(self, plan: Plan, first: IterationRecord) -> Stretch:
         """`advance` by one iteration of a plan that was just made."""
+        self.leave()
         table, rows, kv_cache, now_ns = self._active.table, plan.rows, self._kv_cache, self._clock.now_ns
-        positions = kv_cache.add_tokens(rows)
-        if bubble := kv_cache.attention_window.bubble:
-            positions = positions - bubble
+        registered = kv_cache.add_tokens(rows)
+        positions = Positions(kv_cache, rows, int(np.add.reduce(registered)), registered)
         host_ns, device_ns = self._executor.step_times(first.context, positions, 1)
         first.submit_s = (now_ns + host_ns) / NANOSECONDS
         self._clock.wait_until_ns(now_ns + host_ns + device_ns[0])
         first.end_s = self._clock.now()
         first.cache = cache = CacheState.of(kv_cache)
-        finished = self._advance_context(plan.context, 1)
         confirmed = table.confirmed[rows] + 1
         table.confirmed[rows] = confirmed
         table.generated[rows] += 1
         if kv_cache.reuse.enabled:
             store_generated(self._active, kv_cache, rows)
+        finished = self._advance_context(plan.context, 1)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
         return Stretch(first, finished, *times_s, [0], [0], cache, self._clock.epoch_s)
 
     def _advance_context(self, context: list[Request], steps: int) -> list[Request]:
         """Advance prompts by their chunk, `steps` times; returns the requests that are complete."""
-        finished, table = [], self._active.table
+        finished, table, active = [], self._active.table, self._active
         for request in context:
             is_last = request.is_last_chunk
             request.chunk *= steps
             request.advance_context()
             if is_last:
+                row = request.slot
                 request.start_generation()
-                self._active.move_to_generation(request)
-                table.confirmed[request.slot] = 1
-                if table.stop_after[request.slot] == 1:
-                    finished.append(request)
+                active.move_to_generation(request)
+                self._kv_cache.begin_generation(row)
+                table.generated[row] = table.confirmed[row] = 1 - table.unsettled
+                if table.stop_after[row] == 1:
+                    finished.append(self._end(row))
+                else:
+                    heappush(self._ends, self._end_of(request))
         return finished
 
     def _times(
-        self, context: Sequence[ContextChunk], positions: Rows, steps: int, adapters: AdapterUse | None
+        self, context: Sequence[ContextChunk], positions: Positions, steps: int, adapters: AdapterUse | None
     ) -> tuple[int, list[int]]:
         """The host's time in each of at most `steps` iterations, and the start of each and the end of the last,
         [iterations + 1], up to the one that starts after requests have arrived; both in nanoseconds."""

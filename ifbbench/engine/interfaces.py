@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ifbbench.engine.active import ActiveRequests, Int64Array
-    from ifbbench.engine.batch import Batch, ContextChunk, StepOutputs
+    from ifbbench.engine.active import ActiveRequests
+    from ifbbench.engine.batch import Batch, ContextChunk, Positions, StepOutputs
     from ifbbench.engine.kv_cache.interface import KvCache
     from ifbbench.engine.lora import AdapterUse
     from ifbbench.engine.policies.policy import CapacityDecision
@@ -53,13 +53,13 @@ class PredictableExecutor(Protocol):
     """An executor on a virtual clock that can compute in advance how long iterations take, and returns no tokens."""
 
     def step_times(
-        self, context: "Sequence[ContextChunk]", positions: "Int64Array", steps: int, within_ns: int | None = None,
+        self, context: "Sequence[ContextChunk]", positions: "Positions", steps: int, within_ns: int | None = None,
         adapters: "AdapterUse | None" = None,
     ) -> tuple[int, list[int]]:  # fmt: skip
         """Of the next `steps` iterations: the host's time in each, and the device's, [steps]; both in nanoseconds.
 
         context: chunks of the first; each further iteration runs the next chunks of the same lengths. positions:
-        [generation requests], position of each one's next token. within_ns: iterations that start later than that, from
+        of the generation requests, in the first. within_ns: iterations that start later than that, from
         now on, may be left out. adapters: as in `Batch`, all on the device."""
         ...
 

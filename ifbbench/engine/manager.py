@@ -62,7 +62,6 @@ class TokenGenerationLoop:
         self.config = config
         self.table = RequestTable(config.num_slots)
         self.active = ActiveRequests(self.table)
-        self.kv_cache, self.iteration = config.make_cache(), 0
         self._executor, self._clock = executor, clock
         self._queued, self._poll_stop_signals = queued, poll_stop_signals
         self._send_response, self._observer = send_response, observer or Unobserved()
@@ -70,6 +69,10 @@ class TokenGenerationLoop:
         self.adapters = AdapterCache(config.lora) if config.lora else None
         if self.adapters is not None and isinstance(policy, GuaranteedNoEvict | MaxUtilization | MaxRequests):
             policy.lora = self.adapters.limits
+        # An executor with iterations of which the times are known in advance, so that they can run without batches.
+        is_known = is_steady(policy) and FastForward.knows_steps_of(config) and isinstance(clock, VirtualClock)
+        predictable = executor if is_known and next_change and isinstance(executor, PredictableExecutor) else None
+        self.kv_cache, self.iteration = config.make_cache(is_counted=predictable is not None), 0
         self._admission = Admission(AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests,
                                     self._refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
@@ -78,10 +81,9 @@ class TokenGenerationLoop:
                                      config.max_in_flight, self.adapters)  # fmt: skip
         self._fast_forward: FastForward | None = None
         self._is_static = config.batching_type is BatchingType.V1
-        is_known = is_steady(policy) and FastForward.knows_steps_of(config)
-        if is_known and next_change and isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock):
+        if predictable is not None and isinstance(clock, VirtualClock) and next_change is not None:
             self._fast_forward = FastForward(
-                config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
+                config, predictable, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
             )
         self._max_in_flight, self._num_micro_batches = config.max_in_flight, config.num_micro_batches
         self._in_flight: deque[InFlightIteration] = deque()
@@ -124,6 +126,8 @@ class TokenGenerationLoop:
         plan = self._scheduler.plan()
         if self._fast_forward is not None and self._step_many(plan, start_s, self._scheduler.times_certain(plan)):
             return True
+        if self._fast_forward is not None:
+            self._fast_forward.leave()
         while plan.paused and is_pause_in_flight(self._in_flight, plan, self.table, self.config.is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
             while is_pause_in_flight(self._in_flight, plan, self.table, self.config.is_async):
@@ -272,12 +276,12 @@ class TokenGenerationLoop:
         table, rows, reuses_blocks = self.table, plan.rows, self.config.reuse.enabled
         recomputed = sum([request.advance_context() for request in plan.context])
         if table.any_paused and len(rows):
-            cached = self.kv_cache.registered[rows] - self.kv_cache.attention_window.bubble
-            recomputed += self.active.count_recomputed(rows, cached)
+            recomputed += self.active.count_recomputed(rows, self.kv_cache.cached_tokens(rows))
         table.generated[rows] += 1
         for request in completing:
             request.start_generation()
             self.active.move_to_generation(request)
+            self.kv_cache.begin_generation(request.slot)
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:

@@ -150,13 +150,17 @@ class Request:
     @property
     def num_generated(self) -> int:
         """Output tokens scheduled since the (resumed) prompt was complete."""
-        return 0 if self.table is None else int(self.table.generated[self.slot])
+        return 0 if self.table is None else int(self.table.generated[self.slot]) + self._unsettled
 
     @property
     def num_outputs(self) -> int:
         """Output tokens that exist, those that a pause joined to the prompt included."""
-        confirmed = 0 if self.table is None else int(self.table.confirmed[self.slot])
+        confirmed = 0 if self.table is None else int(self.table.confirmed[self.slot]) + self._unsettled
         return self.prompt_len - self.original_prompt_len + confirmed
+
+    @property
+    def _unsettled(self) -> int:
+        return self.table.unsettled if self.table is not None and self.in_generation else 0
 
     @property
     def is_special(self) -> bool:

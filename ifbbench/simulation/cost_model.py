@@ -10,8 +10,7 @@ from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.active import Int64Array
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, ContextChunk, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, ContextChunk, Positions, StepOutputs
 from ifbbench.engine.lora import AdapterUse
 from ifbbench.simulation.hardware import HardwareProfile
 from ifbbench.simulation.shard import Shard
@@ -301,11 +300,11 @@ class SimulatedExecutor:
         self._in_flight.append((finish_ns, draft_ns))
 
     def step_times(
-        self, context: Sequence[ContextChunk], positions: Int64Array, steps: int, within_ns: int | None = None,
+        self, context: Sequence[ContextChunk], positions: Positions, steps: int, within_ns: int | None = None,
         adapters: AdapterUse | None = None,
     ) -> tuple[int, list[int]]:  # fmt: skip
         """See PredictableExecutor."""
-        count, keys = len(positions), self._generation_keys(positions, steps)
+        count, keys = positions.count, self._generation_keys(positions, steps)
         chunks = [(start, length, start + length == request.prompt_len) for request, start, length in context]
         host_ns = self.cost_model.host_ns(count + len(chunks), sum([length for _, length, _ in chunks]))
         if not chunks and len(keys) == 1:
@@ -328,12 +327,12 @@ class SimulatedExecutor:
             device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
         return host_ns, device_ns
 
-    def _generation_keys(self, positions: Int64Array, steps: int) -> list[Sequence[int]]:
+    def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
         """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""
-        count, cached, found = len(positions), int(np.add.reduce(positions)), list[Sequence[int]]()
+        count, cached, found = positions.count, positions.total, list[Sequence[int]]()
         for window, _ in self.windows:
             if window is not None:
-                found.append(np.minimum(positions + np.arange(1, steps + 1)[:, None], window).sum(axis=1).tolist())
+                found.append(np.minimum(positions.of_each() + np.arange(1, steps + 1)[:, None], window).sum(axis=1).tolist())
             elif count:
                 found.append(range(cached + count, cached + count * steps + 1, count))
             else:

@@ -113,6 +113,14 @@ class KvCache(ABC):
     def add_request(self, request: "Request", now_s: float = 0.0) -> int:
         """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
 
+    def begin_generation(self, slot: int) -> None:
+        """The prompt is computed: from the next step on, `add_tokens` may register tokens of the sequence."""
+        return None
+
+    def cached_tokens(self, rows: Rows) -> Rows:
+        """Tokens of each sequence, [sequences]."""
+        return self.registered[rows] - self.attention_window.bubble
+
     @abstractmethod
     def add_tokens(self, rows: Rows) -> Rows:
         """Register one more token in each of `rows`, and take the blocks that these tokens start; returns how many
@@ -123,10 +131,10 @@ class KvCache(ABC):
         for step in range(int(counts.max(initial=0))):
             self.add_tokens(rows[counts > step])
 
-    @abstractmethod
     def rewind(self, rows: Rows, registered: Rows) -> None:
         """Remove the newest tokens of `rows` (rejected drafts), so that `registered` of each remain. A block that this
         empties is the next that is taken. For sequences that have not wrapped."""
+        raise NotImplementedError(f"{type(self).__name__} is not used with draft tokens")
 
     def store_context(self, slot: int) -> None:
         """Make the full blocks of a computed prompt findable. Its last token is left out, because a request with the

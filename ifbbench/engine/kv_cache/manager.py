@@ -1,14 +1,15 @@
 """The paged KV cache manager of one attention window: the number of tokens and blocks of each sequence slot."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 import numpy as np
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
 from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, Blocks, UnsharedBlocks
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
-from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache, Rows
+from ifbbench.engine.kv_cache.interface import NO_REUSE, Rows
+from ifbbench.engine.kv_cache.paged import PagedCache
 from ifbbench.engine.kv_cache.reuse_tree import MissingBlockSearch
 from ifbbench.engine.kv_cache.sequence import ReleasePlan, ReuseRules, Sequences
 from ifbbench.engine.kv_cache.token_keys import BlockKey, KnownTokens
@@ -17,10 +18,8 @@ from ifbbench.engine.request import Request
 NO_LIMIT = np.iinfo(np.int64).max
 
 
-class KvCacheManager(KvCache):
-    """Paged KV cache for up to `slots` sequences.
-
-    The blocks of a whole prompt are taken with its first chunk; generation takes a block whenever a token starts one.
+class KvCacheManager(PagedCache):
+    """A paged cache that gives out blocks by id, for executors that store keys and values in them.
 
     blocks_held: [slots], blocks of one beam. Entries of `block_tables` beyond it are meaningless.
     """
@@ -29,10 +28,8 @@ class KvCacheManager(KvCache):
         self, attention_window: AttentionWindow, num_blocks: int, slots: int, num_host_blocks: int = 0,
         reuse: ReuseRules = NO_REUSE,
     ) -> None:
-        self.attention_window = window = attention_window
-        self.reuse = reuse
-        self.num_blocks = num_blocks
-        self.places = num_blocks * window.tokens_per_block
+        super().__init__(attention_window, num_blocks, slots, reuse)
+        window = attention_window
         self.blocks = (
             Blocks(num_blocks, num_host_blocks, window.tokens_per_block)
             if reuse.enabled or num_host_blocks or window.max_beam_width > 1
@@ -40,18 +37,11 @@ class KvCacheManager(KvCache):
         )  # fmt: skip
         self._sequences = Sequences(window, self.blocks, reuse)
         self.sequences = self._sequences.by_slot
-        self.registered = np.zeros(slots, np.int64)
         self.blocks_held = np.zeros(slots, np.int64)
+        self._to_come = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, window.max_beam_width, window.max_blocks_per_sequence), np.int32)
-        # By slot, of requests that have no sequence yet: how far the search for their first missing block has come, and
-        # their blocks to completion. A request that is stopped leaves its slot to another one.
+        # By slot, of requests that have no sequence yet: how far the search for their first missing block has come.
         self._searches: dict[int, MissingBlockSearch] = {}
-        self._of_waiting: dict[int, tuple[Request, int]] = {}
-        # Of each slot's request: the maximum of tokens that it may register, and the blocks that it may still take.
-        self._limit = np.zeros(slots, np.int64)
-        self._blocks_to_come = np.zeros(slots, np.int64)
-        self._beam_width = np.ones(slots, np.int64)
-        self._filled = 0
 
     @property
     def free_blocks(self) -> int:
@@ -67,60 +57,8 @@ class KvCacheManager(KvCache):
 
     # For schedulers.
 
-    def first_chunk_need(self, request: Request) -> int:
-        if not request.is_first_chunk:
-            return 0
-        need = self.attention_window.first_chunk_need(
-            request.prompt_len, request.max_new_tokens, request.num_draft_tokens, request.beam_width
-        )
-        return need + self._more_for_beams(request)
-
-    def has_blocks_for(self, count: int) -> bool:
-        return count * (1 + self.looks_ahead) <= self.blocks.num_free
-
-    def step_needs(self, rows: Rows, draft_tokens: Rows | int = 0) -> Rows:
-        window, registered, limit = self.attention_window, self.registered[rows], self._limit[rows]
-        if window.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
-            size, may_register = window.tokens_per_block, np.minimum(limit, window.capacity)
-            needs: Rows = ((self._places_in_block(registered) == 0) & (registered < may_register)).astype(np.int64)
-            if self.looks_ahead:
-                needs += ((registered + 1) % size == 0) & (registered + 1 < may_register)
-            return needs
-        needs = window.step_needs(registered, limit, draft_tokens, self._beam_width[rows])
-        if self.looks_ahead:
-            ahead = window.step_needs(registered, limit, draft_tokens, self._beam_width[rows], steps=2)
-            needs = np.maximum(needs, ahead)  # of two steps, the second may be beyond the capacity
-        for number in np.flatnonzero((registered >= window.capacity) & (registered < limit)).tolist():
-            needs[number] = self._overwrite_need(int(rows[number]))
-        return needs
-
-    def blocks_to_completion(self, request: Request) -> int:
-        if request.slot in self.sequences:
-            return int(self._blocks_to_come[request.slot])
-        owner, blocks = self._of_waiting.get(request.slot, (None, 0))
-        if owner is not request:
-            length, reserved, beams = request.prompt_len, request.max_new_tokens, request.beam_width
-            blocks = self.attention_window.blocks_to_completion(length, reserved, 0, beams)
-            blocks += self._more_for_beams(request)
-            self._of_waiting[request.slot] = request, blocks
-        return blocks
-
-    def fitting(self, requests: Iterable[Request], available: int) -> tuple[int, int]:
-        window, sequences, count, taken = self.attention_window, self.sequences, 0, 0
-        size, bubble, kept = window.tokens_per_block, window.bubble, window.kept_tokens
-        for request in requests:
-            tokens = request.prompt_len + request.max_new_tokens
-            if tokens > kept or request.beam_width > 1 or request.slot in sequences:
-                needed = self.blocks_to_completion(request)
-            else:  # the usual case, and needed for every waiting request
-                needed = -(-(tokens + bubble) // size)
-            if taken + needed > available:
-                break
-            count, taken = count + 1, taken + needed
-        return count, taken
-
     def reserved_blocks(self, rows: Rows) -> int:
-        return int(np.add.reduce(self._blocks_to_come[rows]))
+        return int(np.add.reduce(self._to_come[rows]))
 
     def plan_release(self) -> ReleasePlan:
         return ReleasePlan(self.blocks, self._sequences)
@@ -147,7 +85,7 @@ class KvCacheManager(KvCache):
             # Logits of reused tokens are not computed.
             may_look_up=not request.options.return_context_logits,
         )  # fmt: skip
-        self._blocks_to_come[request.slot] = self.attention_window.blocks_to_completion(
+        self._to_come[request.slot] = self.attention_window.blocks_to_completion(
             request.prompt_len, request.max_new_tokens, int(self.blocks_held[request.slot]), request.beam_width
         )
         self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.attention_window.bubble
@@ -195,16 +133,11 @@ class KvCacheManager(KvCache):
         self.blocks_held[rows] = indices + 1
         if self.attention_window.max_beam_width == 1:
             self.block_tables[rows, 0, indices] = self._places(taken)
-            self._blocks_to_come[rows] -= 1
+            self._to_come[rows] -= 1
             return
         for slot, index in zip(slots, indices.tolist(), strict=True):
             self._set_table_entry(slot, index)
-        self._blocks_to_come[rows] -= self._beam_width[rows]
-
-    def _places_in_block(self, registered: Rows) -> Rows:
-        size = self.attention_window.tokens_per_block
-        # A remainder of integers takes several times as long.
-        return registered & (size - 1) if size & (size - 1) == 0 else registered % size
+        self._to_come[rows] -= self._beam_width[rows]
 
     def register(self, rows: Rows, registered: Rows, new: int) -> None:
         """Set the numbers of tokens of `rows`. `new` tokens in all did not overwrite another one."""
@@ -231,7 +164,7 @@ class KvCacheManager(KvCache):
         """Release the last block of each beam."""
         self._sequences.shrink(slot)
         self.blocks_held[slot] -= 1
-        self._blocks_to_come[slot] += self._beam_width[slot]
+        self._to_come[slot] += self._beam_width[slot]
 
     def store_context(self, slot: int) -> None:
         self._sequences.store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)
@@ -288,11 +221,6 @@ class KvCacheManager(KvCache):
         self._searches.pop(slot, None)
         self._of_waiting.pop(slot, None)
 
-    def _more_for_beams(self, request: Request) -> int:
-        if not self.reuse.enabled:
-            return 0
-        return self.attention_window.more_for_beams(request.prompt_len, request.beam_width)
-
     def _set_tables(self, slot: int, beam_width: int) -> None:
         beams = self.sequences[slot].beams
         for number, beam in enumerate(beams):
@@ -317,7 +245,7 @@ class KvCacheManager(KvCache):
         starts_block = (registered >= window.capacity) & (places % size == 0)
         for slot, index in zip(rows[starts_block].tolist(), (places[starts_block] // size).tolist(), strict=True):
             if taken := self._sequences.overwrite(slot, index):
-                self._blocks_to_come[slot] -= taken
+                self._to_come[slot] -= taken
                 self._set_table_entry(slot, index)
 
     def _overwrite_need(self, slot: int) -> int:
@@ -327,6 +255,9 @@ class KvCacheManager(KvCache):
         index, offset = divmod(int(window.wrapped(self.registered[slot])), window.tokens_per_block)
         is_shared = self.blocks.references[self.sequences[slot].beams[0][index]] > 1
         return int(self._beam_width[slot]) - 1 if offset == 0 and is_shared else 0
+
+    def _blocks_to_come(self, slot: int) -> int:
+        return int(self._to_come[slot])
 
     def _known(self, request: Request) -> KnownTokens | None:
         """The request's tokens, if its blocks may be shared. A sequence that will wrap overwrites its beginning, so it
