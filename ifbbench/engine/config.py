@@ -196,7 +196,7 @@ class BatchingConfig:
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:
-            return VariableWindowCache(self.windows, self.num_slots)
+            return VariableWindowCache(self.windows, self.num_slots, is_counted)
         num_blocks, num_host_blocks = self.num_blocks, self.num_host_blocks
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks

@@ -1,6 +1,6 @@
 """Fast-forward: iterations of which the times are known run without batches, and many together between two events."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -14,7 +14,6 @@ from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.interfaces import PredictableExecutor
-from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.kv_cache.counted import CountedCache
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -26,82 +25,38 @@ from ifbbench.engine.scheduler import Plan, Scheduler
 
 # Longer stretches are no faster per iteration, and no progress is shown while one is computed.
 MAX_STEPS = 1024
-STEPS = np.arange(MAX_STEPS)
 
 
 class StepsAhead:
-    """The next steps of generation requests of one beam that each generate a token in every step, with no other change
-    of the cache in between.
+    """The next steps of generation requests of one beam in a cache with reuse: those until a sequence wraps or a block
+    fills, because that is stored then, which may change what is free. A CountedCache answers the same questions.
 
-    tokens: that the sequences have registered together. max_steps: how many steps are known: with reuse until a block
-    fills, because it is stored then, which may change what is free.
+    tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
 
     def __init__(self, cache: KvCacheManager, rows: Rows) -> None:
-        self._cache = cache
-        self._rows = rows
-        self._size = size = cache.attention_window.tokens_per_block
-        self._registered = registered = cache.registered[rows]
-        self._until_block = -registered % size
-        self.tokens = int(np.add.reduce(registered))
-        # Steps before a sequence first wraps: from then on it takes no blocks, because its beams share none.
-        self.max_steps = self._until_wrap = MAX_STEPS
-        if cache.attention_window.wraps or cache.reuse.enabled:
-            self._until_wrap = cache.attention_window.capacity - int(np.maximum.reduce(registered))
-        if cache.reuse.enabled:
-            self.max_steps = min(self._until_wrap, size - int(np.maximum.reduce(registered % size)))
+        window = cache.attention_window
+        self._cache, self._rows, self._registered = cache, rows, cache.registered[rows]
+        places = self._registered % window.tokens_per_block
+        self.tokens = int(np.add.reduce(self._registered))
+        until_full = window.tokens_per_block - int(np.maximum.reduce(places))
+        self.max_steps = min(window.capacity - int(np.maximum.reduce(self._registered)), until_full)
+        self._growing = rows[places == 0]  # the others have room for all these steps
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
-        """How many of the next `steps` steps take no more blocks than are free, or none unless `may_take`."""
-        self._blocks = blocks = self._blocks_of(steps)
-        limit = self._cache.free_blocks if may_take else 0
-        return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
+        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free, or none unless
+        `may_take`."""
+        return steps if len(self._growing) <= (self._cache.free_blocks if may_take else 0) else 0
 
     def take(self, steps: int) -> tuple[list[int], list[int]]:
         """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
         `add_tokens`. Returns the blocks and the places that all requests together have taken after each step since the
         first, [steps]."""
-        blocks, count, room = self._blocks[:steps], len(self._rows), None
-        if steps > self._until_wrap:
-            room = self._room()
-        if blocks[-1]:
-            self._grow(steps, room)
-        if room is None:
-            tokens, new = list(range(0, steps * count, count)), steps * count
-        else:
-            filled = np.minimum(room, STEPS[:steps, None] + 1).sum(axis=1)
-            new = int(filled[-1])
-            tokens = (filled - filled[0]).tolist()
-        self._cache.register(self._rows, self._registered + steps, new)
-        first = blocks[0]
-        return [after - first for after in blocks] if blocks[-1] else blocks, tokens
-
-    def _grow(self, steps: int, room: Rows | None) -> None:
-        """Take the blocks of the next `steps` steps, in the order of the steps."""
-        order = self._until_block.argsort(kind="stable")
-        ordered_rows, until_block = self._rows[order], self._until_block[order]
-        for step in range(0, steps, self._size):
-            growing = int(until_block.searchsorted(steps - step))
-            rows = ordered_rows[:growing]
-            if room is not None:
-                rows = rows[step + until_block[:growing] < room[order][:growing]]
-            if len(rows):
-                self._cache.grow(rows)
-
-    def _room(self) -> Rows:
-        """[requests], steps before each one's sequence wraps."""
-        return np.maximum(self._cache.attention_window.capacity - self._registered, 0)
-
-    def _blocks_of(self, steps: int) -> list[int]:
-        """[steps], blocks that all requests together have taken after each of their next steps."""
-        until_block, size = self._until_block, self._size
-        if steps > self._until_wrap:
-            starts = until_block + np.arange(0, steps, size)[:, None]
-            starts = starts[starts < np.minimum(self._room(), steps)]
-            taken: list[int] = np.bincount(starts, minlength=steps).cumsum().tolist()
-            return taken
-        in_turn = np.bincount(until_block, minlength=size).tolist()
-        return list(accumulate((in_turn * ceil_div(steps, size))[:steps]))
+        count = len(self._rows)
+        if len(self._growing):
+            self._cache.grow(self._growing)
+        self._cache.register(self._rows, self._registered + steps, steps * count)
+        return [0] * steps, [step * count for step in range(steps)]
 
 
 class FastForward:
@@ -123,7 +78,7 @@ class FastForward:
         self._clock = clock
         self._active = active
         self._kv_cache = kv_cache
-        self._counted = kv_cache if isinstance(kv_cache, CountedCache) else None
+        self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
         self._scheduler = scheduler
         self._next_change = next_change
         self._runs_context = config.batching_type is not BatchingType.INFLIGHT and not config.reuse.enabled
@@ -188,19 +143,19 @@ class FastForward:
             tasks = distinct_tasks(adapters.tasks)
             if not self._adapters.has(tasks):  # an adapter is loaded by a batch
                 return None
-        elif plan.held or (max_steps == 1 and self._counted is None):
+        elif plan.held or (max_steps == 1 and not self._counted):
             return self._advance_once(plan, first)
         # A plan that was made before may stand only until a block is taken.
         may_take = not plan.stands_until_block or max_steps == 1
-        ahead: list[CountedCache | StepsAhead] = [] if self._counted is None else [self._counted]
-        if self._counted is None and len(rows):
-            ahead = [StepsAhead(cache, rows) for cache in self._kv_cache.of_windows()]
+        ahead: Sequence[CountedCache | StepsAhead] = self._counted
+        if not ahead and isinstance(self._kv_cache, KvCacheManager):
+            ahead = [StepsAhead(self._kv_cache, rows)]
         self._find_ends()
         if self._ends:
-            max_steps = min(max_steps, self._ends[0][0] - self._step, ahead[0].max_steps)
+            max_steps = min(max_steps, self._ends[0][0] - self._step, *[window.max_steps for window in ahead])
         if max_steps < 1:
             return None
-        positions = Positions(self._kv_cache, rows, ahead[0].tokens if ahead else 0)
+        positions = Positions(self._kv_cache, rows, ahead[0].tokens)
         host_ns, times_ns = self._times(first.context, positions, max_steps, adapters)
         steps = len(times_ns) - 1
         for window in ahead:
@@ -211,11 +166,9 @@ class FastForward:
             return None
         if self._adapters is not None and adapters is not None:
             self._adapters.use(tasks, steps)
-        more_blocks, more_tokens = [0] * steps, [0] * steps
-        if len(taken := [window.take(steps) for window in ahead]) == 1:
-            more_blocks, more_tokens = taken[0]
-        elif taken:
-            more_blocks, more_tokens = np.add.reduce(taken).tolist()
+        more_blocks, more_tokens = ahead[0].take(steps)
+        for window in ahead[1:]:
+            more_blocks, more_tokens = np.add((more_blocks, more_tokens), window.take(steps)).tolist()
         self._step += steps
         table.unsettled += steps
         if self._kv_cache.reuse.enabled:

@@ -89,6 +89,7 @@ class CostModel:
         further_heads = max(0, shard.query_size // shard.kv_size - HIDDEN_QUERY_HEADS)
         reading_s = self._kv_bytes_per_token / (share.generation_attention * hardware.memory_bandwidth)
         self._ns_per_kv_token = reading_s * (1 + COST_OF_FURTHER_HEAD * further_heads) * NANOSECONDS
+        self._host_s = (hardware.host_iteration_s, hardware.host_request_s, hardware.host_prompt_token_s)
         self._tokens_ns = _Times(self.of_tokens)
         self._outputs_ns = _Times(self.of_outputs)
 
@@ -143,9 +144,8 @@ class CostModel:
 
     def host_ns(self, num_requests: int, context_tokens: int = 0) -> int:
         """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
-        hardware = self.hardware
-        seconds = hardware.host_iteration_s + num_requests * hardware.host_request_s
-        return round((seconds + context_tokens * hardware.host_prompt_token_s) * NANOSECONDS)
+        per_iteration_s, per_request_s, per_token_s = self._host_s
+        return round((per_iteration_s + num_requests * per_request_s + context_tokens * per_token_s) * NANOSECONDS)
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
         """The parts of `device_ns`, in the order of the forward pass."""
@@ -318,11 +318,12 @@ class SimulatedExecutor:
             for step in range(steps):
                 if within_ns is not None and passed_ns > within_ns:
                     break
-                ahead = [(start + step * length, length, is_last) for start, length, is_last in chunks]
-                works = [(StepWork.of_sums(ahead, count, of_window[step], window), share)
+                works = [(StepWork.of_sums(chunks, count, of_window[step], window), share)
                          for of_window, (window, share) in zip(keys, self.windows, strict=True)]  # fmt: skip
                 device_ns.append(self.cost_model.device_ns(StepWork.mean(works)))
                 passed_ns += host_ns + device_ns[-1]
+                if steps > 1:
+                    chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
         if adapters is not None and self._lora is not None:
             device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
         return host_ns, device_ns

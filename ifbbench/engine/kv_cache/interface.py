@@ -15,7 +15,7 @@ from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.kv_cache.token_keys import KnownTokens
 
 if TYPE_CHECKING:
-    from ifbbench.engine.kv_cache.manager import KvCacheManager
+    from ifbbench.engine.kv_cache.paged import PagedCache
     from ifbbench.engine.request import Request
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -101,7 +101,7 @@ class KvCache(ABC):
 
     # For the loop.
 
-    def of_windows(self) -> "tuple[KvCacheManager, ...]":
+    def of_windows(self) -> "tuple[PagedCache, ...]":
         """The paged cache of each attention window; none of a cache without blocks."""
         return ()
 

@@ -71,9 +71,6 @@ class KvCacheManager(PagedCache):
 
     # For the loop.
 
-    def of_windows(self) -> "tuple[KvCacheManager, ...]":
-        return (self,)
-
     def holds(self, slot: int) -> bool:
         return slot in self.sequences
 

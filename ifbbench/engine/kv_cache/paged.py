@@ -88,6 +88,11 @@ class PagedCache(KvCache):
             count, taken = count + 1, taken + needed
         return count, taken
 
+    # For the loop.
+
+    def of_windows(self) -> "tuple[PagedCache, ...]":
+        return (self,)
+
     def _places_in_block(self, registered: Rows) -> Rows:
         size = self.attention_window.tokens_per_block
         # A remainder of integers takes several times as long.

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, OutOfBlocks
+from ifbbench.engine.kv_cache.counted import CountedCache, CountedRelease
 from ifbbench.engine.kv_cache.interface import KvCache, Rows
 from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.kv_cache.paged import PagedCache
 from ifbbench.engine.kv_cache.sequence import ReleasePlan
 from ifbbench.engine.kv_cache.sizing import WindowLayout
 from ifbbench.engine.request import Request
@@ -57,7 +59,7 @@ class BlockCounts:
 class ReleasePlans:
     """A release plan for each window."""
 
-    plans: tuple[ReleasePlan, ...]
+    plans: tuple[ReleasePlan | CountedRelease, ...]
 
     @property
     def free_blocks(self) -> BlockCounts:
@@ -69,22 +71,23 @@ class ReleasePlans:
 
 
 class VariableWindowCache(KvCache):
-    """Does for several windows what `KvCacheManager` does for one. Numbers of blocks are `BlockCounts`.
+    """Does for several windows what a `PagedCache` does for one. Numbers of blocks are `BlockCounts`.
 
     A sequence has blocks in every window, for as many tokens as the window keeps. Nothing is reused, because what one
     window still holds may be overwritten in another. (TensorRT-LLM's `BlockManager` with a `WindowBlockManager` for
     each window size.)
     """
 
-    def __init__(self, windows: tuple[WindowLayout, ...], slots: int) -> None:
+    def __init__(self, windows: tuple[WindowLayout, ...], slots: int, is_counted: bool = False) -> None:
+        """is_counted: blocks are only counted in each window."""
         self.windows = tuple(
-            KvCacheManager(window.attention_window, window.num_blocks, slots, window.num_host_blocks)
+            CountedCache(window.attention_window, window.num_blocks, slots)
+            if is_counted
+            else KvCacheManager(window.attention_window, window.num_blocks, slots, window.num_host_blocks)
             for window in windows
         )
         first = self.windows[0]
-        self.attention_window, self.registered, self.sequences = (
-            first.attention_window, first.registered, first.sequences
-        )  # fmt: skip
+        self.attention_window, self.registered = first.attention_window, first.registered
         self.block_tables = first.block_tables
         self.window_tables = tuple(window.block_tables for window in self.windows[1:])
         self.num_blocks = sum(window.num_blocks for window in self.windows)
@@ -130,11 +133,18 @@ class VariableWindowCache(KvCache):
     def plan_release(self) -> ReleasePlans:
         return ReleasePlans(tuple(window.plan_release() for window in self.windows))
 
-    def of_windows(self) -> tuple[KvCacheManager, ...]:
+    def of_windows(self) -> tuple[PagedCache, ...]:
         return self.windows
 
     def holds(self, slot: int) -> bool:
-        return slot in self.sequences
+        return self.windows[0].holds(slot)
+
+    def cached_tokens(self, rows: Rows) -> Rows:
+        return self.windows[0].cached_tokens(rows)
+
+    def begin_generation(self, slot: int) -> None:
+        for window in self.windows:
+            window.begin_generation(slot)
 
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
         """Take the request's blocks in every window, or in none."""
