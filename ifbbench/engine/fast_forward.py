@@ -1,6 +1,6 @@
 """Fast-forward: iterations of which the times are known run without batches, and many together between two events."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -14,6 +14,7 @@ from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import store_generated
 from ifbbench.engine.interfaces import PredictableExecutor
+from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.kv_cache.counted import CountedCache
 from ifbbench.engine.kv_cache.interface import KvCache
@@ -28,35 +29,43 @@ MAX_STEPS = 1024
 
 
 class StepsAhead:
-    """The next steps of generation requests of one beam in a cache with reuse: those until a sequence wraps or a block
-    fills, because that is stored then, which may change what is free. A CountedCache answers the same questions.
+    """The next steps of generation requests of one beam in a cache with reuse: those until a sequence wraps or, once
+    there is something to reuse, until a block fills: it is stored then, which may change what is free. A CountedCache
+    answers the same questions.
 
     tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
 
     def __init__(self, cache: KvCacheManager, rows: Rows) -> None:
-        window = cache.attention_window
         self._cache, self._rows, self._registered = cache, rows, cache.registered[rows]
-        places = self._registered % window.tokens_per_block
+        self._size = size = cache.attention_window.tokens_per_block
+        self._until_block = -self._registered % size
         self.tokens = int(np.add.reduce(self._registered))
-        until_full = window.tokens_per_block - int(np.maximum.reduce(places))
-        self.max_steps = min(window.capacity - int(np.maximum.reduce(self._registered)), until_full)
-        self._growing = rows[places == 0]  # the others have room for all these steps
+        self.max_steps = cache.attention_window.capacity - int(self._registered.max(initial=0))
+        if cache.num_reuse_changes:
+            self.max_steps = min(self.max_steps, size - int((self._registered % size).max(initial=0)))
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free, or none unless
         `may_take`."""
-        return steps if len(self._growing) <= (self._cache.free_blocks if may_take else 0) else 0
+        in_turn = np.bincount(self._until_block, minlength=self._size).tolist()
+        self._blocks = blocks = list(accumulate((in_turn * ceil_div(steps, self._size))[:steps]))
+        limit = self._cache.free_blocks if may_take else 0
+        return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
 
     def take(self, steps: int) -> tuple[list[int], list[int]]:
         """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
         `add_tokens`. Returns the blocks and the places that all requests together have taken after each step since the
         first, [steps]."""
-        count = len(self._rows)
-        if len(self._growing):
-            self._cache.grow(self._growing)
+        count, first = len(self._rows), self._blocks[0]
+        if self._blocks[steps - 1]:
+            order = self._until_block.argsort(kind="stable")
+            rows, until_block = self._rows[order], self._until_block[order]
+            for step in range(0, steps, self._size):
+                if growing := int(until_block.searchsorted(steps - step)):
+                    self._cache.grow(rows[:growing])
         self._cache.register(self._rows, self._registered + steps, steps * count)
-        return [0] * steps, [step * count for step in range(steps)]
+        return [after - first for after in self._blocks[:steps]], [step * count for step in range(steps)]
 
 
 class FastForward:
