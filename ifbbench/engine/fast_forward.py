@@ -45,9 +45,9 @@ class StepsAhead:
         self.positions = registered - bubble if bubble else registered
         # Steps before a sequence first wraps: from then on it takes no blocks, because its beams share none.
         self.max_steps = self._until_wrap = MAX_STEPS
-        if cache.attention_window.wraps or cache.reuse.enabled:
+        if cache.attention_window.wraps:
             self._until_wrap = cache.attention_window.capacity - int(np.maximum.reduce(registered))
-        if cache.reuse.enabled:
+        if cache.num_reuse_changes:
             self.max_steps = min(self._until_wrap, size - int(np.maximum.reduce(registered % size)))
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
@@ -125,7 +125,7 @@ class FastForward:
         self._caches = kv_cache.of_windows()
         self._scheduler = scheduler
         self._next_change = next_change
-        self._runs_context = config.batching_type is not BatchingType.INFLIGHT and not config.reuse.enabled
+        self._runs_context = config.batching_type is not BatchingType.INFLIGHT
 
     @staticmethod
     def knows_steps_of(config: BatchingConfig) -> bool:
@@ -137,8 +137,7 @@ class FastForward:
     def next_plan(self) -> Plan | None:
         """The plan of the next iterations, if it is certain without a decision of the policy."""
         standing = self._scheduler.standing_plan()
-        # With reuse, a block that generation fills may let a waiting request start.
-        if standing and (standing.context or standing.held or standing.paused or self._kv_cache.reuse.enabled):
+        if standing and (standing.context or standing.held or standing.paused):
             standing = None
         active, config = self._active, self._config
         # Otherwise it is certain only that generation requests alone run, if all fit into a batch.
@@ -168,7 +167,9 @@ class FastForward:
         """The chunks of the first iteration of `plan`, for which the blocks of new prompts are taken."""
         for request in plan.context:
             if request.is_first_chunk:
-                self._kv_cache.add_request(request, self._clock.now())
+                reused = self._kv_cache.add_request(request, self._clock.now())
+                request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
+        self._kv_cache.take_copies()  # nothing is copied on this device
         return [ContextChunk(request, request.position, request.chunk) for request in plan.context]
 
     def advance(self, plan: Plan, first: IterationRecord, max_steps: int) -> Stretch | None:
@@ -212,7 +213,7 @@ class FastForward:
             more_blocks, more_tokens = taken[0]
         elif taken:
             more_blocks, more_tokens = np.add.reduce(taken).tolist()
-        if self._kv_cache.reuse.enabled:
+        if self._kv_cache.num_reuse_changes:
             store_generated(active, self._kv_cache, rows, steps)
         self._advance_context(plan.context, steps)
         finished = []
@@ -243,7 +244,7 @@ class FastForward:
         confirmed = table.confirmed[rows] + 1
         table.confirmed[rows] = confirmed
         table.generated[rows] += 1
-        if kv_cache.reuse.enabled:
+        if kv_cache.num_reuse_changes:
             store_generated(self._active, kv_cache, rows)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
@@ -260,6 +261,8 @@ class FastForward:
                 request.start_generation()
                 self._active.move_to_generation(request)
                 table.confirmed[request.slot] = 1
+                if self._kv_cache.num_reuse_changes:
+                    self._kv_cache.store_generated(request.slot, request.prompt_len - 1)
                 if table.stop_after[request.slot] == 1:
                     finished.append(request)
         return finished
