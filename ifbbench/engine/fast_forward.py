@@ -90,7 +90,7 @@ class FastForward:
         self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
         self._scheduler = scheduler
         self._next_change = next_change
-        self._runs_context = config.batching_type is not BatchingType.INFLIGHT and not config.reuse.enabled
+        self._runs_context = config.batching_type is not BatchingType.INFLIGHT
         # Steps of the generation requests so far. A heap of the steps with which they end, in the order of a batch, with
         # their rows; of the generation requests in `_rows`.
         self._step = 0
@@ -107,8 +107,7 @@ class FastForward:
     def next_plan(self) -> Plan | None:
         """The plan of the next iterations, if it is certain without a decision of the policy."""
         standing = self._scheduler.standing_plan()
-        # With reuse, a block that generation fills may let a waiting request start.
-        if standing and (standing.context or standing.held or standing.paused or self._kv_cache.reuse.enabled):
+        if standing and (standing.context or standing.held or standing.paused):
             standing = None
         active, config = self._active, self._config
         # Otherwise it is certain only that generation requests alone run, if all fit into a batch.
@@ -138,7 +137,9 @@ class FastForward:
         """The chunks of the first iteration of `plan`, for which the blocks of new prompts are taken."""
         for request in plan.context:
             if request.is_first_chunk:
-                self._kv_cache.add_request(request, self._clock.now())
+                reused = self._kv_cache.add_request(request, self._clock.now())
+                request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
+        self._kv_cache.take_copies()  # nothing is copied on this device
         return [ContextChunk(request, request.position, request.chunk) for request in plan.context]
 
     def advance(self, plan: Plan, first: IterationRecord, max_steps: int) -> Stretch | None:
@@ -180,7 +181,7 @@ class FastForward:
             more_blocks, more_tokens = np.add((more_blocks, more_tokens), window.take(steps)).tolist()
         self._step += steps
         table.unsettled += steps
-        if self._kv_cache.reuse.enabled:
+        if self._kv_cache.num_reuse_changes:
             active.settle()
             store_generated(active, self._kv_cache, rows, steps)
         cache = CacheState.of(self._kv_cache)
@@ -235,12 +236,12 @@ class FastForward:
         self._clock.wait_until_ns(now_ns + host_ns + device_ns[0])
         first.end_s = self._clock.now()
         first.cache = cache = CacheState.of(kv_cache)
+        finished = self._advance_context(plan.context, 1)
         confirmed = table.confirmed[rows] + 1
         table.confirmed[rows] = confirmed
         table.generated[rows] += 1
-        if kv_cache.reuse.enabled:
+        if kv_cache.num_reuse_changes:
             store_generated(self._active, kv_cache, rows)
-        finished = self._advance_context(plan.context, 1)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
         return Stretch(first, finished, *times_s, [0], [0], cache, self._clock.epoch_s)
@@ -258,6 +259,8 @@ class FastForward:
                 active.move_to_generation(request)
                 self._kv_cache.begin_generation(row)
                 table.generated[row] = table.confirmed[row] = 1 - table.unsettled
+                if self._kv_cache.num_reuse_changes:
+                    self._kv_cache.store_generated(row, request.prompt_len - 1)
                 if table.stop_after[row] == 1:
                     finished.append(self._end(row))
                 else:

@@ -273,7 +273,7 @@ class TokenGenerationLoop:
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
         """Advance all submitted requests by their chunk or token. Returns how many of the tokens had been computed
         before a pause."""
-        table, rows, reuses_blocks = self.table, plan.rows, self.config.reuse.enabled
+        table, rows, reuses_blocks = self.table, plan.rows, self.kv_cache.num_reuse_changes > 0
         recomputed = sum([request.advance_context() for request in plan.context])
         if table.any_paused and len(rows):
             recomputed += self.active.count_recomputed(rows, self.kv_cache.cached_tokens(rows))

@@ -88,8 +88,8 @@ class Scheduler:
         self._may_repeat = is_steady(policy) and config.num_micro_batches == 1 and not config.drafts.max_len
         self._may_repeat = self._may_repeat and not (self.is_static or self.tune_limits)
         self._is_logged = _log.isEnabledFor(logging.DEBUG)
-        # The latest plan, and `num_changes` of the active requests when it was made.
-        self._latest: tuple[Plan, int] | None = None
+        # The latest plan, and `num_changes` of the active requests and `num_reuse_changes` when it was made.
+        self._latest: tuple[Plan, int, int] | None = None
 
     def plan(self) -> Plan:
         """Schedule one iteration. Raises PolicyFailed if a user's policy raises."""
@@ -110,20 +110,29 @@ class Scheduler:
             in_flight = self._active.table.in_other_micro_batch
             held = [request for request in held if not in_flight(request.slot)]
             blocked = [one for one in blocked if one.request in paused or not in_flight(one.request.slot)]
+        num_reuse_changes = self._kv_cache.num_reuse_changes
+        # A block that is stored or evicted may change which of the waiting requests starts.
+        may_differ = num_reuse_changes > 0 and len(self._active.context) > len(selected.context)
         plan = Plan(
             selected.context, self._rows_without(held + paused), held=held, paused=fitting.paused,
-            blocked=tuple(blocked), stands_until_block=fitting.stands_until_block,
+            blocked=tuple(blocked), stands_until_block=fitting.stands_until_block or may_differ,
         )  # fmt: skip
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
-        self._latest = (plan, self._active.num_changes)
+        self._latest = (plan, self._active.num_changes, num_reuse_changes)
         if self._is_logged:
             self._log_decisions(plan)
         return plan
 
     def standing_plan(self) -> Plan | None:
-        """The latest plan, if no request has entered, changed phase or left since it was made."""
-        return self._latest[0] if self._latest and self._latest[1] == self._active.num_changes else None
+        """The latest plan, if no request has entered, changed phase or left since it was made, nor, if any waits, what it
+        can reuse has changed."""
+        if self._latest is None or self._latest[1] != self._active.num_changes:
+            return None
+        plan = self._latest[0]
+        if len(self._active.context) > len(plan.context) and self._latest[2] != self._kv_cache.num_reuse_changes:
+            return None
+        return plan
 
     def times_certain(self, plan: Plan) -> int:
         """In how many iterations `plan`, which was just made, is certain to run, this one included: the one prompt that
@@ -131,7 +140,10 @@ class Scheduler:
         if len(plan.context) != 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
         request, size = plan.context[0], plan.num_chunk_tokens
-        if self._may_pause or self._kv_cache.reuse.enabled or request.num_draft_tokens or not size:
+        if self._may_pause or request.num_draft_tokens or not size:
+            return 1
+        # The first chunk may begin after tokens to reuse.
+        if plan.stands_until_block or (self._kv_cache.reuse.enabled and request.is_first_chunk):
             return 1
         return 1 + max(0, (request.remaining_context - size - self._chunk_unit) // size)
 
@@ -146,15 +158,12 @@ class Scheduler:
     def _repeated_plan(self) -> Plan | None:
         """The standing plan, if the next decision is certain to be the same: only generation ran, or the one prompt
         that ran a chunk has tokens for another of the same size; or the plan with its last chunk, if no other prompt
-        waits. A policy that may pause decides again unless each request has a block, and any policy where a request may
-        have waited for blocks to reuse."""
+        waits. A policy that may pause decides again unless each request has a block."""
         plan = self.standing_plan() if self._may_repeat else None
         if plan is None or plan.held or plan.paused:
             return None
         if self._may_pause and (self._active.context or not self._kv_cache.has_blocks_for(len(plan.rows))):
             return None
-        if self._kv_cache.reuse.enabled and len(self._active.context) > len(plan.context):
-            return None  # those that wait for blocks to reuse
         if not plan.context:
             return None if self._active.table.any_wide_steps else plan
         if len(plan.context) > 1 or plan.num_chunk_tokens == 0:

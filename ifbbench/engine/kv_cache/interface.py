@@ -94,6 +94,12 @@ class KvCache(ABC):
     def plan_release(self) -> Any:
         """A plan of removals: `release(slot)` adds one, `free_blocks` is the number of free blocks after them."""
 
+    @property
+    def num_reuse_changes(self) -> int:
+        """How often it has changed what requests can reuse, or could have in use together. 0 where no sequence had known
+        tokens yet."""
+        return 0
+
     def missing_block(self, request: "Request") -> Any:
         """The first full block of the prompt that is not stored, equal for two requests if and only if they lack the
         same one; None where there is none, or nothing is reused."""

@@ -63,6 +63,10 @@ class KvCacheManager(PagedCache):
     def plan_release(self) -> ReleasePlan:
         return ReleasePlan(self.blocks, self._sequences)
 
+    @property
+    def num_reuse_changes(self) -> int:
+        return self.blocks.tree.num_changes
+
     def missing_block(self, request: Request) -> tuple[Hashable, BlockKey] | None:
         search = self._searches.get(request.slot)
         if search is None or search.request is not request:

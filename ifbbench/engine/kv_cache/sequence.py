@@ -107,6 +107,8 @@ class Sequences:
             # The blocks found whole are stored already.
             sequence.stored, sequence.node = num_full, shared[num_full - 1]
             sequence.stamp = self._blocks.tree.stamp[sequence.node]
+        # It may hold fewer blocks of its own than were counted for it, so that another request fits.
+        self._blocks.tree.num_changes += 1
         counters.reused += num_matched
         counters.missed += count - num_matched
         return num_tokens
