@@ -11,7 +11,7 @@ from ifbbench.engine.active import ActiveRequests, Rows
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.in_flight import store_generated
+from ifbbench.engine.in_flight import store_generated, store_known
 from ifbbench.engine.interfaces import PredictableExecutor
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
@@ -31,12 +31,13 @@ class StepsAhead:
     """The next steps of generation requests of one beam that each generate a token in every step, with no other change
     of the cache in between.
 
-    positions: [requests], position of each one's next token. max_steps: how many steps are known: with reuse until a
-    block fills, because it is stored then, which may change what is free.
+    positions: [requests], position of each one's next token. max_steps: how many steps are known. With reuse the blocks
+    that sequences fill are stored.
     """
 
-    def __init__(self, cache: KvCacheManager, rows: Rows) -> None:
+    def __init__(self, cache: KvCacheManager, active: ActiveRequests, rows: Rows) -> None:
         self._cache = cache
+        self._active = active
         self._rows = rows
         self._size = size = cache.attention_window.tokens_per_block
         self._registered = registered = cache.registered[rows]
@@ -47,8 +48,8 @@ class StepsAhead:
         self.max_steps = self._until_wrap = MAX_STEPS
         if cache.attention_window.wraps:
             self._until_wrap = cache.attention_window.capacity - int(np.maximum.reduce(registered))
-        if cache.num_reuse_changes:
-            self.max_steps = min(self._until_wrap, size - int(np.maximum.reduce(registered % size)))
+            if cache.num_reuse_changes:
+                self.max_steps = self._until_wrap
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
         """How many of the next `steps` steps take no more blocks than are free, or none unless `may_take`."""
@@ -56,14 +57,17 @@ class StepsAhead:
         limit = self._cache.free_blocks if may_take else 0
         return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
 
-    def take(self, steps: int) -> tuple[list[int], list[int]]:
+    def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
         """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
-        `add_tokens`. Returns the blocks and the places that all requests together have taken after each step since the
-        first, [steps]."""
+        `add_tokens`, after the counters of the requests. Returns the blocks, the places and the blocks without known
+        tokens that all requests together have taken after each step since the first, [steps]."""
         blocks, count, room = self._blocks[:steps], len(self._rows), None
         if steps > self._until_wrap:
             room = self._room()
-        if blocks[-1]:
+        new_blocks = blocks
+        if blocks[-1] and self._cache.num_reuse_changes:
+            new_blocks = self._grow_and_store(steps)
+        elif blocks[-1]:
             self._grow(steps, room)
         if room is None:
             tokens, new = list(range(0, steps * count, count)), steps * count
@@ -72,8 +76,11 @@ class StepsAhead:
             new = int(filled[-1])
             tokens = (filled - filled[0]).tolist()
         self._cache.register(self._rows, self._registered + steps, new)
-        first = blocks[0]
-        return [after - first for after in blocks] if blocks[-1] else blocks, tokens
+        if not blocks[-1]:
+            return blocks, tokens, blocks
+        more_blocks = [after - blocks[0] for after in blocks]
+        more_new = more_blocks if new_blocks is blocks else [after - new_blocks[0] for after in new_blocks]
+        return more_blocks, tokens, more_new
 
     def _grow(self, steps: int, room: Rows | None) -> None:
         """Take the blocks of the next `steps` steps, in the order of the steps."""
@@ -86,6 +93,24 @@ class StepsAhead:
                 rows = rows[step + until_block[:growing] < room[order][:growing]]
             if len(rows):
                 self._cache.grow(rows)
+
+    def _grow_and_store(self, steps: int) -> list[int]:
+        """`_grow`, and store the blocks that each step finds filled after it has taken blocks, which may evict what was
+        stored before. Returns the blocks without known tokens taken after each step, [steps]."""
+        starting: dict[int, list[int]] = {}
+        for index, until_block in enumerate(self._until_block.tolist()):
+            for step in range(until_block, steps, self._size):
+                starting.setdefault(step, []).append(index)
+        counters, new_blocks = self._cache.counters, list[int]()
+        before = counters.allocated_new
+        for step in range(steps):
+            if (indices := starting.get(step)) is not None:
+                rows, registered = self._rows[indices], self._registered[indices] + step
+                self._cache.grow(rows)
+                for row, num_tokens in zip(rows.tolist(), registered.tolist(), strict=True):
+                    store_known(self._active.by_slot[row], self._cache, num_tokens)
+            new_blocks.append(counters.allocated_new - before)
+        return new_blocks
 
     def _room(self) -> Rows:
         """[requests], steps before each one's sequence wraps."""
@@ -181,7 +206,7 @@ class FastForward:
             return self._advance_once(plan, first)
         # A plan that was made before may stand only until a block is taken.
         may_take = not plan.stands_until_block or max_steps == 1
-        ahead = [StepsAhead(cache, rows) for cache in self._caches] if len(rows) else []
+        ahead = [StepsAhead(cache, active, rows) for cache in self._caches] if len(rows) else []
         adapters, tasks = None, list[int]()
         if self._adapters is not None and active.num_with_lora:
             adapters = AdapterUse(table.lora_tasks[rows])
@@ -208,13 +233,11 @@ class FastForward:
             self._adapters.use(tasks, steps)
         table.generated[rows] += steps
         table.confirmed[rows] += steps
-        more_blocks, more_tokens = [0] * steps, [0] * steps
+        more_blocks = more_tokens = more_new = [0] * steps
         if len(taken := [window.take(steps) for window in ahead]) == 1:
-            more_blocks, more_tokens = taken[0]
+            more_blocks, more_tokens, more_new = taken[0]
         elif taken:
-            more_blocks, more_tokens = np.add.reduce(taken).tolist()
-        if self._kv_cache.num_reuse_changes:
-            store_generated(active, self._kv_cache, rows, steps)
+            more_blocks, more_tokens, more_new = np.add.reduce(taken).tolist()
         self._advance_context(plan.context, steps)
         finished = []
         if steps == until_end:
@@ -223,11 +246,12 @@ class FastForward:
         start_s = [time_ns / NANOSECONDS for time_ns in times_ns[: steps + 1]]
         submit_s = [(time_ns + host_ns) / NANOSECONDS for time_ns in times_ns[:steps]]
         cache = CacheState.of(self._kv_cache)
-        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1])
+        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1], -more_new[-1])
         first.submit_s, first.end_s = submit_s[0], start_s[1]
         return Stretch(
-            first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, cache, self._clock.epoch_s
-        )
+            first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, more_new, cache,
+            self._clock.epoch_s,
+        )  # fmt: skip
 
     def _advance_once(self, plan: Plan, first: IterationRecord) -> Stretch:
         """`advance` by one iteration of a plan that was just made."""
@@ -248,7 +272,7 @@ class FastForward:
             store_generated(self._active, kv_cache, rows)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
-        return Stretch(first, finished, *times_s, [0], [0], cache, self._clock.epoch_s)
+        return Stretch(first, finished, *times_s, [0], [0], [0], cache, self._clock.epoch_s)
 
     def _advance_context(self, context: list[Request], steps: int) -> list[Request]:
         """Advance prompts by their chunk, `steps` times; returns the requests that are complete."""
