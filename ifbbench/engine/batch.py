@@ -20,7 +20,7 @@ class Positions:
     """The positions of the next tokens of generation requests. count: of how many. total: their sum."""
 
     def __init__(self, kv_cache: KvCache, rows: Rows, num_registered: int, registered: Rows | None = None) -> None:
-        """num_registered: tokens in the sequences of `rows`, the sink bubbles included. registered: of each, if known."""
+        """num_registered: tokens in the sequences of `rows`, the bubbles included. registered: of each, if known."""
         self.count = len(rows)
         self.total = num_registered - self.count * kv_cache.attention_window.bubble
         self._kv_cache, self._rows, self._registered = kv_cache, rows, registered

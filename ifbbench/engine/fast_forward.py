@@ -12,7 +12,7 @@ from ifbbench.engine.active import ActiveRequests, Rows
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.in_flight import store_generated
+from ifbbench.engine.in_flight import store_generated, store_known
 from ifbbench.engine.interfaces import PredictableExecutor
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
@@ -29,21 +29,19 @@ MAX_STEPS = 1024
 
 
 class StepsAhead:
-    """The next steps of generation requests of one beam in a cache with reuse: those until a sequence wraps or, once
-    there is something to reuse, until a block fills: it is stored then, which may change what is free. A CountedCache
+    """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. A CountedCache
     answers the same questions.
 
     tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
 
-    def __init__(self, cache: KvCacheManager, rows: Rows) -> None:
-        self._cache, self._rows, self._registered = cache, rows, cache.registered[rows]
-        self._size = size = cache.attention_window.tokens_per_block
-        self._until_block = -self._registered % size
-        self.tokens = int(np.add.reduce(self._registered))
-        self.max_steps = cache.attention_window.capacity - int(self._registered.max(initial=0))
-        if cache.num_reuse_changes:
-            self.max_steps = min(self.max_steps, size - int((self._registered % size).max(initial=0)))
+    def __init__(self, cache: KvCacheManager, active: ActiveRequests, rows: Rows) -> None:
+        self._cache, self._active, self._rows = cache, active, rows
+        self._registered = registered = cache.registered[rows]
+        self._size = cache.attention_window.tokens_per_block
+        self._until_block = -registered % self._size
+        self.tokens = int(np.add.reduce(registered))
+        self.max_steps = cache.attention_window.capacity - int(registered.max(initial=0))
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free, or none unless
@@ -53,19 +51,33 @@ class StepsAhead:
         limit = self._cache.free_blocks if may_take else 0
         return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
 
-    def take(self, steps: int) -> tuple[list[int], list[int]]:
+    def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
         """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
-        `add_tokens`. Returns the blocks and the places that all requests together have taken after each step since the
-        first, [steps]."""
-        count, first = len(self._rows), self._blocks[0]
-        if self._blocks[steps - 1]:
-            order = self._until_block.argsort(kind="stable")
-            rows, until_block = self._rows[order], self._until_block[order]
-            for step in range(0, steps, self._size):
-                if growing := int(until_block.searchsorted(steps - step)):
-                    self._cache.grow(rows[:growing])
+        `add_tokens`, after the counters of the requests. Returns the blocks, the places and the blocks without known
+        tokens that all requests together have taken after each step since the first, [steps]."""
+        blocks, count = self._blocks[:steps], len(self._rows)
+        places = [step * count for step in range(steps)]
+        new_blocks = self._grow_and_store(steps) if blocks[-1] else blocks
         self._cache.register(self._rows, self._registered + steps, steps * count)
-        return [after - first for after in self._blocks[:steps]], [step * count for step in range(steps)]
+        return [after - blocks[0] for after in blocks], places, [after - new_blocks[0] for after in new_blocks]
+
+    def _grow_and_store(self, steps: int) -> list[int]:
+        """Take blocks step by step, and store those that each step finds filled after it has taken blocks, which may
+        evict what was stored before. Returns the blocks without known tokens taken after each step, [steps]."""
+        starting: dict[int, list[int]] = {}
+        for index, until_block in enumerate(self._until_block.tolist()):
+            for step in range(until_block, steps, self._size):
+                starting.setdefault(step, []).append(index)
+        counters, new_blocks = self._cache.counters, list[int]()
+        before = counters.allocated_new
+        for step in range(steps):
+            if (indices := starting.get(step)) is not None:
+                rows, registered = self._rows[indices], self._registered[indices] + step
+                self._cache.grow(rows)
+                for row, num_tokens in zip(rows.tolist(), registered.tolist(), strict=True):
+                    store_known(self._active.by_slot[row], self._cache, num_tokens)
+            new_blocks.append(counters.allocated_new - before)
+        return new_blocks
 
 
 class FastForward:
@@ -91,8 +103,8 @@ class FastForward:
         self._scheduler = scheduler
         self._next_change = next_change
         self._runs_context = config.batching_type is not BatchingType.INFLIGHT
-        # Steps of the generation requests so far. A heap of the steps with which they end, in the order of a batch, with
-        # their rows; of the generation requests in `_rows`.
+        # Steps of the generation requests so far. A heap of the steps with which those in `_rows` end, with their rows,
+        # in the order of a batch.
         self._step = 0
         self._ends: list[tuple[int, int, tuple[float, int], int]] = []
         self._rows: Rows | None = None
@@ -159,7 +171,7 @@ class FastForward:
         may_take = not plan.stands_until_block or max_steps == 1
         ahead: Sequence[CountedCache | StepsAhead] = self._counted
         if not ahead and isinstance(self._kv_cache, KvCacheManager):
-            ahead = [StepsAhead(self._kv_cache, rows)]
+            ahead = [StepsAhead(self._kv_cache, active, rows)]
         self._find_ends()
         if self._ends:
             max_steps = min(max_steps, self._ends[0][0] - self._step, *[window.max_steps for window in ahead])
@@ -176,14 +188,12 @@ class FastForward:
             return None
         if self._adapters is not None and adapters is not None:
             self._adapters.use(tasks, steps)
-        more_blocks, more_tokens = ahead[0].take(steps)
-        for window in ahead[1:]:
-            more_blocks, more_tokens = np.add((more_blocks, more_tokens), window.take(steps)).tolist()
         self._step += steps
         table.unsettled += steps
-        if self._kv_cache.num_reuse_changes:
-            active.settle()
-            store_generated(active, self._kv_cache, rows, steps)
+        more_blocks, more_tokens, more_new = ahead[0].take(steps)
+        for window in ahead[1:]:
+            sums = np.add((more_blocks, more_tokens, more_new), window.take(steps))
+            more_blocks, more_tokens, more_new = sums.tolist()
         cache = CacheState.of(self._kv_cache)
         finished = self._advance_context(plan.context, steps)
         while self._ends and self._ends[0][0] == self._step:
@@ -192,11 +202,12 @@ class FastForward:
         self._clock.wait_until_ns(times_ns[steps])
         start_s = [time_ns / NANOSECONDS for time_ns in times_ns[: steps + 1]]
         submit_s = [(time_ns + host_ns) / NANOSECONDS for time_ns in times_ns[:steps]]
-        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1]) if steps > 1 else cache
+        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1], -more_new[-1]) if steps > 1 else cache
         first.submit_s, first.end_s = submit_s[0], start_s[1]
         return Stretch(
-            first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, cache, self._clock.epoch_s
-        )
+            first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, more_new, cache,
+            self._clock.epoch_s,
+        )  # fmt: skip
 
     def leave(self) -> None:
         """The next iteration runs as a batch."""
@@ -244,7 +255,7 @@ class FastForward:
             store_generated(self._active, kv_cache, rows)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
-        return Stretch(first, finished, *times_s, [0], [0], cache, self._clock.epoch_s)
+        return Stretch(first, finished, *times_s, [0], [0], [0], cache, self._clock.epoch_s)
 
     def _advance_context(self, context: list[Request], steps: int) -> list[Request]:
         """Advance prompts by their chunk, `steps` times; returns the requests that are complete."""

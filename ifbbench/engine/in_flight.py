@@ -302,17 +302,22 @@ def _beam_response(request: Request, search: BeamSearch, is_final: bool) -> Resp
 # Reuse of generated blocks.
 
 
-def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows, steps: int = 1) -> None:
-    """Make the blocks that the generation requests in `rows` had filled before their latest `steps` steps findable.
+def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows) -> None:
+    """Make the blocks that the generation requests in `rows` had filled before their latest step findable.
 
     The block that iteration i fills is stored when iteration i + 1 is submitted: after its scheduling and after its new
     sequences have looked for blocks, and without the token of iteration i + 1 (engine.md 9.2). That step is counted in
     `generated` already."""
     table = active.table
-    computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - steps - 1
+    computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 2
     # With drafts a step may have filled a block and begun the next one; storing a block again changes nothing.
     filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block <= table.max_draft_tokens)
     for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
-        request = active.by_slot[row]
-        if request.beam_width == 1:
-            kv_cache.store_generated(row, min(num_tokens, request.num_known_tokens))
+        store_known(active.by_slot[row], kv_cache, num_tokens)
+
+
+def store_known(request: Request, kv_cache: KvCache, num_tokens: int) -> None:
+    """Make the full blocks of the first `num_tokens` tokens of a generation request findable, as far as it has one
+    beam and its tokens are known."""
+    if request.beam_width == 1:
+        kv_cache.store_generated(request.slot, min(num_tokens, request.num_known_tokens))

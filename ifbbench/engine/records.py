@@ -63,13 +63,14 @@ class CacheState(NamedTuple):
             cache.num_blocks * size, used * size, cache.filled_places, counters.missed,
         )  # fmt: skip
 
-    def moved(self, blocks: int, tokens: int) -> "CacheState":
-        """This state after generation took so many blocks and filled so many positions; before it, if negative."""
+    def moved(self, blocks: int, tokens: int, new_blocks: int) -> "CacheState":
+        """This state after generation took so many blocks, `new_blocks` of them without known tokens, and filled so
+        many positions; before it, if negative."""
         used, size, total, new = self.used_blocks, self.tokens_per_block, self.allocated_total, self.allocated_new
         if used is None or size is None or total is None or new is None:
             return self._replace(filled_tokens=self.filled_tokens + tokens)
         return CacheState(
-            self.max_blocks, used + blocks, size, total + blocks, new + blocks, self.reused, self.max_tokens,
+            self.max_blocks, used + blocks, size, total + blocks, new + new_blocks, self.reused, self.max_tokens,
             self.held_tokens + blocks * size, self.filled_tokens + tokens, self.missed,
         )  # fmt: skip
 
@@ -142,9 +143,9 @@ class Stretch(NamedTuple):
     chunks of the same lengths, without completing them in two iterations or more.
 
     first: record of the first iteration, without `finished`: those requests are completed by the last one.
-    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks, more_tokens: [iterations], blocks and
-    places for tokens taken since the first one ran. last_cache: of the last one. epoch_s: the run's second zero in
-    seconds since the Unix epoch.
+    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks, more_tokens, more_new: [iterations],
+    blocks, places for tokens, and blocks without known tokens, taken since the first one ran. last_cache: of the last
+    one. epoch_s: the run's second zero in seconds since the Unix epoch.
     """
 
     first: IterationRecord
@@ -154,6 +155,7 @@ class Stretch(NamedTuple):
     end_s: list[float]
     more_blocks: list[int]
     more_tokens: list[int]
+    more_new: list[int]
     last_cache: CacheState
     epoch_s: int
 
@@ -167,7 +169,7 @@ class Stretch(NamedTuple):
 
     def cache(self, index: int) -> CacheState:
         """The KV cache while the iteration at `index` of the stretch ran."""
-        return self.first.cache.moved(self.more_blocks[index], self.more_tokens[index])
+        return self.first.cache.moved(self.more_blocks[index], self.more_tokens[index], self.more_new[index])
 
     def records(self) -> Iterator[IterationRecord]:
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):

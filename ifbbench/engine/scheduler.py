@@ -125,8 +125,8 @@ class Scheduler:
         return plan
 
     def standing_plan(self) -> Plan | None:
-        """The latest plan, if no request has entered, changed phase or left since it was made, nor, if any waits, what it
-        can reuse has changed."""
+        """The latest plan, if no request has entered, changed phase or left since it was made, nor, if any waits, what
+        it can reuse has changed."""
         if self._latest is None or self._latest[1] != self._active.num_changes:
             return None
         plan = self._latest[0]

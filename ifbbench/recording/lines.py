@@ -151,18 +151,18 @@ class IterationEncoder:
         free = (cache.max_blocks or 0) - used
         line = self._line(first)
         details = line.ifbbench
-        columns = (stretch.start_s, stretch.submit_s, stretch.end_s, stretch.more_blocks, stretch.more_tokens)
-        each = zip(*columns, strict=True)
+        more = stretch.more_blocks, stretch.more_tokens, stretch.more_new
+        each = zip(stretch.start_s, stretch.submit_s, stretch.end_s, *more, strict=True)
         lines = []
-        for iteration, (start_s, submit_s, end_s, more, tokens) in enumerate(each, start=first.iteration):
+        for iteration, (start_s, submit_s, end_s, blocks, tokens, new_blocks) in enumerate(each, start=first.iteration):
             if not iteration % every or (changed and iteration == first.iteration):
                 line.timestamp = timestamp_of(stretch.epoch_s + start_s)
                 line.iteration_counter = iteration
-                line.free_kv_cache_blocks = free - more
-                line.used_kv_cache_blocks = used + more
-                line.allocated_total_kv_cache_blocks = total + more
-                line.allocated_new_kv_cache_blocks = new + more
-                fragmentation = round(max(0.0, 1.0 - (filled + tokens) / (held + more * size)), FRAGMENTATION_DIGITS)
+                line.free_kv_cache_blocks = free - blocks
+                line.used_kv_cache_blocks = used + blocks
+                line.allocated_total_kv_cache_blocks = total + blocks
+                line.allocated_new_kv_cache_blocks = new + new_blocks
+                fragmentation = round(max(0.0, 1.0 - (filled + tokens) / (held + blocks * size)), FRAGMENTATION_DIGITS)
                 numbers = start_s, (end_s - start_s) * 1000, (submit_s - start_s) * 1000, (end_s - submit_s) * 1000
                 if min(numbers) < 1e-4 or fragmentation < 1e-4 or start_s >= 1e16:
                     details.start_s, details.latency_ms, details.host_ms, details.device_ms = map(number, numbers)

@@ -333,7 +333,8 @@ class SimulatedExecutor:
         count, cached, found = positions.count, positions.total, list[Sequence[int]]()
         for window, _ in self.windows:
             if window is not None:
-                found.append(np.minimum(positions.of_each() + np.arange(1, steps + 1)[:, None], window).sum(axis=1).tolist())
+                after = positions.of_each() + np.arange(1, steps + 1)[:, None]
+                found.append(np.minimum(after, window).sum(axis=1).tolist())
             elif count:
                 found.append(range(cached + count, cached + count * steps + 1, count))
             else:

@@ -77,12 +77,12 @@ def run(
 
 
 def make_request(index: int, row: TraceRequest) -> Request:
-    # Prompts begin alike, so that there is something to reuse.
+    # Prompts begin alike and outputs are equal, so that there is something to reuse, and blocks are stored twice.
     shared = min(row.prompt_len, 4 * (index % 5))
-    runs = [(0, shared), (10_000 * (index + 1), row.prompt_len - shared)]
+    runs = [(0, shared), (10_000 * (index % 3 + 1), row.prompt_len - shared)]
     return Request(
         row.request_id, row.prompt_len, row.max_new_tokens, output_len=row.output_len, index=index,
-        priority=row.priority, reuse=ReuseIdentity(runs=runs, output_symbol=1_000_000 + 1_000 * index),
+        priority=row.priority, reuse=ReuseIdentity(runs=runs, output_symbol=1_000_000),
     )  # fmt: skip
 
 

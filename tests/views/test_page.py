@@ -84,8 +84,9 @@ def test_zoom_hover_search_click_and_keys(runs: list[Path], tmp_path: Path, open
 
     page.mouse.move(box["x"] + 500, box["y"] + 60)
     page.mouse.wheel(0, -400)
-    shown = "ifbbench.state.to - ifbbench.state.from < ifbbench.state.end * 0.9"
-    assert any(page.evaluate(shown) or page.wait_for_timeout(20) for _ in range(500))  # the wheel acts some frames later
+    is_closer = "ifbbench.state.to - ifbbench.state.from < ifbbench.state.end * 0.9"
+    # The wheel acts some frames later.
+    assert any(page.evaluate(is_closer) or page.wait_for_timeout(20) for _ in range(500))
     page.click("#zoom-all")
     assert page.evaluate("[ifbbench.state.from, ifbbench.state.to]") == whole
 

@@ -145,9 +145,10 @@ class CountedCache(PagedCache):
         limit = self._free if may_take else 0
         return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
 
-    def take(self, steps: int) -> tuple[list[int], list[int]]:
+    def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
         """Register a token of each sequence in generation in each of `steps` steps, at most those of `fitting_steps`.
-        Returns the blocks and the places that all together have taken after each step since the first, [steps]."""
+        Returns the blocks, the places and the blocks without known tokens (which all are) that all together have taken
+        after each step since the first, [steps]."""
         blocks, filling, first = self._ahead, self.count - self._num_wrapped, self._ahead[0]
         self._take(blocks[steps - 1])
         self._reserved -= blocks[steps - 1]
@@ -161,7 +162,8 @@ class CountedCache(PagedCache):
             if is_new and wrap[1] in self._generating and self._registered(wrap[1]) == self._capacity:
                 self._growing[(self._step - self._capacity) % self._size] -= 1
                 self._num_wrapped += 1
-        return [after - first for after in blocks[:steps]], [step * filling for step in range(steps)]
+        more_blocks = [after - first for after in blocks[:steps]]
+        return more_blocks, [step * filling for step in range(steps)], more_blocks
 
     def _blocks_ahead(self, steps: int) -> list[int]:
         """[steps], blocks that all sequences together take up to each of the next steps, at most `max_steps`."""

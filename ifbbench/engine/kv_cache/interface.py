@@ -96,8 +96,8 @@ class KvCache(ABC):
 
     @property
     def num_reuse_changes(self) -> int:
-        """How often it has changed what requests can reuse, or could have in use together. 0 where no sequence had known
-        tokens yet."""
+        """How often it has changed what requests can reuse, or could have in use together. 0 where no sequence had
+        known tokens yet."""
         return 0
 
     def missing_block(self, request: "Request") -> Any:

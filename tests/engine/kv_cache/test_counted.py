@@ -69,7 +69,7 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject) -> None
             if action == "many":
                 steps = counted.fitting_steps(min(data.draw(st.integers(1, 20)), left, counted.max_steps))
                 expected = [_step(paged, rows) for _ in range(steps)]
-                blocks, places = counted.take(steps)
+                blocks, places, _ = counted.take(steps)
                 assert blocks == [allocated - expected[0][0] for allocated, _ in expected]
                 assert places == [filled - expected[0][1] for _, filled in expected]
             else:
