@@ -119,7 +119,8 @@ def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | 
     values, counts = values[order], counts[order]
     ends = counts.cumsum()  # the number of values up to and including the i-th
     total = int(ends[-1])
-    return _statistics((values * counts).sum() / total, values, total, lambda places: ends.searchsorted(places, "right"))
+    mean = (values * counts).sum() / total
+    return _statistics(mean, values, total, lambda places: ends.searchsorted(places, side="right"))
 
 
 def _statistics(
