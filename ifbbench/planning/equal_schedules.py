@@ -57,7 +57,7 @@ class _Ended:
 class EqualSchedules:
     """The runs that have ended, by all that they have in common with others of equal schedule.
 
-    Traces are told apart by identity: those of all runs must exist as long as this object."""
+    Traces are distinguished by identity: those of all runs exist as long as this object."""
 
     def __init__(self) -> None:
         self._ended: defaultdict[tuple[int, RunConfig], list[_Ended]] = defaultdict(list)
