@@ -459,13 +459,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for setting in settings():
-            object.__setattr__(self, setting.name, setting.check(getattr(self, setting.name)))
+            if (value := getattr(self, setting.name)) is not setting.default:
+                object.__setattr__(self, setting.name, setting.check(value))
         for setting in settings():
+            if getattr(self, setting.name) in (setting.default, setting.command_line_default):
+                continue
             is_of_engine = setting.name not in ENDPOINT_TAKES and (
                 setting.group not in ENDPOINT_GROUPS or setting.name in ENDPOINT_REFUSES
             )
-            is_wrong = is_of_engine if self.endpoint else setting.group == "endpoint"
-            if is_wrong and getattr(self, setting.name) not in (setting.default, setting.command_line_default):
+            if is_of_engine if self.endpoint else setting.group == "endpoint":
                 why = "the server at --endpoint has settings of its own; leave it out" if self.endpoint else \
                     "is for a server; add --endpoint URL, or leave it out"
                 raise InputError(f"--{setting.name}: {why}.")

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,8 @@ LONG_WARM_UP_PROMPT_LEN = 2048
 CPU_WARM_UP_FLOPS = 5e10
 WARM_UP_NEW_TOKENS = 3
 _log = logging.getLogger("ifbbench")
+# Runs of a process share cost models, and with them the times that were computed before.
+_cost_model = lru_cache(maxsize=16)(CostModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +220,9 @@ def _engine_without_model(
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
-        cost_model, draft_cost = CostModel(shard, hardware), None
+        cost_model, draft_cost = _cost_model(shard, hardware), None
         if resolved.draft_model is not None:
-            draft_cost = CostModel(Shard.of_config(load_draft_config(resolved, model), resolved), hardware)
+            draft_cost = _cost_model(Shard.of_config(load_draft_config(resolved, model), resolved), hardware)
         executor = SimulatedExecutor(cost_model, simulated_clock, windows_of_layers(layout, model),
                                      LoraCost(cost_model, lora) if lora else None, draft_cost)  # fmt: skip
     return Engine(executor, clock, _with_cache_size(resolved, limits), limits, model, config.device, makes_tokens=False,

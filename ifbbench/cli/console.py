@@ -138,12 +138,13 @@ def _bar(label: str, console: "Console") -> Iterator[Progress]:
 def progress_line(label: str, quiet: bool) -> Iterator[Progress]:
     """The progress of a command called `label`, on standard error: a bar on a terminal, else a line now and then, which
     a command of few seconds does not reach; nothing if `quiet`."""
+    if quiet:
+        yield NO_PROGRESS
+        return
     from rich.console import Console
 
     console = Console(stderr=True)
-    if quiet:
-        yield NO_PROGRESS
-    elif console.is_terminal:
+    if console.is_terminal:
         with _bar(label, console) as progress:
             yield progress
     else:

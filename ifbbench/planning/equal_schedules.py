@@ -20,17 +20,19 @@ from ifbbench.errors import InputError
 from ifbbench.replay.requests import expected_refusals
 from ifbbench.replay.run import engine_for
 from ifbbench.workload.load import load_trace
-from ifbbench.workload.trace import RequestColumns, Trace, columns_of
+from ifbbench.workload.trace import Integers, Trace, columns_of
 
 COMPARED_POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a run is asked to do. refused: number of requests that it can never run."""
+    """What a run is asked to do. prompt_len, max_new_tokens: of each request. refused: number of requests that it can
+    never run."""
 
     limits: BatchingConfig
-    requests: RequestColumns
+    prompt_len: Integers
+    max_new_tokens: Integers
     refused: int
 
     @classmethod
@@ -38,7 +40,9 @@ class _Asked:
         loaded = load_trace(trace, config)
         with engine_for(loaded, config) as engine:
             refusals = expected_refusals(loaded, engine.config, engine.limits)
-            return cls(engine.limits, columns_of(loaded.requests), sum(count for _, count in refusals))
+            columns = columns_of(loaded.requests)
+            refused = sum(count for _, count in refusals)
+            return cls(engine.limits, columns.prompt_len, columns.max_new_tokens, refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,20 @@ class _Ended:
 
 
 class EqualSchedules:
-    """The runs that have ended, by all that they have in common with others of equal schedule."""
+    """The runs that have ended, by all that they have in common with others of equal schedule.
+
+    Traces are distinguished by identity: those of all runs exist as long as this object."""
 
     def __init__(self) -> None:
         self._ended: defaultdict[tuple[int, RunConfig], list[_Ended]] = defaultdict(list)
+        # Of runs whose summary was asked for and is not known.
+        self._asked: dict[tuple[int, RunConfig], _Asked] = {}
 
     def add(self, trace: Trace, config: RunConfig, summary: Mapping[str, Any], max_active: int) -> None:
         """Take in a run that has ended."""
         if _is_comparable(config):
-            self._ended[_common(trace, config)].append(_Ended(_Asked.of(trace, config), summary, max_active))
+            asked = self._asked.pop((id(trace), config), None) or _Asked.of(trace, config)
+            self._ended[_common(trace, config)].append(_Ended(asked, summary, max_active))
 
     def summary_of(self, trace: Trace, config: RunConfig) -> dict[str, Any] | None:
         """The summary that a run would have; None if it must run to know. Warns as the run would."""
@@ -73,6 +82,7 @@ class EqualSchedules:
         for other in others:
             if _is_equal(other, asked):
                 return _with_cache_of(asked.limits, other)
+        self._asked[id(trace), config] = asked
         return None
 
 
@@ -129,7 +139,7 @@ def _runs_all_at_once(summary: Mapping[str, Any]) -> bool:
 
 def _largest_need(asked: _Asked, count: int) -> int:
     """Blocks of the `count` requests that need most, when they are complete; one more each for tokens tried ahead."""
-    lengths = np.sort(np.add(asked.requests.prompt_len, asked.requests.max_new_tokens))[-max(count, 1) :]
+    lengths = np.sort(np.add(asked.prompt_len, asked.max_new_tokens))[-max(count, 1) :]
     needs = map(asked.limits.attention_window.prompt_blocks, lengths.clip(max=asked.limits.max_seq_len).tolist())
     return sum(needs) + len(lengths)
 

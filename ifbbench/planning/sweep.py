@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -212,13 +212,8 @@ def _key(trace: Trace, config: RunConfig) -> str:
     values: dict[str, Any] = {item.name: getattr(config, item.name) for item in settings() if item.group != "recording"}
     paths = [Path(value.removeprefix(SIMULATED)) for value in values.values() if isinstance(value, str)]
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]
-    facts = [values, files, config.enable_steady_state, trace.sha256, len(trace), __version__, _revision()]
+    facts = [values, files, config.enable_steady_state, trace.sha256, len(trace), __version__, git_revision()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-@cache
-def _revision() -> str | None:
-    return git_revision()
 
 
 def _directory(base: RunConfig, over: Sequence[str], identity: str) -> Path:

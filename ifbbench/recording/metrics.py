@@ -4,7 +4,7 @@ the limits that bound iterations and held the head of the line."""
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -108,8 +108,7 @@ def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:
     data = np.asarray(values, np.float64)
     if data.size == 0:
         return dict.fromkeys(STATISTICS)
-    ranks = np.percentile(data, list(PERCENTILES.values()))
-    return dict(zip(STATISTICS, map(float, (data.mean(), data.min(), *ranks, data.max())), strict=True))
+    return _statistics(data.mean(), np.sort(data), data.size, lambda places: places)
 
 
 def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | None]:
@@ -120,14 +119,23 @@ def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | 
     values, counts = values[order], counts[order]
     ends = counts.cumsum()  # the number of values up to and including the i-th
     total = int(ends[-1])
-    # The arithmetic of numpy's percentile, to the last bit: between the values before and after the rank.
+    mean = (values * counts).sum() / total
+    return _statistics(mean, values, total, lambda places: ends.searchsorted(places, side="right"))
+
+
+def _statistics(
+    mean: float, values: Floats, total: int, index_of: Callable[[Integers], Integers]
+) -> dict[str, float | None]:
+    """STATISTICS of `total` values. values: the different ones, ascending. index_of(places): the indices in `values` of
+    those at these places among all in order."""
+    # The arithmetic of numpy's percentile, to the last bit: between the values before and after the rank. That function
+    # itself takes longer than the rest of a short run's summary, and imports numpy.ma.
     ranks = (total - 1) * (np.array(list(PERCENTILES.values())) / 100)
     before = np.floor(ranks).astype(np.int64)
     after = np.minimum(before + 1, total - 1)
-    lower, upper = (values[ends.searchsorted(places, side="right")] for places in (before, after))
+    lower, upper = values[index_of(before)], values[index_of(after)]
     share, step = ranks - before, upper - lower
     percentiles = np.where(share < 0.5, lower + step * share, upper - step * (1 - share))
-    mean = (values * counts).sum() / total
     return dict(zip(STATISTICS, map(float, (mean, values[0], *percentiles, values[-1])), strict=True))
 
 

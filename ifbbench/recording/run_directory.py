@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
@@ -158,7 +159,8 @@ def trace_identity(trace: "Trace") -> dict[str, Any]:
             "skipped_rows": trace.skipped_rows, "notes": list(trace.notes)}  # fmt: skip
 
 
-def versions() -> dict[str, str | None]:
+@cache
+def versions() -> Mapping[str, str | None]:
     """Versions of Python and PACKAGES; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -192,8 +194,10 @@ def _gpu() -> dict[str, Any]:
     return {"name": facts.name, "memory_bytes": facts.total_memory}
 
 
+@cache
 def git_revision() -> str | None:
-    """The commit of the checkout that this package is in, with `-dirty` if it has changes; None outside a checkout."""
+    """The commit of the checkout that this package is in, with `-dirty` if it has changes; None outside a checkout. As
+    it was at the first call: what runs is what was imported."""
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],

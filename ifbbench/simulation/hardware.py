@@ -5,6 +5,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class HardwareProfile:
     name: str
     title: str
     architecture: str
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = dataclasses.field(hash=False)
     memory_bytes: int
     memory_bandwidth: float
     cache_bytes: int
@@ -97,7 +98,7 @@ class HardwareProfile:
     host_iteration_s: float
     host_request_s: float
     constants: Constants
-    calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     host_prompt_token_s: float = 0.0
     host_link_bandwidth: float = PCIE_4
 
@@ -162,9 +163,13 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
         )  # fmt: skip
 
 
-def _read(path: Path) -> dict[str, Any]:
+# Every run of a process reads the same few files.
+_parsed = lru_cache(maxsize=64)(tomllib.loads)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot be read as TOML ({error}).") from error
 

@@ -3,12 +3,16 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ifbbench.api.engine import build_engine
 from ifbbench.config import RunConfig
+from ifbbench.planning import points as points_module
 from ifbbench.planning.points import run_points
 from ifbbench.planning.processes import MAX_ATTEMPTS, Lost, run_in_processes
 from ifbbench.replay.run import run_trace, summarise_run
@@ -54,6 +58,37 @@ def test_points_are_the_same_one_by_one_and_in_parallel(lines: Path) -> None:
     assert [result.config for result in together] == configs
     assert [(ended, count) for ended, count, _ in seen] == [(number, 7) for number in range(1, 8)]
     assert [result.summary["requests"]["total"] for result in together] == [60, 60, 60, 7, 60, 60, 60]
+
+
+def test_points_share_the_trace_and_the_cost_model(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, configs = [], [SIMULATED.with_values(max_batch_size=size, dtype=dtype)
+                         for size, dtype in ((8, "bf16"), (16, "bf16"), (8, "fp8"))]  # fmt: skip
+
+    def counted(source: Any, config: RunConfig) -> Any:
+        read.append(source)
+        return read_source(source, config)
+
+    monkeypatch.setattr(points_module, "read_source", counted)
+    results = run_points(str(lines), configs, 1)
+    assert read == [str(lines)]
+    assert not any(result.error for result in results)
+    executors: list[Any] = [build_engine(config).executor for config in configs]
+    first, second, other = (executor.cost_model for executor in executors)
+    assert first is second
+    assert (first.shard.dtype, other.shard.dtype) == ("bf16", "fp8")
+
+
+def test_a_quiet_simulated_run_imports_no_package_that_it_does_not_need(tmp_path: Path) -> None:
+    """Packages that take longer to import than a short run takes to simulate."""
+    code = """if True:
+        import sys
+        from ifbbench.cli.main import main
+        main(sys.argv[1:], standalone_mode=False)
+        print([name for name in ("torch", "triton", "pandas", "matplotlib", "rich", "numpy.ma") if name in sys.modules])
+    """
+    command = ["run", "default", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--quiet", "--output"]
+    done = subprocess.run([sys.executable, "-c", code, *command, str(tmp_path / "run")], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_point_that_fails_has_its_error_and_its_warnings(lines: Path) -> None:

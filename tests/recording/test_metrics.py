@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.recording.metrics import TokenGaps, counted_distribution, distribution
+from ifbbench.recording.metrics import PERCENTILES, TokenGaps, counted_distribution, distribution
 from tests.recording.virtual_run import limits, run, trace_of
 
 SECONDS = st.floats(0.0, 1e6, allow_subnormal=False)
@@ -42,9 +42,13 @@ def test_every_gap_is_counted(requests, durations):
 @given(counted=st.lists(st.tuples(SECONDS, st.integers(1, 50)), min_size=1, max_size=30))
 def test_figures_are_those_of_the_values_written_out(counted):
     values, counts = np.array([value for value, _ in counted]), np.array([count for _, count in counted])
-    found, expected = counted_distribution(values, counts), distribution(np.repeat(values, counts))
-    assert found.pop("mean") == pytest.approx(expected.pop("mean"), rel=1e-12)
+    written_out = np.repeat(values, counts)
+    found, expected = counted_distribution(values, counts), distribution(written_out)
+    assert found.pop("mean") == pytest.approx(expected["mean"], rel=1e-12)
+    assert expected.pop("mean") == written_out.mean()
     assert found == expected  # to the last bit
+    percentiles = np.percentile(written_out, list(PERCENTILES.values()))
+    assert list(expected.values()) == [values.min(), *percentiles, values.max()]
 
 
 def test_nothing_counted():
