@@ -32,7 +32,7 @@ class StepsAhead:
     of the cache in between.
 
     positions: [requests], position of each one's next token. max_steps: how many steps are known. With reuse the blocks
-    that sequences fill are stored.
+    that sequences fill are stored, which may change which of the waiting requests starts.
     """
 
     def __init__(self, cache: KvCacheManager, active: ActiveRequests, rows: Rows) -> None:
@@ -48,8 +48,9 @@ class StepsAhead:
         self.max_steps = self._until_wrap = MAX_STEPS
         if cache.attention_window.wraps:
             self._until_wrap = cache.attention_window.capacity - int(np.maximum.reduce(registered))
-            if cache.num_reuse_changes:
-                self.max_steps = self._until_wrap
+        if cache.num_reuse_changes:
+            until_change = int(np.minimum.reduce(self._until_block)) + 1 if active.context else MAX_STEPS
+            self.max_steps = min(self._until_wrap, until_change)
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
         """How many of the next `steps` steps take no more blocks than are free, or none unless `may_take`."""
@@ -269,7 +270,7 @@ class FastForward:
         table.confirmed[rows] = confirmed
         table.generated[rows] += 1
         if kv_cache.num_reuse_changes:
-            store_generated(self._active, kv_cache, rows)
+            store_generated(self._active, kv_cache, rows, positions)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
         return Stretch(first, finished, *times_s, [0], [0], [0], cache, self._clock.epoch_s)
