@@ -32,6 +32,8 @@ class StepsAhead:
     """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. A CountedCache
     answers the same questions.
 
+    The blocks that sequences fill are stored, which may change which of the waiting requests starts.
+
     tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
 
@@ -42,6 +44,8 @@ class StepsAhead:
         self._until_block = -registered % self._size
         self.tokens = int(np.add.reduce(registered))
         self.max_steps = cache.attention_window.capacity - int(registered.max(initial=0))
+        if cache.num_reuse_changes and active.context:
+            self.max_steps = min(self.max_steps, int(self._until_block.min(initial=MAX_STEPS)) + 1)
 
     def fitting_steps(self, steps: int, may_take: bool = True) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free, or none unless
@@ -252,7 +256,7 @@ class FastForward:
         table.confirmed[rows] = confirmed
         table.generated[rows] += 1
         if kv_cache.num_reuse_changes:
-            store_generated(self._active, kv_cache, rows)
+            store_generated(self._active, kv_cache, rows, positions)
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
         return Stretch(first, finished, *times_s, [0], [0], [0], cache, self._clock.epoch_s)

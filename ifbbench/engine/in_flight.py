@@ -302,16 +302,14 @@ def _beam_response(request: Request, search: BeamSearch, is_final: bool) -> Resp
 # Reuse of generated blocks.
 
 
-def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows) -> None:
+def store_generated(active: ActiveRequests, kv_cache: KvCache, rows: Rows, computed: Rows) -> None:
     """Make the blocks that the generation requests in `rows` had filled before their latest step findable.
 
     The block that iteration i fills is stored when iteration i + 1 is submitted: after its scheduling and after its new
     sequences have looked for blocks, and without the token of iteration i + 1 (engine.md 9.2). That step is counted in
-    `generated` already."""
-    table = active.table
-    computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 2
+    `generated` already. computed: [requests], tokens of each that were computed before it."""
     # With drafts a step may have filled a block and begun the next one; storing a block again changes nothing.
-    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block <= table.max_draft_tokens)
+    filled = np.flatnonzero(computed % kv_cache.attention_window.tokens_per_block <= active.table.max_draft_tokens)
     for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
         store_known(active.by_slot[row], kv_cache, num_tokens)
 

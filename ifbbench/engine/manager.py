@@ -271,8 +271,7 @@ class TokenGenerationLoop:
         )  # fmt: skip
 
     def _advance(self, plan: Plan, completing: list[Request]) -> int:
-        """Advance all submitted requests by their chunk or token. Returns how many of the tokens had been computed
-        before a pause."""
+        """Advance all submitted requests by their chunk or token; returns how many of these tokens were recomputed."""
         table, rows, reuses_blocks = self.table, plan.rows, self.kv_cache.num_reuse_changes > 0
         recomputed = sum([request.advance_context() for request in plan.context])
         if table.any_paused and len(rows):
@@ -285,7 +284,8 @@ class TokenGenerationLoop:
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
-            store_generated(self.active, self.kv_cache, rows)
+            computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 2
+            store_generated(self.active, self.kv_cache, rows, computed)
         if self.config.is_async:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():

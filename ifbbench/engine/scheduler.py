@@ -10,6 +10,7 @@ from ifbbench.engine.active import NO_ROWS, ActiveRequests, Rows
 from ifbbench.engine.config import CONTIGUOUS_POLICY, BatchingConfig, BatchingType
 from ifbbench.engine.dynamic_limits import DynamicLimits
 from ifbbench.engine.interfaces import CapacityPolicy
+from ifbbench.engine.kv_cache.attention_window import UNLIMITED
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.engine.policies import POLICY_CLASSES, CheckedPolicy, is_steady
@@ -110,16 +111,13 @@ class Scheduler:
             in_flight = self._active.table.in_other_micro_batch
             held = [request for request in held if not in_flight(request.slot)]
             blocked = [one for one in blocked if one.request in paused or not in_flight(one.request.slot)]
-        num_reuse_changes = self._kv_cache.num_reuse_changes
-        # A block that is stored or evicted may change which of the waiting requests starts.
-        may_differ = num_reuse_changes > 0 and len(self._active.context) > len(selected.context)
         plan = Plan(
             selected.context, self._rows_without(held + paused), held=held, paused=fitting.paused,
-            blocked=tuple(blocked), stands_until_block=fitting.stands_until_block or may_differ,
+            blocked=tuple(blocked), stands_until_block=fitting.stands_until_block,
         )  # fmt: skip
         if len(plan.context) == 1:
             plan.num_chunk_tokens = plan.context[0].chunk
-        self._latest = (plan, self._active.num_changes, num_reuse_changes)
+        self._latest = (plan, self._active.num_changes, self._kv_cache.num_reuse_changes)
         if self._is_logged:
             self._log_decisions(plan)
         return plan
@@ -135,15 +133,17 @@ class Scheduler:
         return plan
 
     def times_certain(self, plan: Plan) -> int:
-        """In how many iterations `plan`, which was just made, is certain to run, this one included: the one prompt that
-        it has may have tokens for more chunks of the same size."""
-        if len(plan.context) != 1 or not self._may_repeat or plan.held or plan.paused:
+        """In how many iterations `plan`, which was just made, is certain to run, this one included, while nothing but
+        generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the same
+        size."""
+        if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
+        if not plan.context:
+            return 1 if plan.stands_until_block else UNLIMITED
         request, size = plan.context[0], plan.num_chunk_tokens
-        if self._may_pause or request.num_draft_tokens or not size:
-            return 1
         # The first chunk may begin after tokens to reuse.
-        if plan.stands_until_block or (self._kv_cache.reuse.enabled and request.is_first_chunk):
+        may_differ = self._kv_cache.reuse.enabled and request.is_first_chunk
+        if self._may_pause or may_differ or request.num_draft_tokens or not size:
             return 1
         return 1 + max(0, (request.remaining_context - size - self._chunk_unit) // size)
 

@@ -1,7 +1,6 @@
 """The blocks of one attention window: reference counts, contents, memory places, and which is taken next."""
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -133,7 +132,7 @@ class Blocks:
             counts[block] += references
         self.eviction.claim_all(free)
 
-    def release(self, blocks: Iterable[int], to_front: bool = False, now_s: float = 0.0) -> None:
+    def release(self, blocks: list[int], to_front: bool = False, now_s: float = 0.0) -> None:
         """Remove one reference from each block, in this order; blocks without references become free."""
         counts, free = self.references, list[int]()
         for block in blocks:
@@ -232,7 +231,7 @@ class UnsharedBlocks(Blocks):
         self.counters.allocated_new += count
         return taken
 
-    def release(self, blocks: Iterable[int], to_front: bool = False, now_s: float = 0.0) -> None:
+    def release(self, blocks: list[int], to_front: bool = False, now_s: float = 0.0) -> None:
         queue = self._queue
         if self._first > self.num_primary:
             del queue[: self._first]

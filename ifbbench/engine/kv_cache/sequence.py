@@ -270,7 +270,7 @@ class Sequences:
         """Release all blocks of the sequence, the last ones first, so that tails are evicted before heads."""
         beams = self.by_slot.pop(slot).beams
         if len(beams) == 1:
-            self._blocks.release(reversed(beams[0]), now_s=now_s)
+            self._blocks.release(beams[0][::-1], now_s=now_s)
         else:
             last_first = range(len(beams[0]) - 1, -1, -1)
             self._blocks.release([beam[index] for index in last_first for beam in beams], now_s=now_s)
