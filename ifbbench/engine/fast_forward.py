@@ -29,10 +29,8 @@ MAX_STEPS = 1024
 
 
 class StepsAhead:
-    """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. A CountedCache
-    answers the same questions.
-
-    The blocks that sequences fill are stored, which may change which of the waiting requests starts.
+    """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. The blocks that
+    sequences fill are stored, which may change which of the waiting requests starts. A CountedCache answers the same.
 
     tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
@@ -256,7 +254,7 @@ class FastForward:
         table.confirmed[rows] = confirmed
         table.generated[rows] += 1
         if kv_cache.num_reuse_changes:
-            store_generated(self._active, kv_cache, rows, positions)
+            store_generated(self._active, kv_cache, rows, positions.of_each())
         finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
         times_s = [first.start_s], [first.submit_s], [first.end_s]
         return Stretch(first, finished, *times_s, [0], [0], [0], cache, self._clock.epoch_s)

@@ -134,8 +134,8 @@ class Scheduler:
 
     def times_certain(self, plan: Plan) -> int:
         """In how many iterations `plan`, which was just made, is certain to run, this one included, while nothing but
-        generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the same
-        size."""
+        generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the
+        same size."""
         if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
         if not plan.context:
