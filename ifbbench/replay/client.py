@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -152,9 +152,8 @@ class ReplayClient:
         if max_requests >= 0:
             count = min(count, max_requests)
         self.handed_out += count
-        numbers: Iterable[int] = range(first, first + count)
-        if self._queue is not None:
-            numbers = [self._queue.pop() for _ in numbers]
+        queue = self._queue
+        numbers = list(range(first, first + count)) if queue is None else [queue.pop() for _ in range(count)]
         indices = numbers if self._order is None else [self._order[number] for number in numbers]
         return [self._make_request(index, self._trace.requests[index]) for index in indices]
 
