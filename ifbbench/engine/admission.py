@@ -11,6 +11,7 @@ from ifbbench.engine.drafts import draft_problem
 from ifbbench.engine.lora import AdapterCache
 from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
+from ifbbench.engine.sampling_params import GREEDY
 
 # What `get_requests` is asked for where all requests that have arrived are to be returned.
 NO_LIMIT = -1
@@ -119,7 +120,8 @@ class AdmissionLimits:
                 return f"token id {found} is not in the vocabulary" + (
                     more if num_ids > vocab_size else f"; expected 0 to {vocab_size - 1}"
                 )
-        problem = request.sampling.problem(vocab_size) or options.problem(vocab_size, self._config.hidden_size)
+        problem = None if request.sampling is GREEDY else request.sampling.problem(vocab_size)
+        problem = problem or options.problem(vocab_size, self._config.hidden_size)
         if problem is None and (options.draft_input_ids is not None or options.draft_logits is not None):
             problem = draft_problem(request, vocab_size, self._config.refuses_drafts)
         return problem

@@ -10,7 +10,6 @@ from typing import Any
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
 from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
 from ifbbench.engine.request import Request, ReuseIdentity
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
 
 __all__ = ["dumps", "loads"]
 
@@ -31,6 +30,5 @@ def _reduce_dataclass(value: Any) -> tuple[Any, ...]:
 
 
 copyreg.pickle(Request, _reduce_request)
-for _class in (StepOutputs, BeamCandidates, ReuseIdentity, Retention, RetentionRange,
-               SamplingParams, OutputOptions, StopConditions):  # fmt: skip
+for _class in (StepOutputs, BeamCandidates, ReuseIdentity, Retention, RetentionRange):
     copyreg.pickle(_class, _reduce_dataclass)
