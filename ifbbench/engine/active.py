@@ -4,7 +4,6 @@ With flat arrays, one row for each active request, an iteration in which 500 req
 additions. The row of a request is also its sequence slot in the executor and in the KV cache.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import merge
 from operator import attrgetter
@@ -192,8 +191,11 @@ class ActiveRequests:
 
     @property
     def last(self) -> "Request | None":
-        tails = [requests[-1] for requests in (self.context, self.generation) if requests]
-        return max(tails, key=_ORDER, default=None)
+        if not self.context or not self.generation:
+            requests = self.context or self.generation
+            return requests[-1] if requests else None
+        context, generation = self.context[-1], self.generation[-1]
+        return generation if context.goes_before(generation) else context
 
     def add(self, request: "Request") -> None:
         """Add a new request, behind all others of its priority."""
@@ -204,13 +206,13 @@ class ActiveRequests:
         self.num_reading_tokens += request.reads_tokens
         self._beam_widths[request.beam_width] = self._beam_widths.get(request.beam_width, 0) + 1
         self.by_slot[request.slot] = request
-        insort(self.context, request, key=_ORDER)
+        self.context.insert(self._find(self.context, request), request)
 
     def move_to_generation(self, request: "Request") -> None:
         """The prompt of `request` is complete."""
         self.num_changes += 1
         del self.context[self._find(self.context, request)]
-        index = bisect_left(self.generation, request.order, key=_ORDER)
+        index = self._find(self.generation, request)
         self.generation.insert(index, request)
         rows = self.generation_rows
         # As np.insert does, several times faster.
@@ -225,7 +227,7 @@ class ActiveRequests:
         if self.context[index : index + 1] == [request]:
             return
         self._remove_from_generation(request)
-        insort(self.context, request, key=_ORDER)
+        self.context.insert(index, request)
 
     def park(self, row: int) -> None:
         """The last step of the request in `row` is in flight: it is not scheduled again."""
@@ -274,4 +276,14 @@ class ActiveRequests:
 
     @staticmethod
     def _find(requests: list["Request"], request: "Request") -> int:
-        return bisect_left(requests, request.order, key=_ORDER)
+        """The place of `request` in `requests`, or where to insert it."""
+        low, high = 0, len(requests)
+        if high and requests[-1].goes_before(request):
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if requests[middle].goes_before(request):
+                low = middle + 1
+            else:
+                high = middle
+        return low

@@ -11,6 +11,7 @@ from ifbbench.engine.drafts import draft_problem
 from ifbbench.engine.lora import AdapterCache
 from ifbbench.engine.policies import CapacityPolicy, find_policy
 from ifbbench.engine.request import Request
+from ifbbench.engine.sampling_params import GREEDY
 
 # What `get_requests` is asked for where all requests that have arrived are to be returned.
 NO_LIMIT = -1
@@ -39,6 +40,8 @@ class AdmissionLimits:
             policy = find_policy(config.effective_policy)(config.max_active)
         self._config = config
         self._pools = config.pools
+        self._max_beam_width, self._reuses_blocks = config.max_beam_width, config.reuse.enabled
+        self._max_seq_len, self._max_input_len = config.max_seq_len, config.max_input_len
         self.adapters = adapters
         # Without chunked context a pause drops generated tokens that do not fit into a resumed prompt.
         self._pause_truncates = config.chunk_unit is None and getattr(policy, "may_pause", True)
@@ -52,7 +55,7 @@ class AdmissionLimits:
             return error
         if request.lora_task_id is not None and (error := self._adapter_refusal(request)):
             return error
-        request.clamp_new_tokens(self._config.max_seq_len - request.prompt_len)
+        request.clamp_new_tokens(self._max_seq_len - request.prompt_len)
         if request.num_draft_tokens:  # as many as the request can use, and an iteration can run
             last_chunk = min(request.prompt_len, self._config.chunk_unit or request.prompt_len)
             room = min(request.max_new_tokens - 1, self._config.token_budget - last_chunk)
@@ -63,26 +66,25 @@ class AdmissionLimits:
         self, prompt_len: int, max_new_tokens: int, beam_width: int = 1, streaming: bool = False
     ) -> Refusal | None:
         """Why a request of this size can never run, or None. If it can run, it can with fewer new tokens as well."""
-        limits = self._config
-        if not 1 <= beam_width <= limits.max_beam_width:
-            text = f"beam width {beam_width}: expected 1 to {limits.max_beam_width} (max_beam_width)"
+        if not 1 <= beam_width <= self._max_beam_width:
+            text = f"beam width {beam_width}: expected 1 to {self._max_beam_width} (max_beam_width)"
             return Refusal("max_beam_width", text)
         if prompt_len < 1 or max_new_tokens < 1:
             text = f"a prompt of {prompt_len} tokens and {max_new_tokens} new tokens: both must be at least 1"
             return Refusal("prompt_len", text)
-        if prompt_len >= limits.max_seq_len:
-            text = f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {limits.max_seq_len}"
+        if prompt_len >= self._max_seq_len:
+            text = f"prompt of {prompt_len} tokens leaves no room for output in max_seq_len {self._max_seq_len}"
             return Refusal("max_seq_len", text)
-        if prompt_len > limits.max_input_len:
+        if prompt_len > self._max_input_len:
             return Refusal(
                 "max_input_len",
-                f"prompt of {prompt_len} tokens is longer than max_input_len {limits.max_input_len}"
+                f"prompt of {prompt_len} tokens is longer than max_input_len {self._max_input_len}"
                 " (without chunked context at most max_num_tokens)",
             )
-        max_new_tokens = min(max_new_tokens, limits.max_seq_len - prompt_len)
+        max_new_tokens = min(max_new_tokens, self._max_seq_len - prompt_len)
         for attention_window, num_blocks in self._pools:
             needed = attention_window.blocks_to_completion(prompt_len, max_new_tokens, 0, beam_width)
-            if limits.reuse.enabled:
+            if self._reuses_blocks:
                 needed += attention_window.more_for_beams(prompt_len, beam_width)
             if needed > num_blocks:
                 text = f"needs {needed} KV cache blocks until complete, the pool has {num_blocks} (kv_blocks)"
@@ -90,11 +92,11 @@ class AdmissionLimits:
         if not streaming or beam_width > 1:  # a streamed response of several beams replaces those before it
             return None
         longest = prompt_len + max_new_tokens - 1
-        if self._pause_truncates and longest > limits.max_input_len:
+        if self._pause_truncates and longest > self._max_input_len:
             return Refusal(
                 "streaming",
                 f"streaming up to {longest} tokens: a pause could drop tokens already sent, because without chunked "
-                f"context a resumed prompt has at most {limits.max_input_len} tokens (max_input_len)",
+                f"context a resumed prompt has at most {self._max_input_len} tokens (max_input_len)",
             )
         return None
 
@@ -118,7 +120,8 @@ class AdmissionLimits:
                 return f"token id {found} is not in the vocabulary" + (
                     more if num_ids > vocab_size else f"; expected 0 to {vocab_size - 1}"
                 )
-        problem = request.sampling.problem(vocab_size) or options.problem(vocab_size, self._config.hidden_size)
+        problem = None if request.sampling is GREEDY else request.sampling.problem(vocab_size)
+        problem = problem or options.problem(vocab_size, self._config.hidden_size)
         if problem is None and (options.draft_input_ids is not None or options.draft_logits is not None):
             problem = draft_problem(request, vocab_size, self._config.refuses_drafts)
         return problem
@@ -232,7 +235,10 @@ class Admission:
                 self._in_use[request.request_id] = request
                 if self._limits.adapters is not None:
                     self._limits.adapters.hold(request)
-                insort(self.waiting, request, key=lambda item: -item.priority)
+                if not self.waiting or self.waiting[-1].priority >= request.priority:
+                    self.waiting.append(request)
+                else:
+                    insort(self.waiting, request, key=lambda item: -item.priority)
         return num_refused
 
     def _may_enter(self, request: Request, active: ActiveRequests) -> bool:

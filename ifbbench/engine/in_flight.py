@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -223,7 +222,7 @@ def _ends_with_stop_sequence(request: Request) -> bool:
 # Responses.
 
 
-class Response(NamedTuple):
+class Response:
     """Tokens of one request, or an error.
 
     A streaming request gets a response with its new tokens in each iteration that yields some; others get one response
@@ -236,14 +235,15 @@ class Response(NamedTuple):
     context_logits: [prompt length, vocabulary], in the final response, if asked for.
     """
 
-    request: Request
-    is_final: bool
-    tokens: tuple[IntArray, ...] = ()
-    log_probs: tuple[FloatArray, ...] = ()
-    cumulative_log_probs: FloatArray | None = None
-    context_logits: FloatArray | None = None
-    generation_logits: tuple[FloatArray, ...] = ()
-    error: str | None = None
+    def __init__(
+        self, request: Request, is_final: bool, tokens: tuple[IntArray, ...] = (),
+        log_probs: tuple[FloatArray, ...] = (), cumulative_log_probs: FloatArray | None = None,
+        context_logits: FloatArray | None = None, generation_logits: tuple[FloatArray, ...] = (),
+        error: str | None = None,
+    ) -> None:  # fmt: skip
+        self.request, self.is_final, self.error = request, is_final, error
+        self.tokens, self.log_probs, self.cumulative_log_probs = tokens, log_probs, cumulative_log_probs
+        self.context_logits, self.generation_logits = context_logits, generation_logits
 
     @property
     def output_tokens(self) -> IntArray | None:

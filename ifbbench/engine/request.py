@@ -142,6 +142,11 @@ class Request:
     def is_last_chunk(self) -> bool:
         return self.position + self.chunk == self.prompt_len
 
+    def goes_before(self, other: "Request") -> bool:
+        """Whether schedulers take this active request before `other`: by priority, then in the order of entering."""
+        mine, others = self.order, other.order
+        return mine[0] < others[0] or (mine[0] == others[0] and mine[1] < others[1])
+
     @property
     def step_tokens(self) -> int:
         """Tokens of the next generation step: one for each beam, and the draft tokens."""

@@ -1,9 +1,11 @@
 """`ifbbench capacity`: the KV cache that fits beside a model, and how many requests run in it at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ifbbench.api.resolve import batching_config, cache_layout, kv_value_bytes, resolve_limits
 from ifbbench.config import MAX_BATCH, RunConfig

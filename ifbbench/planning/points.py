@@ -169,7 +169,7 @@ def run_all(
         yield number, result
 
 
-class _Requests(Progress):
+class _Requests:
     """The progress of a run as the number of its requests that are answered."""
 
     def __init__(self, report: Report) -> None:

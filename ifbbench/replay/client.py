@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -83,14 +83,12 @@ class ReplayClient:
         self._duration_s = inf if duration_s is None else duration_s
         size = columns.arrival_s.itemsize * len(trace)
         self._arrivals = array("d", columns.arrival_s if self._keeps_arrivals else bytes(size))
-        # Requests that come after no other, in order of arrival; the later turns with a known arrival, as a heap.
-        self._first: Sequence[int] = range(len(trace))
-        self._later: list[tuple[float, int]] = []
         self._turns: dict[int, list[int]] = {}
         self._think_s = columns.think_s
-        self._order: array[int] | None = None
-        if columns.after is not None:
-            self._find_sessions(columns)
+        self._order: array[int] | None = None if columns.after is None else array("q")
+        # Requests that come after no other, in order of arrival; the later turns with a known arrival, as a heap.
+        self._first: Sequence[int] = range(len(trace)) if columns.after is None else self._find_sessions(columns)
+        self._later: list[tuple[float, int]] = []
         self._next_first = 0
         self._num_first = bisect_right(self._first, self._duration_s, key=self._arrivals.__getitem__)
         self._room_s = 0.0
@@ -152,9 +150,8 @@ class ReplayClient:
         if max_requests >= 0:
             count = min(count, max_requests)
         self.handed_out += count
-        numbers: Iterable[int] = range(first, first + count)
-        if self._queue is not None:
-            numbers = [self._queue.pop() for _ in numbers]
+        queue = self._queue
+        numbers = list(range(first, first + count)) if queue is None else [queue.pop() for _ in range(count)]
         indices = numbers if self._order is None else [self._order[number] for number in numbers]
         return [self._make_request(index, self._trace.requests[index]) for index in indices]
 
@@ -234,13 +231,13 @@ class ReplayClient:
         if response.error is None and tokens is not None:
             self.outputs[response.request.request_id] = np.concatenate([*streamed, tokens]) if streamed else tokens
 
-    def _find_sessions(self, columns: RequestColumns) -> None:
+    def _find_sessions(self, columns: RequestColumns) -> "array[int]":
+        """Note the turns that follow each request; returns the requests that follow no other."""
         before = predecessors(columns)
         session_starts(before)
-        self._first = array("q", np.flatnonzero(before == NO_REQUEST).tobytes())
-        self._order = array("q")
         for index in np.flatnonzero(before != NO_REQUEST).tolist():
             self._turns.setdefault(int(before[index]), []).append(index)
+        return array("q", np.flatnonzero(before == NO_REQUEST).tobytes())
 
     def _begin_thinking(self, index: int, now: float) -> None:
         """The turn before this one has ended: its arrival is known."""

@@ -35,6 +35,7 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
         pad_id=max(config.eos_id or 0, 0) if config.pad_id is None else config.pad_id,
     )
 
+    is_symbolic = engine.limits.reuse.enabled and not makes_tokens
     lora, loras = engine.limits.lora, list[int]()
     if draws_loras and lora is not None:
         loras = drawn_tasks(config, lora.source.tasks())
@@ -54,7 +55,7 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
             sampling=sampling_params(config, config.seed + row.request_id) if makes_tokens else GREEDY,
             options=options,
             stop=StopConditions(end_tokens + row.stop_ids) if row.stop_ids else usual_stop,
-            reuse=_symbols(row, index) if engine.limits.reuse.enabled and not makes_tokens else NO_IDENTITY,
+            reuse=_symbols(row, index) if is_symbolic else NO_IDENTITY,
         )
 
     return make_request

@@ -7,7 +7,7 @@ those of REQUIRED, and unknown ones are left alone.
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -71,6 +71,22 @@ def as_object(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__}, not an object")
     return value
+
+
+def decode_request(line: bytes) -> Any:
+    """A line of `requests.jsonl` as a struct, with UNSET in the fields that it lacks. ValueError if it lacks an
+    important one, or may not be a line of a run with an engine: `check_line` decides then."""
+    request = _request_decoder()(line)
+    if UNSET in (request.request_id, request.outcome, request.arrival_s, request.ttft_s):
+        raise ValueError
+    if request.e2e_s is not None and request.ttft_s is None:
+        raise ValueError
+    return request
+
+
+@cache
+def _request_decoder() -> Callable[[bytes], Any]:
+    return Decoder(_as_read(RequestLine)).decode
 
 
 def check_line(name: str, values: Mapping[str, Any]) -> None:

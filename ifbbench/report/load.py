@@ -2,13 +2,13 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import pandas as pd
@@ -51,6 +51,7 @@ UNKNOWN_WHERE_THINNED = (
     "empty_generation_slots", "paused",
 )  # fmt: skip
 
+Parsed = TypeVar("Parsed")
 # Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
 _Column: TypeAlias = "list[Any] | array[Any]"
 
@@ -173,10 +174,15 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects in `path`, one a line, each with the fields `required`; compressed if the name says so.
+    """The JSON objects in `path`, one a line, each with the fields `required`: see `parsed_lines`."""
+    return parsed_lines(path, lambda line_number, line: parse_line(path, line_number, line, required))
 
-    What a killed run was writing is left out: a last line without line end that is not such an object, and the rest of
-    a compressed file that was cut off. Every other bad line raises InputError. A missing file is an empty one: the run
+
+def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[Parsed]:
+    """What `parse` makes of the number and the text of each line of `path`; compressed if the name says so.
+
+    What a killed run was writing is left out: a last line without line end for which `parse` raises InputError, and the
+    rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
     was killed before it wrote to it.
     """
     if not path.exists():
@@ -188,17 +194,18 @@ def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
             for line in lines:
                 line_number += 1
                 if line.strip():
-                    yield _row(path, line_number, line, required)
+                    yield parse(line_number, line)
     except EOFError:
         pass  # cut off behind the last whole line
     except DamagedFile as error:
         raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
     if rest.strip():
         with suppress(InputError):
-            yield _row(path, line_number + 1, rest, required)
+            yield parse(line_number + 1, rest)
 
 
-def _row(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
+def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in a line of `path`, checked; InputError if it is not one with the fields `required`."""
     try:
         row = as_object(line)
         for name in required:

@@ -288,6 +288,8 @@ def _group_table(known: dict[str, Any], title: str) -> Table | None:
 
 
 def _print_failures(run: RunData, console: Console) -> None:
+    if run.summary is not None and not run.summary["requests"]["failed"]:
+        return
     failed = run.requests[run.requests["outcome"] == "failed"]
     if failed.empty:
         return

@@ -5,10 +5,10 @@ the id names. Tokens after the last run belong to the request alone.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError

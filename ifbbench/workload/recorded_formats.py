@@ -3,11 +3,12 @@ traces with the hashes of prompt blocks (Mooncake, Bailian)."""
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
+
+from msgspec.structs import replace
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError

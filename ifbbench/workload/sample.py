@@ -1,11 +1,12 @@
 """A part of a trace: a window of time, every k-th request, or a number of requests at random."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any, TypeAlias, overload
 
 import numpy as np
+from msgspec import Struct, structs
 from numpy.typing import ArrayLike
 
 from ifbbench.config import DEFAULT_PRIORITY
@@ -23,9 +24,8 @@ PrefixRun: TypeAlias = tuple[int, int]
 """A prefix id, and how many of its first tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request as recorded or drawn.
+class TraceRequest(Struct, frozen=True, gc=False):
+    """One request as recorded or drawn. A struct, because one is made each time that a request is read or asked for.
 
     arrival_s: seconds from the start of the trace.
     max_new_tokens: output tokens that the client reserves, all that schedulers may see. output_len: output tokens that
@@ -92,7 +92,7 @@ class TraceRequest:
         if ids is not None:
             ids = ids[: num_blocks(max_prompt_len) if lens is None else len(lens)]
         tokens = None if self.prompt_tokens is None else self.prompt_tokens[:max_prompt_len]
-        return replace(self, prompt_len=max_prompt_len, prompt_tokens=tokens, prefix_ids=ids, prefix_lens=lens)
+        return structs.replace(self, prompt_len=max_prompt_len, prompt_tokens=tokens, prefix_ids=ids, prefix_lens=lens)
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -208,7 +208,7 @@ class RequestColumns(Sequence[TraceRequest]):
         session: dict[str, Any] = {}
         if self.after is not None and self.think_s is not None and self.after[index] != NO_REQUEST:
             session = {"after": self.after[index], "think_s": self.think_s[index]}
-        return replace(
+        return structs.replace(
             self.recall(origin).shortened(self.prompt_len[index]), request_id=self.request_id[index],
             arrival_s=self.arrival_s[index], max_new_tokens=self.max_new_tokens[index],
             output_len=self.output_len[index], **session,
@@ -337,7 +337,7 @@ class Reserve:
     def apply(self, request: TraceRequest) -> TraceRequest:
         """`request` with its reservation; its output is cut off there."""
         reserved = self.tokens(request.max_new_tokens, request.output_len)
-        return replace(request, max_new_tokens=reserved, output_len=min(request.output_len, reserved))
+        return structs.replace(request, max_new_tokens=reserved, output_len=min(request.output_len, reserved))
 
     def columns(self, max_new_tokens: Integers, output_len: Integers) -> tuple[Integers, Integers]:
         """`apply` for many requests: the columns `max_new_tokens` and `output_len`."""

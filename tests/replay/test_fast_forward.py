@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.config import BatchingConfig
@@ -176,7 +177,7 @@ def test_sessions_together_are_as_one_by_one(
     """Turns arrive after the answer to the turn before, with a limit of outstanding requests and without."""
     trace = trace_of([row[:5] for row in rows])
     requests = [
-        replace(request, after=after if after is not None and after < index else None, think_s=think / 1e6)
+        structs.replace(request, after=after if after is not None and after < index else None, think_s=think / 1e6)
         for index, (request, (*_, after, think)) in enumerate(zip(trace, rows, strict=True))
     ]
     trace = replace(trace, requests=requests)
