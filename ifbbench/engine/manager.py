@@ -65,13 +65,17 @@ class TokenGenerationLoop:
         self.kv_cache, self.iteration = config.make_cache(), 0
         self._executor, self._clock = executor, clock
         self._queued, self._poll_stop_signals = queued, poll_stop_signals
-        self._send_response, self._observer = send_response, observer or Unobserved()
+        self._send_response, self._observer = send_response, (observed := observer or Unobserved())
         policy = find_policy(config.effective_policy)(config.max_active)
         self.adapters = AdapterCache(config.lora) if config.lora else None
         if self.adapters is not None and isinstance(policy, GuaranteedNoEvict | MaxUtilization | MaxRequests):
             policy.lora = self.adapters.limits
+
+        def refuse(request: Request, error: str) -> None:  # no method: a cycle would keep all blocks after the last use
+            observed.left(request, error)
+            send_response(Response(request, is_final=True, error=error))
         self._admission = Admission(AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests,
-                                    self._refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
+                                    refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
         self._drafts = Drafts(config.drafts, self.active, self.kv_cache)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache, self._drafts,
@@ -193,10 +197,6 @@ class TokenGenerationLoop:
         if self._num_micro_batches == 1 or not len(self.active):
             return False
         return self.table.num_in_flight > 0 or any(iteration.batches for iteration in self._in_flight)
-
-    def _refuse(self, request: Request, error: str) -> None:
-        self._observer.left(request, error)
-        self._send_response(Response(request, is_final=True, error=error))
 
     def _step_many(self, plan: Plan, start_s: float, max_steps: int) -> bool:
         """Run up to `max_steps` iterations of `plan`, as many as are certain; False, with nothing done, if none is."""
