@@ -192,6 +192,18 @@ def test_standard_output_on_a_full_device(finished: Path, tmp_path: Path, argume
     assert errors.count("\n") <= 2, errors
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_standard_streams_that_are_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
+    for words, status in ((["run", "documentation", "--device", "null", "--time_scale", "0", "--output", "run"], 0),
+                          (["run", "-", *NULL], 2), (["report", "nothing"], 2), (["--version"], 0)):  # fmt: skip
+        code = (f"import os; [os.close(one) for one in {closed}]; "
+                f"os.execv({sys.executable!r}, {[*IFBBENCH, *words]!r})")  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (status, False), (words, done.stderr)
+        assert 2 in closed or (done.stderr.startswith("Error: ") == (status == 2))
+    assert load_run(tmp_path / "run").summary is not None
+
+
 def test_a_report_replaces_a_file_only_if_asked_to(finished: Path, tmp_path: Path) -> None:
     path = tmp_path / "figures.csv"
     path.write_text("mine")
