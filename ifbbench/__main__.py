@@ -1,5 +1,6 @@
 """The `ifbbench` command, and `python -m ifbbench`: the signals that end it, before anything else is imported."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -11,6 +12,9 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command. Ctrl-C and SIGTERM end it with status 130; a run keeps its results."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller; a file of the run would get its number and the output
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # a shell ignores Ctrl-C for its background jobs
             signal.signal(number, _interrupt)

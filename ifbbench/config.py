@@ -220,8 +220,8 @@ class RunConfig:
         300.0, "A request fails if the server sends nothing for so long.", above=0.0, unit="s",
         elsewhere="timeout request_timeout request_timeout_seconds")
     endpoint_retries: int = _endpoint(
-        0, "Further attempts of a request that was not accepted: no connection, or status 429, 502, 503 or 504. "
-        "Retry-After is honoured; latencies include the attempts.", minimum=0, elsewhere="max_retries retries")
+        0, "Further attempts of a request that was not accepted: no connection, or status 429, 502, 503 or 504. Pauses "
+        "and Retry-After are up to --endpoint_timeout.", minimum=0, maximum=100, elsewhere="max_retries retries")
     ignore_eos: bool = _endpoint(
         True, "Ask the server to generate the whole output length of the trace. Without it only fields of OpenAI's own "
         "API are sent.")

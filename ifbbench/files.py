@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -120,10 +120,13 @@ def check_new_file(path: Path, option: str, overwrite: bool) -> None:
         raise InputError(f"{option} {path}: cannot be written ({problem}); give another file.")
 
 
-def check_new_directory(path: Path, option: str) -> None:
-    """InputError, naming `option`, if no file could be written into `path`, which need not exist."""
+def check_new_directory(path: Path, option: str, files: Iterable[str] = ()) -> None:
+    """InputError, naming `option`, if no file could be written into `path`, which need not exist, or not one of
+    `files` in it, which may be replaced."""
     if (problem := _problem(path, expects_file=False)) is not None:
         raise InputError(f"{option} {path}: {problem}; give a directory that you can write to.")
+    for name in files:
+        check_new_file(path / name, option, overwrite=True)
 
 
 def _problem(path: Path, expects_file: bool) -> str | None:

@@ -46,6 +46,9 @@ def report(run: Path, as_json: bool, **options: Any) -> None:
     Of a directory of `run --repeat` it has the means and their confidence intervals.
     """
     if (run / REPEATS_FILE).is_file():
+        if given := [name for name, value in options.items() if value not in (None, ())]:
+            raise InputError(f"--{given[0]}: is for one run, but {run} has several; name one of them, such as "
+                             f"{run / 'repeat-1'}.")
         report_repeats(run, as_json)
         return
     config = given_config(None, options)

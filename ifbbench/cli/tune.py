@@ -57,10 +57,9 @@ def tune(
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
     from ifbbench.cli.console import progress_line, report_console
-    from ifbbench.files import sole_writer
     from ifbbench.planning.tune import Tuner
     from ifbbench.planning.tune_candidates import Goal
-    from ifbbench.planning.tune_files import answer, prepare, record_best, write_answer, write_server_files
+    from ifbbench.planning.tune_files import answer, check, record_best, write_answer, write_server_files
 
     clock, quiet = WallClock(), config.quiet
 
@@ -72,16 +71,15 @@ def tune(
     with progress_line("tune", quiet) as progress:
         tuner = Tuner(trace, config, fixed, wanted, max_gpus, gpu_hour_price, progress, report_best)
         directory = Path(config.output) if config.output else Path("results") / f"tune-{tuner.runs.trace.name}"
-        prepare(directory, config.overwrite)
-        with sole_writer(directory):
-            tuning = tuner.run()
-            assert tuning.best is not None
-            progress.stage("recording the best run")
-            findings = record_best(tuning, directory)
-            found = answer(tuning, findings, command_of(trace, config, tuning))
-            write_answer(found, directory)
-            write_server_files(tuning.best.settings, directory)
-            _plot(tuning, directory)
+        check(directory, config.overwrite)
+        tuning = tuner.run()
+        assert tuning.best is not None
+        progress.stage("recording the best run")
+        findings = record_best(tuning, directory, config.overwrite)
+        found = answer(tuning, findings, command_of(trace, config, tuning))
+        write_answer(found, directory)
+        write_server_files(tuning.best.settings, directory)
+        _plot(tuning, directory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     elif not quiet:

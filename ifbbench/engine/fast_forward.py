@@ -7,13 +7,13 @@ from itertools import accumulate
 
 import numpy as np
 
-from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.clock import NANOSECONDS, Clock, VirtualClock
 from ifbbench.engine.active import ActiveRequests, Rows
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import store_generated, store_known
-from ifbbench.engine.interfaces import PredictableExecutor
+from ifbbench.engine.interfaces import Executor, PredictableExecutor
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.kv_cache.counted import CountedCache
@@ -92,9 +92,10 @@ class FastForward:
     """
 
     def __init__(
-        self, config: BatchingConfig, executor: PredictableExecutor, clock: VirtualClock, active: ActiveRequests,
-        kv_cache: KvCache, scheduler: Scheduler, next_change: NextChange, adapters: AdapterCache | None = None,
+        self, config: BatchingConfig, executor: Executor, clock: Clock, active: ActiveRequests, kv_cache: KvCache,
+        scheduler: Scheduler, next_change: NextChange | None, adapters: AdapterCache | None = None,
     ) -> None:  # fmt: skip
+        assert isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock) and next_change
         self._adapters = adapters
         self._config = config
         self._executor = executor
@@ -112,8 +113,10 @@ class FastForward:
         self._rows: Rows | None = None
 
     @staticmethod
-    def knows_steps_of(config: BatchingConfig) -> bool:
-        """Whether what iterations do follows from their plan, with these settings."""
+    def can_run(config: BatchingConfig, executor: Executor, clock: Clock, next_change: NextChange | None) -> bool:
+        """Whether the times of iterations can be predicted, and what they do follows from their plan."""
+        if not isinstance(executor, PredictableExecutor) or not isinstance(clock, VirtualClock) or next_change is None:
+            return False
         if config.batching_type is BatchingType.V1 or config.has_dynamic_limits or config.drafts.max_len:
             return False
         return config.max_in_flight == config.max_beam_width == 1 and not config.is_contiguous

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from mypy_extensions import mypyc_attr
 
-from ifbbench.clock import Clock, VirtualClock
+from ifbbench.clock import Clock
 from ifbbench.engine.active import NO_MICRO_BATCH, ActiveRequests, RequestTable
 from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
 from ifbbench.engine.batch import BatchBuilder, ContextChunk
@@ -22,7 +22,7 @@ from ifbbench.engine.in_flight import (
     store_generated,
     streamed,
 )
-from ifbbench.engine.interfaces import Executor, Observer, PredictableExecutor, Unobserved
+from ifbbench.engine.interfaces import Executor, Observer, Unobserved
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
 from ifbbench.engine.lora import AdapterCache, OutOfAdapterPages
 from ifbbench.engine.policies import GuaranteedNoEvict, MaxRequests, MaxUtilization, find_policy, is_steady
@@ -64,27 +64,30 @@ class TokenGenerationLoop:
         self.active = ActiveRequests(self.table)
         self._executor, self._clock = executor, clock
         self._queued, self._poll_stop_signals = queued, poll_stop_signals
-        self._send_response, self._observer = send_response, observer or Unobserved()
+        self._send_response, self._observer = send_response, (observed := observer or Unobserved())
         policy = find_policy(config.effective_policy)(config.max_active)
         self.adapters = AdapterCache(config.lora) if config.lora else None
         if self.adapters is not None and isinstance(policy, GuaranteedNoEvict | MaxUtilization | MaxRequests):
             policy.lora = self.adapters.limits
-        # An executor with iterations of which the times are known in advance, so that they can run without batches.
-        is_known = is_steady(policy) and FastForward.knows_steps_of(config) and isinstance(clock, VirtualClock)
-        predictable = executor if is_known and next_change and isinstance(executor, PredictableExecutor) else None
-        self.kv_cache, self.iteration = config.make_cache(is_counted=predictable is not None), 0
+        runs_without_batches = is_steady(policy) and FastForward.can_run(config, executor, clock, next_change)
+        self.kv_cache, self.iteration = config.make_cache(is_counted=runs_without_batches), 0
+
+        def refuse(request: Request, error: str) -> None:  # no method: a cycle would keep all blocks after the last use
+            observed.left(request, error)
+            send_response(Response(request, is_final=True, error=error))
+
         self._admission = Admission(AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests,
-                                    self._refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
+                                    refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
         self._drafts = Drafts(config.drafts, self.active, self.kv_cache)
         self._builder = BatchBuilder(config.batching_type, self.active, self.kv_cache, self._drafts,
                                      config.max_in_flight, self.adapters)  # fmt: skip
         self._fast_forward: FastForward | None = None
-        self._is_static = config.batching_type is BatchingType.V1
-        if predictable is not None and isinstance(clock, VirtualClock) and next_change is not None:
+        if runs_without_batches:
             self._fast_forward = FastForward(
-                config, predictable, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
+                config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
             )
+        self._is_static = config.batching_type is BatchingType.V1
         self._max_in_flight, self._num_micro_batches = config.max_in_flight, config.num_micro_batches
         self._in_flight: deque[InFlightIteration] = deque()
         self._activated: list[Request] = []
@@ -197,10 +200,6 @@ class TokenGenerationLoop:
         if self._num_micro_batches == 1 or not len(self.active):
             return False
         return self.table.num_in_flight > 0 or any(iteration.batches for iteration in self._in_flight)
-
-    def _refuse(self, request: Request, error: str) -> None:
-        self._observer.left(request, error)
-        self._send_response(Response(request, is_final=True, error=error))
 
     def _step_many(self, plan: Plan, start_s: float, max_steps: int) -> bool:
         """Run up to `max_steps` iterations of `plan`, as many as are certain; False, with nothing done, if none is."""

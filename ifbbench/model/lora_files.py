@@ -95,9 +95,10 @@ def _open_adapter(path: Path, config: ModelConfig, max_rank: int) -> Adapter:
 
 def _load_array(path: Path) -> NDArray[Any]:
     try:
-        array: NDArray[Any] = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
         return array
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any kind: the header is Python source, which NumPy tokenizes and evaluates
         raise InputError(f"--lora_dir: {path} cannot be read as an array ({error}). Expected {TENSORRT_WEIGHTS} and "
                          f"{TENSORRT_CONFIG} in each directory.") from error
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.files import check_new_directory, sole_writer
+from ifbbench.files import check_new_directory, sole_writer, writing
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
 from ifbbench.planning.points import FAILURES, in_one_line, prove
-from ifbbench.planning.sweep import OnPoint, prepare_directory, remove_runs
+from ifbbench.planning.sweep import OnPoint, check_free, remove_runs
 from ifbbench.recording.run_directory import REPEATS_FILE, RESULTS, write_json
 from ifbbench.replay.run import RunResult
 from ifbbench.report.confidence import summary_of
@@ -31,11 +31,13 @@ def run_repeats(source: str | None, base: RunConfig, count: int, run_one: RunOne
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but --repeat makes many runs; leave out one of the two.")
     directory = Path(base.output) if base.output else RESULTS / f"repeat-{trace.name}"
-    check_new_directory(directory, "--output")
+    check_new_directory(directory, "--output", (REPEATS_FILE, "summary.json"))
     if (directory / "run.json").exists():
         raise InputError(f"{directory} is a run; choose another --output for {count} repeats.")
     prove([(source, base)], replaces=base.overwrite and directory.exists())
-    prepare_directory(directory, base.overwrite)
+    check_free(directory, base.overwrite)
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     with sole_writer(directory):
         remove_runs(directory.glob("repeat-*"))
         for name in (REPEATS_FILE, "summary.json"):

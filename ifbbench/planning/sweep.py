@@ -130,7 +130,7 @@ def run_sweep(
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
-    check_new_directory(directory, "--output")
+    check_new_directory(directory, "--output", (SWEEP_FILE, SWEEP_JSON, POINTS_FILE, SWEEP_CONFIG))
     prove([(run.trace, run.config) for run in runs], replaces=base.overwrite and directory.exists())
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,7 @@ class Ended:
         self._warnings: dict[str, list[str]] = {}
         self._path = directory / POINTS_FILE
         if overwrite or identity_in(directory) != identity:
-            prepare_directory(directory, overwrite)
+            check_free(directory, overwrite)
             begun = _begun_in(directory)
             names = [Path(label).name for label in begun.points] if begun else []
             if begun is None and (directory / SWEEP_FILE).exists():  # it may not be the table of a sweep
@@ -322,15 +322,11 @@ def _begun_in(directory: Path) -> _Begun | None:
     return None
 
 
-def prepare_directory(directory: Path, overwrite: bool) -> None:
-    """Make `directory`, for several runs. InputError if it is not empty and `overwrite` is off.
-
-    Nothing is deleted: `directory` may hold other runs too."""
-    check_new_directory(directory, "--output")
+def check_free(directory: Path, overwrite: bool) -> None:
+    """InputError if `directory` is not empty and `overwrite` is off. Nothing is deleted later: it may hold other runs
+    too."""
     if directory.exists() and not all(map(is_part, directory.iterdir())) and not overwrite:
         raise InputError(f"{directory} already holds results; choose another --output, or replace it by --overwrite.")
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
 
 
 def remove_runs(paths: Iterable[Path]) -> None:

@@ -10,15 +10,15 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.files import check_new_file, replace_file
-from ifbbench.planning.sweep import prepare_directory
+from ifbbench.files import check_new_directory, replace_file
+from ifbbench.planning.sweep import check_free
 from ifbbench.planning.tune import Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, next_best
 from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 from ifbbench.report import time_unit
-from ifbbench.report.style import LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
+from ifbbench.report.style import FORMATS, LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 
@@ -26,7 +26,7 @@ FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
     "overloaded", "pauses", "recomputed_tokens", "prefix_hit_rate", "peak_scheduled_requests",
 )  # fmt: skip
-RUN, ANSWER = "run", "tune.json"
+RUN, ANSWER, PICTURE = "run", "tune.json", "pareto"
 SERVER_FILES = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt", "run.yaml")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
@@ -153,20 +153,20 @@ def binding(findings: Findings) -> dict[str, Any]:
 # Files.
 
 
-def prepare(directory: Path, overwrite: bool) -> None:
-    """Make `directory` for an answer. InputError if it is not empty and `overwrite` is off, or a file or the run could
-    not be written there at the end of the search."""
-    prepare_directory(directory, overwrite)
+def check(directory: Path, overwrite: bool) -> None:
+    """InputError if `directory` is not empty and `overwrite` is off, or a file or the run could not be written there at
+    the end of the search. Nothing is made: a search that is ended early leaves nothing behind."""
+    check_new_directory(directory, "--output", (ANSWER, *SERVER_FILES, *(f"{PICTURE}.{kind}" for kind in FORMATS)))
+    check_free(directory, overwrite)
     run_directory.check(directory / RUN, overwrite=True)
-    for name in (ANSWER, *SERVER_FILES):
-        check_new_file(directory / name, "--output", overwrite=True)
 
 
-def record_best(tuning: Tuning, directory: Path) -> Findings:
-    """Run the best candidate again into `directory`/run, with everything recorded."""
+def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> Findings:
+    """Run the best candidate again into `directory`/run, with everything recorded. InputError if there is a run and
+    `overwrite` is off."""
     assert tuning.best is not None
     case, runs = tuning.best.run.case, tuning.runs
-    config = runs.config(case).with_values(output=str(directory / RUN), overwrite=True)
+    config = runs.config(case).with_values(output=str(directory / RUN), overwrite=overwrite)
     runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
     run_trace(runs.trace_of(case), config)
     return Findings(RecordedRun.load(directory / RUN))
@@ -259,4 +259,4 @@ def plot_candidates(
         axes.tick_params(colors=MUTED)
         axes.legend(loc="lower right")
         title(axes, "Throughput against latency of the settings that were tried", subtitle)
-        return save(figure, directory, "pareto")[0]
+        return save(figure, directory, PICTURE)[0]

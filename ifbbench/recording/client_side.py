@@ -34,7 +34,7 @@ from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, traffic
 
 # Parts of the time of a request. The server's queue and its context phase cannot be told apart from outside.
 CLIENT, UNTIL_FIRST_TOKEN, GENERATION = "waiting_client", "until_first_token", "generation"
-# Figures of summary.json that only the server knows.
+# Figures of summary.json that only the server knows, or its iterations.
 UNKNOWN_FIGURES: dict[str, Any] = {
     "iterations": None, "pauses": None, "recomputed_tokens": None, "recomputed_share": None,
     "empty_generation_slots": None, "padding_waste": None,

@@ -12,7 +12,8 @@ from ifbbench.replay.endpoint_connections import Connections
 from ifbbench.replay.endpoint_http import Exchange, RequestFailed, refusal
 from ifbbench.workload.trace import TraceRequest
 
-# The first pause before another attempt, if the server asks for none; each further one is twice as long.
+# The first pause before another attempt, if the server asks for none; each further one is twice as long, up to
+# `--endpoint_timeout`. A request whose server asks for more than that has failed.
 RETRY_PAUSE_S = 0.5
 
 
@@ -52,13 +53,16 @@ class EndpointRequest(Exchange):
         failure = self.failure = failure or self._problem()
         if failure is not None:
             failure.__traceback__ = failure.__context__ = None  # their frames refer to this request
-        if failure is not None and failure.may_retry and len(self.retries) < self._api.config.endpoint_retries:
-            asked_s = failure.retry_after_s
-            pause_s = RETRY_PAUSE_S * 2 ** len(self.retries) if asked_s is None else asked_s
-            self.retries.append(failure.kind)
-            asyncio.get_running_loop().call_later(pause_s, self.begin)
-        else:
-            self._on_ended(self)
+        config = self._api.config
+        if failure is not None and failure.may_retry and len(self.retries) < config.endpoint_retries:
+            pause_s = failure.retry_after_s
+            if pause_s is None:
+                pause_s = min(RETRY_PAUSE_S * 2 ** len(self.retries), config.endpoint_timeout)
+            if pause_s <= config.endpoint_timeout:
+                self.retries.append(failure.kind)
+                asyncio.get_running_loop().call_later(pause_s, self.begin)
+                return
+        self._on_ended(self)
 
     def _problem(self) -> RequestFailed | None:
         """Why a response that has ended well as HTTP is no complete answer."""

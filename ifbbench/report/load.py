@@ -213,8 +213,9 @@ def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str
                 raise ValueError(f"field {name!r} is missing")
         check_line(content_path(path).name, row)
     except (ValueError, RecursionError) as error:
+        expected = " with ".join(filter(None, ("a JSON object", ", ".join(required))))
         raise InputError(
-            f"{path}, line {line_number}: {error}; expected a JSON object with {', '.join(required)}. "
+            f"{path}, line {line_number}: {error}; expected {expected}. "
             "Restore the file, or remove the line to continue without it."
         ) from error
     return row

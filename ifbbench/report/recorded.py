@@ -7,6 +7,7 @@ import pandas as pd
 
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.objectives import parse_objectives
+from ifbbench.recording.client_side import UNKNOWN_FIGURES
 from ifbbench.recording.drafts import stretches_of
 from ifbbench.recording.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import write_json
@@ -18,19 +19,22 @@ PART_OF_ATTRIBUTION = "attribution_s."
 
 
 def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, Any]:
-    """The figures of summary.json, of the requests that completed.
+    """The figures of summary.json, of the requests that completed; of a run with --recording summary without those of
+    iterations and gaps between tokens.
 
     window: only of the requests, iterations and gaps between tokens that ended in it; rates are over its length. The
     times of iterations that thinned statistics leave out are interpolated: good for charts, not for ITL."""
     if run.endpoint:
         return client_figures(run, window)
-    requests, iterations, thinned = run.requests, run.iterations, run.recorded_every > 1
-    starts_s = iterations["start_s"].to_numpy(dtype=float)
-    ends_s = starts_s + iterations["latency_ms"].to_numpy(dtype=float) / 1000
+    requests, thinned, ends_s = run.requests, run.recorded_every > 1, np.empty(0)
+    of_iterations = UNKNOWN_FIGURES
     if window is not None:
         # Failed requests have no end.
         requests = requests[window.holds(requests["end_s"].fillna(requests["arrival_s"]).to_numpy(dtype=float))]
-        iterations = iterations[window.holds(ends_s)]
+    if window is not None or not run.has_only_summary:
+        iterations = run.iterations
+        ends_s = (iterations["start_s"] + iterations["latency_ms"] / 1000).to_numpy(dtype=float)
+        of_iterations = _of_iterations(iterations[window.holds(ends_s)] if window else iterations, requests, thinned)
     done, failed = (requests[requests["outcome"] == outcome] for outcome in ("completed", "failed"))
     if window is not None:
         span_s = window.end_s - window.start_s
@@ -47,7 +51,7 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
         "requests": counts | {"total": int(total or counts["total"])},
         "duration_s": span_s,
         **figures,
-        **_of_iterations(iterations, requests, thinned),
+        **of_iterations,
         "waiting_by_limit": _waiting_by_limit(done),
         **NO_TRAFFIC,
     }
@@ -124,6 +128,8 @@ def _populations(
             population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, int(prompt), int(output), place)
             population.reused_tokens += int(reused)
             of_request[request] = population
+    if not num_iterations:
+        return populations
     spans = producing_spans(run)
     # A killed run may lack the last iterations of a span.
     spans = spans[spans["last_iteration"] < num_iterations]

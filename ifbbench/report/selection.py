@@ -10,7 +10,9 @@ from ifbbench.recording.lines import RUNNING
 from ifbbench.report.figures import IterationClock
 from ifbbench.report.load import Floats, RunData
 
-_POINT = re.compile(r"(\d+(?:\.\d+)?)(s|ms)?")
+# No number has more digits: Python refuses to parse one of thousands.
+_POINT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(s|ms)?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
 
 def select(run: RunData, begin: str | None = None, end: str | None = None, requests: str | None = None) -> RunData:
@@ -68,11 +70,10 @@ def _chosen(run: RunData, text: str) -> set[str]:
     known = dict.fromkeys([*run.requests["request_id"], *run.spans["request_id"]])
     chosen: set[str] = set()
     for part in filter(None, (one.strip() for one in text.split(","))):
-        low, dash, high = part.partition("-")
         if part in known:
             chosen.add(part)
-        elif dash and low.isdigit() and high.isdigit() and int(low) <= int(high):
-            chosen |= known.keys() & {str(one) for one in range(int(low), int(high) + 1)}
+        elif (bounds := _RANGE.fullmatch(part)) is not None and int(bounds[1]) <= int(bounds[2]):
+            chosen |= {one for one in known if one.isdecimal() and int(bounds[1]) <= int(one) <= int(bounds[2])}
         else:
             some = ", ".join(list(known)[:3])
             raise InputError(f"--requests {text}: {part!r} is not a request of the run; expected ids, such as {some}.")

@@ -108,6 +108,8 @@ def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
     if requests.get("failed"):  # limits of an iteration do not explain these
         failed = f"{count(requests['failed'])} of {count(requests['total'])} requests"
         failures = f" {failed} failed without a complete answer; the reasons are listed below."
+    if known["iterations"] is None:
+        return f"Iterations and their limits are unknown: --recording summary leaves them out.{failures}"
     if not known["iterations"]:
         return f"No iteration was run.{failures}"
     by_time, waited_s = known.get("bound_by_time") or shares, known.get("waiting_by_limit") or {}

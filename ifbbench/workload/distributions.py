@@ -68,6 +68,8 @@ class Limited:
                 kind, limits = get_args(field.type)
                 check: Any = fields.integer if kind is int else fields.number
                 check(value, field.name, **limits)
+                if not value:  # NumPy refuses -0.0
+                    object.__setattr__(self, field.name, abs(value))
         if self.ascending is not None:
             low, high = (getattr(self, name) for name in self.ascending)
             if high < low:

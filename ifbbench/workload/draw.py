@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.errors import InputError
 from ifbbench.workload.distributions import Generator, Lengths, Stream, Times, generator
 from ifbbench.workload.prompts import runs_of, with_prefix
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, SharedPrefix, WorkloadSpec
@@ -35,6 +36,7 @@ from ifbbench.workload.trace import (
 Indices: TypeAlias = NDArray[np.int64]
 NO_POOL = -1
 ARRIVAL_DECIMALS = 6
+MAX_NAMED_TOKENS = 2**24
 
 
 def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int | None = None) -> Trace:
@@ -210,6 +212,7 @@ def draw_class(kind: RequestClass, streams: _Streams, session_of: Indices, first
         _, own_session_of = np.unique(session_of, return_inverse=True)
         pool_of = pool_of[own_session_of]
         tokens, first_ids, num_ids = _conversations_so_far(own_session_of, inputs, np.asarray(outputs), drawn_outputs)
+        _check_named(tokens)
         first_ids += next_id
         next_id += num_ids
         prompt_len = tokens + prefix_len[pool_of]
@@ -221,11 +224,20 @@ def draw_class(kind: RequestClass, streams: _Streams, session_of: Indices, first
 def draw_pools(shared: SharedPrefix, streams: _Streams, first_id: int) -> list[list[PrefixRun]]:
     """The tokens of each pool's system prompt; prefix ids are numbered from `first_id` without gaps."""
     pools: list[list[PrefixRun]] = []
-    for length in shared.len.draw(streams.of(Stream.POOL_LENGTH), shared.pools).tolist():
+    lengths = shared.len.draw(streams.of(Stream.POOL_LENGTH), shared.pools)
+    _check_named(lengths)
+    for length in lengths.tolist():
         next_id = first_id + num_blocks(length)
         pools.append(runs_of(range(first_id, next_id), length))
         first_id = next_id
     return pools
+
+
+def _check_named(lengths: Lengths) -> None:
+    """InputError if prompts have more than MAX_NAMED_TOKENS in common: each names its blocks, which takes minutes."""
+    if (longest := int(lengths.max(initial=0))) > MAX_NAMED_TOKENS:
+        raise InputError(f"a shared prefix or a conversation has {longest:,} tokens; expected at most "
+                         f"{MAX_NAMED_TOKENS:,}. Give smaller lengths, or fewer turns.")
 
 
 def draw_pool_choices(shared: SharedPrefix, streams: _Streams, count: int) -> Indices:

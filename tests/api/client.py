@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,14 +90,14 @@ class Client:
         with self._lock:
             while self._queue and (max_requests < 0 or len(taken) < max_requests):
                 answer = self._queue.popleft()
-                self._outstanding.setdefault(answer.request.request_id, []).append(answer)
+                self._outstanding.setdefault(_key(answer.request.request_id), []).append(answer)
                 taken.append(answer.request)
         return taken
 
     def send_response(self, request_id: int, tensors: Tensors, is_final: bool, error: str) -> None:
         self._note("send")
         assert is_final or not error, "an error must be final"
-        outstanding = self._outstanding[request_id]
+        outstanding = self._outstanding[_key(request_id)]
         # Where an id is in use, it is the first one's, and the error is for one that came later.
         answer = outstanding[1 if "is in use" in error else 0]
         answer.responses.append(tensors)
@@ -118,3 +118,8 @@ class Client:
     def _note(self, event: str) -> None:
         self.events.append(event)
         self.threads.add(threading.get_ident())
+
+
+def _key(request_id: Any) -> Any:
+    """What stands for an id in a dictionary: a hostile one may be a list or an array."""
+    return request_id if isinstance(request_id, Hashable) else repr(request_id)

@@ -33,8 +33,8 @@ DEFECTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, 
            NameError)  # fmt: skip
 
 
-class Hang(BaseException):
-    """A command took longer than a limit."""
+class Hang(KeyboardInterrupt):
+    """A command took longer than a limit. Event loops swallow what is neither this nor SystemExit."""
 
 
 @dataclass

@@ -47,7 +47,8 @@ def request_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
 
 
 def _served(values: dict[str, Any], tensors: Any, streams: bool) -> int:
-    requests = [request_of(1), request_of(3, streaming=streams)]
+    # Ids that no hostile request has: of two requests with one id, an error does not say which it is of.
+    requests = [request_of(1_234_567), request_of(1_234_568, streaming=streams)]
     for make in (lambda: InferenceRequest(**values), lambda: InferenceRequest.from_tensors(7, tensors)):
         try:
             requests.insert(1, make())

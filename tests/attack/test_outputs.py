@@ -18,7 +18,11 @@ from ifbbench.config import SIDE_OUTPUTS
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
-from ifbbench.recording.run_directory import OPEN_SPANS
+from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON
+from ifbbench.planning.sweep import POINTS_FILE
+from ifbbench.planning.tune import Tuner
+from ifbbench.planning.tune_files import ANSWER, SERVER_FILES
+from ifbbench.recording.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
 from ifbbench.report.load import load_run
 from tests.attack.file_layer import ended, forked, in_fork, status_of
 
@@ -124,6 +128,31 @@ def test_outputs_of_a_run_are_checked_before_it(
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("command", "names"), [
+    (("sweep", "documentation", *NULL, "--over", "max_batch_size=2"), (SWEEP_FILE, SWEEP_JSON, POINTS_FILE,
+                                                                       SWEEP_CONFIG)),
+    ((*RUN, "--repeat", "2"), (REPEATS_FILE, "summary.json")),
+    (("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b"), (ANSWER, *SERVER_FILES,
+                                                                                        "pareto.png")),
+])  # fmt: skip
+def test_tables_are_checked_before_the_first_run(
+    command: tuple[str, ...], names: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ifbbench.replay.run.engine_for", None)  # it is not called
+    for name in names:
+        (tmp_path / name / name).mkdir(parents=True)
+        done = invoke(*command, "--output", str(tmp_path / name), "--overwrite", "--quiet")
+        assert (done.exit_code, list((tmp_path / name).iterdir())) == (2, [tmp_path / name / name])
+        assert f"--output {tmp_path / name / name}: cannot be written (is a directory)" in done.stderr
+
+
+def test_a_search_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tuner, "_search", lambda self: signal.raise_signal(signal.SIGINT))
+    done = invoke("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--quiet", "--output",
+                  str(tmp_path / "tune"))  # fmt: skip
+    assert (done.exit_code, done.stderr, list(tmp_path.iterdir())) == (130, "Interrupted.\n", [])
+
+
 @pytest.mark.parametrize("name", SIDE_OUTPUTS)
 def test_a_full_device_keeps_everything_else(name: str, tmp_path: Path) -> None:
     command = REAL if name == "responses_json" else RUN
@@ -161,6 +190,18 @@ def test_standard_output_on_a_full_device(finished: Path, tmp_path: Path, argume
     assert status == 1, errors
     assert "No space left on device" in errors
     assert errors.count("\n") <= 2, errors
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_standard_streams_that_are_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
+    for words, status in ((["run", "documentation", "--device", "null", "--time_scale", "0", "--output", "run"], 0),
+                          (["run", "-", *NULL], 2), (["report", "nothing"], 2), (["--version"], 0)):  # fmt: skip
+        code = (f"import os; [os.close(one) for one in {closed}]; "
+                f"os.execv({sys.executable!r}, {[*IFBBENCH, *words]!r})")  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (status, False), (words, done.stderr)
+        assert 2 in closed or (done.stderr.startswith("Error: ") == (status == 2))
+    assert load_run(tmp_path / "run").summary is not None
 
 
 def test_a_report_replaces_a_file_only_if_asked_to(finished: Path, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """The batch manager's loop: stories with known outcomes."""
 
 import dataclasses
+import gc
 
 import pytest
 
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.manager import SchedulerStalled
+from ifbbench.engine.kv_cache.manager import KvCacheManager
+from ifbbench.engine.manager import SchedulerStalled, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from tests.engine.engine import CheckingExecutor, run, token_of, with_tokens
@@ -197,3 +199,14 @@ def test_a_policy_that_runs_no_request_is_reported_with_its_own_reason():
     config = dataclasses.replace(SMALL, policy="tests.engine.odd_policies:StandsStill")
     with pytest.raises(SchedulerStalled, match="request 0 by fairness"):
         run(config, at_once(Request(0, 4, 3)), CheckingExecutor(4))
+
+
+def test_a_loop_is_freed_with_its_last_use():
+    """The blocks of a large cache are memory that the next run in the same process needs."""
+    gc.collect()
+    gc.disable()  # which would find cycles, at a time that does not depend on their size
+    try:
+        run(SMALL, documented_requests(), NullExecutor())
+        assert not [one for one in gc.get_objects() if isinstance(one, TokenGenerationLoop | KvCacheManager)]
+    finally:
+        gc.enable()

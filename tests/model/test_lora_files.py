@@ -66,6 +66,17 @@ def test_arrays_of_tensorrt_llm(tmp_path: Path) -> None:
     assert (layer, module) == (2, 3)
 
 
+@pytest.mark.parametrize("header", ["{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999999999999999, 5)}",
+                                    "{'descr': '<f4', 'fortran_order': False, 'shape': (1,",
+                                    "{'descr': ('<f4',), 'fortran_order': False, 'shape': (1, 5)}"])  # fmt: skip
+def test_headers_of_arrays_that_numpy_cannot_evaluate(header: str, tmp_path: Path) -> None:
+    text = header.encode() + b"\n"
+    for name in ("weights", "config"):
+        (tmp_path / f"model.lora_{name}.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    with pytest.raises(InputError, match=r"model\.lora_weights\.npy cannot be read as an array"):
+        find_adapters(str(tmp_path), TINY, 64)
+
+
 Q = f"{PREFIX}.1.self_attn.q_proj.lora"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"tensors": {f"{Q}_A.weight": (4, 64), f"{Q}_B.weight": (64, 4)}},

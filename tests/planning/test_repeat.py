@@ -141,6 +141,8 @@ def test_the_command_and_its_report(tmp_path: Path) -> None:
         assert "3 of 3 repeats completed" in output
         assert "±" in output
     assert CliRunner().invoke(main, ["report", str(directory / "repeat-2")]).exit_code == 0
+    refused = CliRunner().invoke(main, ["report", str(directory), "--output_csv", str(tmp_path / "figures.csv")])
+    assert (refused.exit_code, "--output_csv: is for one run" in refused.output) == (2, True)
 
 
 def test_a_repeat_with_failed_requests_fails_the_command(tmp_path: Path) -> None:

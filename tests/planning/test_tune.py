@@ -306,7 +306,7 @@ def test_the_figure_of_each_goal_has_an_interval(tmp_path, goal, options):
         "max_batch_size": 64, "max_num_tokens": 2048, "policy": "guaranteed_no_evict", "tokens_per_block": 32,
     }  # fmt: skip
     found = tune(goal=goal, max_num_samples=60, tp_size=1, enable_chunked_context=True, **limits, **options)
-    described = answer(found, record_best(found, tmp_path), [])["recommendation"]
+    described = answer(found, record_best(found, tmp_path, overwrite=False), [])["recommendation"]
     assert found.best is not None
     low, high = described["intervals_95"][found.goal.figure]
     assert low <= abs(found.best.score) <= high

@@ -9,7 +9,10 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.recording.client_side import UNKNOWN_FIGURES
 from ifbbench.replay.run import run_trace
+from ifbbench.report.figures import figures
+from ifbbench.report.load import load_run
 
 SIMULATED = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", max_num_samples=30, quiet=True)
 VARIED = [
@@ -42,6 +45,20 @@ def test_the_report_needs_no_iterations_and_other_commands_say_what_is_missing(t
         result = CliRunner().invoke(main, [*command.split(), str(tmp_path / "run")])
         assert result.exit_code == 2, (command, result.output)
         assert "run again with --recording full" in result.output
+
+
+def test_the_report_of_a_killed_run_has_what_its_requests_show(tmp_path: Path) -> None:
+    for recording in ("full", "summary"):
+        run_trace("chat", SIMULATED.with_values(recording=recording, output=str(tmp_path / recording)))
+        (tmp_path / recording / "summary.json").unlink()
+    full, killed = (figures(load_run(tmp_path / recording)) for recording in ("full", "summary"))
+    unknown = {*UNKNOWN_FIGURES, "itl_s"} - {"waiting_by_limit"}
+    assert {name for name in full if full[name] != killed[name]} <= unknown
+    assert (killed["iterations"], killed["bound_by"], killed["itl_s"]["p50"]) == (None, {}, None)
+    text = CliRunner().invoke(main, ["report", str(tmp_path / "summary")]).output
+    assert "Partial: the run did not reach its end." in text
+    assert "30 of 30" in text
+    assert "limits are unknown: --recording summary leaves them out." in text
 
 
 def test_plot_draws_what_needs_no_iterations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

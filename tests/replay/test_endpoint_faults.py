@@ -67,6 +67,14 @@ def test_unusual_responses_have_a_kind(answer: Answer, kind: str, words: str, tm
     assert all(words in line["error"] for line in rows(tmp_path)), rows(tmp_path)[0]["error"]
 
 
+@pytest.mark.parametrize(("header", "attempts"), [("", 13), ("Retry-After: 3600\r\n", 1)])
+def test_no_pause_before_a_retry_is_longer_than_the_timeout(header: str, attempts: int, tmp_path: Path) -> None:
+    with fake_endpoint(raw(f"HTTP/1.1 503 X\r\nContent-Length: 0\r\n{header}\r\n")) as server:
+        summary = replay(server, tmp_path, count=1, endpoint_retries=12, endpoint_timeout=0.05)
+        assert len(server.received) == attempts
+    assert summary["endpoint"]["errors"] == {"http_503": 1}
+
+
 def test_data_after_a_response_does_not_harm_the_next_one(tmp_path: Path) -> None:
     body = f"data: {json.dumps(token())}\n\ndata: [DONE]\n\n"
     response = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n{body}"

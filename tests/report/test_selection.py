@@ -26,6 +26,16 @@ def test_a_window_has_the_cells_of_its_iterations(tmp_path: Path) -> None:
     ) + 2  # the tokens at the ends of R7 and C1
 
 
+def test_a_range_of_requests_takes_no_time_for_those_that_are_not(tmp_path: Path) -> None:
+    run = load_run(write_documentation_run(tmp_path / "docs"))
+    assert select(run, requests="3-999999999999999999").requests["request_id"].tolist() == ["3", "4"]
+    for text in ("9" * 5000, f"1-{'9' * 5000}", "\u00b2-3"):
+        with pytest.raises(InputError, match="is not a request of the run"):
+            select(run, requests=text)
+    with pytest.raises(InputError, match=r"--from 9+: not valid"):
+        select(run, begin="9" * 5000)
+
+
 def test_times_choose_the_iterations_that_they_are_in(tmp_path: Path) -> None:
     run = load_run(write_documentation_run(tmp_path / "docs"))
     starts = run.iterations["start_s"]

@@ -96,6 +96,11 @@ def test_normal_lengths_are_rounded_and_at_least_one():
     assert drawn(Normal(2, 10)).min() == 1
 
 
+@pytest.mark.parametrize("distribution", [Normal(50, -0.0), ExponentialTime(-0.0), UniformTime(-0.0, -0.0)])
+def test_a_negative_zero_is_zero(distribution):
+    assert len(set(drawn(distribution).tolist())) == 1
+
+
 def test_uniform_lengths_include_both_ends():
     assert set(drawn(Uniform(3, 6)).tolist()) == {3, 4, 5, 6}
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from ifbbench.errors import InputError
 from ifbbench.workload.arrivals import AllAtOnce, Poisson
 from ifbbench.workload.distributions import ExponentialTime, Fixed, FixedTime, Geometric, Uniform
 from ifbbench.workload.draw import draw_trace
@@ -28,6 +29,13 @@ def conversations(requests):
     for request in sorted(requests, key=lambda request: request.request_id):
         found[request.prefix_ids[0]].append(request)
     return list(found.values())
+
+
+@pytest.mark.parametrize("changes", [{"sessions": Sessions(Fixed(4), FixedTime(1))},
+                                     {"shared_prefix": SharedPrefix(1, Fixed(2**31 - 1), 1.0)}])  # fmt: skip
+def test_prompts_that_share_more_than_can_be_named_are_refused(changes):
+    with pytest.raises(InputError, match=r"conversation has [0-9,]+ tokens; expected at most 16,777,216"):
+        drawn(replace(SPEC, **({"output_len": Fixed(2**23), "sessions": None} | changes)))
 
 
 def test_every_prompt_is_all_that_was_said_and_a_new_message():
