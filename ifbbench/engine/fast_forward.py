@@ -95,7 +95,10 @@ class FastForward:
         self, config: BatchingConfig, executor: Executor, clock: Clock, active: ActiveRequests, kv_cache: KvCache,
         scheduler: Scheduler, next_change: NextChange | None, adapters: AdapterCache | None = None,
     ) -> None:  # fmt: skip
-        assert isinstance(executor, PredictableExecutor) and isinstance(clock, VirtualClock) and next_change
+        """With these, `can_run` is true."""
+        assert isinstance(executor, PredictableExecutor)
+        assert isinstance(clock, VirtualClock)
+        assert next_change is not None
         self._adapters = adapters
         self._config = config
         self._executor = executor

@@ -59,8 +59,7 @@ class TokenGenerationLoop:
         queued: Callable[[], int] = lambda: 0, poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
         next_change: NextChange | None = None, next_priority: Callable[[], float | None] | None = None,
     ) -> None:  # fmt: skip
-        self.config = config
-        self.table = RequestTable(config.num_slots)
+        self.config, self.table = config, RequestTable(config.num_slots)
         self.active = ActiveRequests(self.table)
         self._executor, self._clock = executor, clock
         self._queued, self._poll_stop_signals = queued, poll_stop_signals
@@ -75,7 +74,6 @@ class TokenGenerationLoop:
         def refuse(request: Request, error: str) -> None:  # no method: a cycle would keep all blocks after the last use
             observed.left(request, error)
             send_response(Response(request, is_final=True, error=error))
-
         self._admission = Admission(AdmissionLimits(config, policy, self.adapters), config.max_active, get_requests,
                                     refuse, next_change, next_priority, config.max_queue_size)  # fmt: skip
         self._scheduler = Scheduler(config, policy, self.active, self.kv_cache)
@@ -156,7 +154,6 @@ class TokenGenerationLoop:
         while len(self._in_flight) > stays_in_flight:
             self._complete_oldest()
 
-        # Stop signals end requests in any phase.
         for request_id in self._poll_stop_signals():
             self.stop(request_id)
         if self._failure is not None:
