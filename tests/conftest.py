@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -18,6 +19,12 @@ hypothesis.settings.load_profile("ifbbench")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Collection imports large libraries, of which nothing is garbage.
+gc.disable()
+
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
@@ -26,6 +33,17 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder `shared` (traces, golden files) beside the repository")
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what exists from collections of garbage: it is a million objects, which stay until the end."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    # A run freezes what exists, and at its end unfreezes everything, which would include a million objects again.
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gc, "freeze", lambda: None)
+    patch.setattr(gc, "unfreeze", lambda: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
