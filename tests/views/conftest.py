@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-READY_MS = 20_000
+READY_MS = 300_000
 
 
 # Playwright keeps an event loop in this thread while it is open, with which tests of other files cannot start theirs.

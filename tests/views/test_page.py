@@ -85,7 +85,7 @@ def test_zoom_hover_search_click_and_keys(runs: list[Path], tmp_path: Path, open
     page.mouse.move(box["x"] + 500, box["y"] + 60)
     page.mouse.wheel(0, -400)
     shown = "ifbbench.state.to - ifbbench.state.from < ifbbench.state.end * 0.9"
-    assert any(page.evaluate(shown) or page.wait_for_timeout(20) for _ in range(500))  # the wheel acts some frames later
+    assert any(page.evaluate(shown) or page.wait_for_timeout(20) for _ in range(500))  # the wheel acts frames later
     page.click("#zoom-all")
     assert page.evaluate("[ifbbench.state.from, ifbbench.state.to]") == whole
 
@@ -129,6 +129,10 @@ def test_an_address_names_a_request(runs: list[Path], tmp_path: Path, opened: An
     assert page.evaluate("ifbbench.state.to - ifbbench.state.from") == page.evaluate("ifbbench.state.end")
 
 
+# A page draws in the next frame.
+DRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
 def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path], tmp_path: Path, opened: Any) -> None:
     page = opened(write_page(runs[:1], tmp_path))
     pictures = set()
@@ -136,7 +140,7 @@ def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path],
     for selector, values in choices.items():
         for value in values:
             page.select_option(selector, value)
-            page.wait_for_timeout(60)
+            page.evaluate(DRAWN)
             pictures.add(page.evaluate("document.querySelector('#views canvas').toDataURL()"))
     assert len(pictures) == 5  # no request has a class; phase and all requests are the first picture again
 
