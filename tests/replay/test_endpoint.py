@@ -503,8 +503,10 @@ def test_failed_requests_are_the_exit_status(tmp_path: Path) -> None:
     assert "Errors by kind: closed_early 3." in result.output
 
 
-def test_what_a_client_measures_agrees_with_what_our_server_recorded(tmp_path: Path) -> None:
-    """Latencies of the least delayed request within 5 % or 2 ms, on a simulated device."""
+@pytest.mark.parametrize("is_idle", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_client_measures_agrees_with_what_our_server_recorded(is_idle: bool, tmp_path: Path) -> None:
+    """Of a simulated device: a client sees nothing before the server made it; on an idle host, latencies within 5 % or
+    2 ms."""
     recorded = tmp_path / "recorded"
     lines = [{"request_id": index, "arrival_s": 0.1 * index, "prompt_len": 60 + 20 * index, "output_len": 12 + index}
              for index in range(16)]  # fmt: skip
@@ -515,14 +517,18 @@ def test_what_a_client_measures_agrees_with_what_our_server_recorded(tmp_path: P
         summary = run_trace(str(path), config).summary
         server.end()
     own = {line["prompt_len"]: line for line in map(json.loads, (recorded / "requests.jsonl").read_text().splitlines())}
-    differences: dict[str, list[float]] = {"ttft_s": [], "tpot_s": []}
+    differences = []
     for line in rows(tmp_path):
         there = own[line["prompt_len"]]
         assert line["output_len"] == there["output_len"] == line["max_new_tokens"]
         # The server's request arrives when it has read it.
-        for name, offset_s in (("ttft_s", line["sent_s"] - line["arrival_s"]), ("tpot_s", 0.0)):
-            differences[name].append(abs(line[name] - offset_s - there[name]) / max(0.002, 0.05 * there[name]))
-    assert all(min(found) < 1 for found in differences.values()), "a busy host delays others"
+        offset_s = line["sent_s"] - line["arrival_s"]
+        assert line["e2e_s"] - offset_s >= there["e2e_s"] - 0.002
+        for name, found_s in (("ttft_s", line["ttft_s"] - offset_s), ("tpot_s", line["tpot_s"])):
+            differences.append(abs(found_s - there[name]) / max(0.002, 0.05 * there[name]))
+        assert line["ttft_s"] - offset_s >= there["ttft_s"] - 0.002
+    differences.sort()
+    assert not is_idle or differences[len(differences) // 2] < 1, "some are delayed"
     assert summary["endpoint"]["chunk_tokens"] == {"stream": 16}
     assert any("kv_cache_block_metrics" in name for name in rows(tmp_path, "metrics")[-1]["values"])
 
