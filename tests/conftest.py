@@ -2,7 +2,9 @@
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -22,9 +24,6 @@ if not Path("/dev/nvidiactl").exists():
 # The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Collection imports large libraries, of which nothing is garbage.
-gc.disable()
-
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
@@ -35,15 +34,22 @@ def shared_dir() -> Path:
     return folder
 
 
-def pytest_collection_finish() -> None:
-    """Exclude what exists from collections of garbage: it is a million objects, which stay until the end."""
-    gc.enable()
-    gc.collect()
-    gc.freeze()
-    # A run freezes what exists, and at its end unfreezes everything, which would include a million objects again.
-    patch = pytest.MonkeyPatch()
-    patch.setattr(gc, "freeze", lambda: None)
-    patch.setattr(gc, "unfreeze", lambda: None)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Exclude what exists after pytest's collection from collections of garbage: a million objects of libraries and
+    tests, which stay until the end. Else each takes a second, and so few come that models of finished runs fill memory.
+    """
+    gc.disable()  # what is imported is no garbage
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        # A run freezes what exists, and at its end unfreezes everything, which would include those objects again.
+        patch = pytest.MonkeyPatch()
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
