@@ -252,7 +252,8 @@ def started_together(arguments: Sequence[str], count: int, directory: Path) -> t
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_run_with_its_results(number: int, tmp_path: Path) -> None:
-    words = ["run", "documentation", "--device", "null", "--request_rate", "0.01", "--output", "run"]
+    # Python handles a signal that comes right before it sleeps after that sleep: until the next request.
+    words = ["run", "documentation", "--device", "null", "--request_rate", "0.05", "--output", "run"]
     running = subprocess.Popen([*IFBBENCH, *words, "--quiet"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_for(tmp_path / "run" / OPEN_SPANS)
     running.send_signal(number)
