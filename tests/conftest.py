@@ -1,7 +1,10 @@
 """What every test may use."""
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -18,6 +21,9 @@ hypothesis.settings.load_profile("ifbbench")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
@@ -26,6 +32,24 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder `shared` (traces, golden files) beside the repository")
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Exclude what exists after pytest's collection from collections of garbage: a million objects of libraries and
+    tests, which stay until the end. Else each takes a second, and so few come that models of finished runs fill memory.
+    """
+    gc.disable()  # what is imported is no garbage
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        # A run freezes what exists, and at its end unfreezes everything, which would include those objects again.
+        patch = pytest.MonkeyPatch()
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

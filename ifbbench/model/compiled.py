@@ -146,7 +146,7 @@ def _compile(compiler: list[str], library: Path) -> None:
             str(Path(directory) / f"{source.stem}_{kind}.o"): [*compiler, *COMPILE, *options, str(source), "-o"]
             for source in sorted(SOURCES.glob("*.c")) for kind, options in KINDS.values()
         }
-        run = partial(subprocess.run, check=True, capture_output=True, timeout=60)
+        run = partial(subprocess.run, check=True, capture_output=True, timeout=600)
         with ThreadPoolExecutor() as threads:
             list(threads.map(run, [[*command, compiled] for compiled, command in commands.items()]))
         linked = Path(directory) / library.name

@@ -24,7 +24,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution.communicator import HEADER, Communicator
 from ifbbench.execution.ranks import RankFailed, cause_of
 
-WAIT_S = 20
+WAIT_S = 300
 LIMITS = BatchingConfig("max_utilization", max_batch_size=4, max_num_tokens=64, max_seq_len=128, max_input_len=64,
                         tokens_per_block=8, num_blocks=16)  # fmt: skip
 

@@ -92,7 +92,7 @@ async def _client(config: RunConfig, settings: ServerConfig) -> AsyncIterator[ht
     with server.serving_engine(config) as engine:
         async with server.running_service(engine, config, settings) as service:
             transport = httpx.ASGITransport(server._endpoints(service, config, settings).app())
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
                 yield client
 
 

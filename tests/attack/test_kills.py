@@ -140,7 +140,7 @@ def with_requests(arguments: Sequence[str]) -> int:
 
             def send() -> None:
                 try:
-                    with httpx.Client(timeout=60) as client, suppress(httpx.HTTPError):
+                    with httpx.Client(timeout=300) as client, suppress(httpx.HTTPError):
                         for number in range(3):
                             client.post(f"{url}/v1/completions", json={"prompt": [number, 7], "max_tokens": 2})
                 finally:

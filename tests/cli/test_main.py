@@ -110,7 +110,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments, tmp_path):
     assert done.stdout is not None
     assert done.stderr is not None
     done.stdout.close()
-    assert (done.wait(timeout=60), done.stderr.read()) == (0, b"")
+    assert (done.wait(timeout=300), done.stderr.read()) == (0, b"")
     done.stderr.close()
 
 

@@ -26,7 +26,7 @@ def code_with(text: str, page: Path = PAGE) -> str:
 def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code_with("get_inference_requests"))
     answer = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )  # fmt: skip
     lines = answer.stdout.splitlines()
@@ -90,7 +90,7 @@ def test_the_server_of_two_ranks_answers_on_rank_0_alone(tmp_path: Path) -> None
                                     "OMPI_COMM_WORLD_RANK": str(rank)},
         ) for rank in range(2)
     ]  # fmt: skip
-    printed = [server.communicate(timeout=120)[0].splitlines() for server in servers]
+    printed = [server.communicate(timeout=300)[0].splitlines() for server in servers]
     assert [server.returncode for server in servers] == [0, 0]
     assert printed[1] == []
     answers = [json.loads(line.partition(": ")[2]) for line in sorted(printed[0])]

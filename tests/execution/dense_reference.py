@@ -12,11 +12,9 @@ from ifbbench.model.weights import ModelWeights, random_weights
 
 def mask_of(length: int, size: int, sink: int) -> Tensor:
     """[queries, keys]: the keys that an attention window of `size` tokens, `sink` of them sink tokens, shows."""
-    mask = torch.zeros(length, length, dtype=torch.bool)
-    for query in range(length):
-        for key in range(query + 1):
-            mask[query, key] = key < sink or query - key < size - sink
-    return mask
+    keys = torch.arange(length)
+    distances = keys[:, None] - keys
+    return (distances >= 0) & ((keys < sink) | (distances < size - sink))
 
 
 @cache

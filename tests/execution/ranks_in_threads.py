@@ -13,7 +13,7 @@ from torch import Tensor
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.part import ModelPart
 
-WAIT_S = 60
+WAIT_S = 300
 Result = TypeVar("Result")
 
 

@@ -153,7 +153,7 @@ def test_the_executor_gives_the_same_tokens_with_kernels_as_without(device: torc
                                 lora=lora_config)  # fmt: skip
         executor = ModelExecutor(model, one_window_layout(config, 30, 8), limits.num_slots, 40, lora=lora_config)
         waiting = [
-            Request(index, 5 + 3 * index, 5, prompt_tokens=np.arange(5 + 3 * index, dtype=np.int32) * 7 % 61,
+            Request(index, 5 + 3 * index, 3, prompt_tokens=np.arange(5 + 3 * index, dtype=np.int32) * 7 % 61,
                     lora_task_id=[None, 0, 1, 2, 3, 0][index])
             for index in range(6)
         ]  # fmt: skip

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,13 +59,15 @@ Answer = Callable[[Received, Writer], Awaitable[None]]
 
 @dataclass
 class FakeEndpoint:
-    """The running server. answer: of a POST; gets: answers of GET by path, (status, content)."""
+    """The running server. answer: of a POST; gets: answers of GET by path, (status, content); asked: how often GET read
+    each path."""
 
     answer: Answer
     gets: dict[str, tuple[int, Any]]
     host: str = "127.0.0.1"
     port: int = 0
     received: list[Received] = field(default_factory=list)
+    asked: Counter[str] = field(default_factory=Counter)
     connections: int = 0
 
     @property
@@ -83,6 +86,7 @@ class FakeEndpoint:
                     headers[name.lower()] = value.strip()
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 if method == "GET":
+                    self.asked[path] += 1
                     status, found = self.gets.get(path, (404, {"detail": "Not Found"}))
                     if isinstance(found, str):
                         await writer.raw(f"HTTP/1.1 {status} X\r\nContent-Length: {len(found)}\r\n\r\n{found}")
@@ -118,13 +122,13 @@ def fake_endpoint(
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield server
     finally:
         loop, stop = loops[0]
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
 
 
 def token(text: str = " a", **fields: Any) -> dict[str, Any]:

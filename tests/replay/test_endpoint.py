@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.replay import endpoint_server
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.report.charts import ENDPOINT_CHARTS
 from ifbbench.report.figures import figures
@@ -149,7 +150,8 @@ def test_the_tokens_of_one_chunk_have_no_gap_between_them(tmp_path: Path) -> Non
     assert summary["itl_s"]["min"] == 0
     assert summary["itl_s"]["mean"] == pytest.approx(line["tpot_s"]) == pytest.approx((times_s[2] - times_s[0]) / 5)
     assert summary["itl_s"]["max"] == pytest.approx(max(times_s[1] - times_s[0], times_s[2] - times_s[1]))
-    assert summary["endpoint"]["chunk_gap_s"]["min"] >= 0.015
+    gaps_s = [times_s[1] - times_s[0], times_s[2] - times_s[1]]
+    assert summary["endpoint"]["chunk_gap_s"]["min"] == pytest.approx(min(gaps_s), abs=1e-6)
 
 
 def test_a_tokenizer_counts_the_tokens_of_chunks(tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ def test_arrivals_sessions_concurrency_and_duration_are_those_of_every_client(tm
     path = tmp_path / "sessions.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with fake_endpoint(three_tokens) as server:
-        config = RunConfig(endpoint=server.url, warm_up=0, duration=1.0, output=str(tmp_path / "run"))
+        config = RunConfig(endpoint=server.url, warm_up=0, duration=8.0, output=str(tmp_path / "run"))
         summary = run_trace(str(path), config).summary
     found = {line["request_id"]: line for line in rows(tmp_path)}
     assert set(found) == {1, 2, 3}
@@ -362,16 +364,25 @@ def test_the_key_is_sent_and_not_recorded(tmp_path: Path, monkeypatch) -> None:
     assert "given-key" not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
 
 
-def test_metrics_are_polled(tmp_path: Path) -> None:
+def test_metrics_are_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_server, "POLL_INTERVAL_S", 0.02)
+
+    async def answer(request: Received, writer: Writer) -> None:
+        while max(server.asked[path] for path in ("/metrics", "/other", "/none")) < 2:  # the client has the first ones
+            await asyncio.sleep(0.01)
+        await three_tokens(request, writer)
+
     text = "# HELP x y\nvllm:num_requests_waiting{m=\"a b\"} 2\nh_bucket{le=\"1\"} 3\nh_sum 4.5\nnan_one NaN\n"
-    with fake_endpoint(three_tokens, metrics=(200, text), other=(200, [{"iter": 1, "numQueuedRequests": 5}])) as server:
+    with fake_endpoint(answer, metrics=(200, text), other=(200, [{"iter": 1, "numQueuedRequests": 5}])) as server:
         summary = replay(server, tmp_path, count=2, poll_metrics=True)
         assert summary["endpoint"]["metrics_samples"] >= 1
         assert rows(tmp_path, "metrics")[0]["values"] == {'vllm:num_requests_waiting{m="a b"}': 2.0, "h_sum": 4.5}
         assert "metrics.jsonl" in check(tmp_path / "run")
         assert "num_requests_waiting" in CliRunner().invoke(main, ["why", str(tmp_path / "run")]).output
+        server.asked.clear()
         replay(server, tmp_path, poll_metrics=True, metrics_url=f"{server.url}/other", overwrite=True)
         assert rows(tmp_path, "metrics")[0]["iterations"] == [{"iter": 1, "numQueuedRequests": 5}]
+        server.asked.clear()
         summary = replay(server, tmp_path, poll_metrics=True, metrics_url=f"{server.url}/none", overwrite=True)
         assert summary["endpoint"]["metrics_errors"] >= 1
 
@@ -463,17 +474,19 @@ def test_an_interrupted_run_leaves_readable_results(tmp_path: Path) -> None:
             await asyncio.sleep(60)
 
     with fake_endpoint(slow) as server:
-        command = [sys.executable, "-m", "ifbbench", "run", trace(tmp_path, 8), "--endpoint", server.url,
+        # The last four are sent when the first four have ended.
+        lines = [{"request_id": index, "arrival_s": 0.0, "prompt_len": 4, "output_len": 3} for index in range(8)]
+        path = tmp_path / "trace.jsonl"
+        path.write_text("".join(json.dumps(line | ({"after": index - 4} if index >= 4 else {})) + "\n"
+                                for index, line in enumerate(lines)))  # fmt: skip
+        command = [sys.executable, "-m", "ifbbench", "run", str(path), "--endpoint", server.url,
                    "--warm_up", "0", "--output", str(tmp_path / "run"), "--quiet"]  # fmt: skip
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
                                    env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
-        for _ in range(600):
-            if len(server.received) == 8:
-                break
-            time.sleep(0.05)
-        time.sleep(0.2)
+        while len(server.received) < 8 and process.poll() is None:
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "4 of 8 requests were done" in errors
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -490,8 +503,10 @@ def test_failed_requests_are_the_exit_status(tmp_path: Path) -> None:
     assert "Errors by kind: closed_early 3." in result.output
 
 
-def test_what_a_client_measures_agrees_with_what_our_server_recorded(tmp_path: Path) -> None:
-    """Latencies within 5 % or 2 ms, on a simulated device; and tokens of a model on the CPU are those of a replay."""
+@pytest.mark.parametrize("is_idle", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_client_measures_agrees_with_what_our_server_recorded(is_idle: bool, tmp_path: Path) -> None:
+    """Of a simulated device: a client sees nothing before the server made it; on an idle host, latencies within 5 % or
+    2 ms."""
     recorded = tmp_path / "recorded"
     lines = [{"request_id": index, "arrival_s": 0.1 * index, "prompt_len": 60 + 20 * index, "output_len": 12 + index}
              for index in range(16)]  # fmt: skip
@@ -507,10 +522,13 @@ def test_what_a_client_measures_agrees_with_what_our_server_recorded(tmp_path: P
         there = own[line["prompt_len"]]
         assert line["output_len"] == there["output_len"] == line["max_new_tokens"]
         # The server's request arrives when it has read it.
-        for name, offset_s in (("ttft_s", line["sent_s"] - line["arrival_s"]), ("tpot_s", 0.0)):
-            differences.append(abs(line[name] - offset_s - there[name]) / max(0.002, 0.05 * there[name]))
+        offset_s = line["sent_s"] - line["arrival_s"]
+        assert line["e2e_s"] - offset_s >= there["e2e_s"] - 0.002
+        for name, found_s in (("ttft_s", line["ttft_s"] - offset_s), ("tpot_s", line["tpot_s"])):
+            differences.append(abs(found_s - there[name]) / max(0.002, 0.05 * there[name]))
+        assert line["ttft_s"] - offset_s >= there["ttft_s"] - 0.002
     differences.sort()
-    assert differences[len(differences) // 2] < 1, "a busy host delays some"
+    assert not is_idle or differences[len(differences) // 2] < 1, "some are delayed"
     assert summary["endpoint"]["chunk_tokens"] == {"stream": 16}
     assert any("kv_cache_block_metrics" in name for name in rows(tmp_path, "metrics")[-1]["values"])
 

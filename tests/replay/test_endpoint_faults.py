@@ -167,7 +167,7 @@ def test_the_limit_of_open_files(tmp_path: Path, monkeypatch) -> None:
                    server.url, "--warm_up", "0", "--output", str(tmp_path / "run")]  # fmt: skip
         result = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48)), timeout=60,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48)), timeout=300,
         )  # fmt: skip
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr

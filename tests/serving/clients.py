@@ -32,7 +32,7 @@ class ServerProcess:
     def end(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Exit status, and the rest of what it printed."""
         self.process.send_signal(how)
-        rest, _ = self.process.communicate(timeout=60)
+        rest, _ = self.process.communicate(timeout=300)
         return self.process.returncode, self.log + rest
 
 

@@ -20,7 +20,7 @@ MODELS = ["tiny", "lora-0", "lora-1"]
 
 def ask(server: ServerProcess, path: str, **body: Any) -> dict[str, Any]:
     content = json.dumps(body).encode() if body else None
-    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/{path}", content), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/{path}", content), timeout=300) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 

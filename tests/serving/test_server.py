@@ -234,7 +234,7 @@ def test_bad_fields_are_refused_by_name(client: openai.OpenAI, fields: dict[str,
 def status_of(url: str, content: bytes | None = None, key: str = KEY) -> int:
     request = urllib.request.Request(url, content, {"Authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         json.load(error)

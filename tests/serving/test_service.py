@@ -69,7 +69,7 @@ def run(use: Callable[[Service], Awaitable[None]], engine: Engine, max_queue_siz
 
 
 async def ended(generations: list[Generation]) -> None:
-    for _ in range(1000):
+    for _ in range(60_000):
         if all(one.is_done for one in generations):
             return
         await asyncio.sleep(0.005)

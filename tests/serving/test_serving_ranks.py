@@ -28,7 +28,7 @@ OUTPUT_LEN = 12
 PROMPTS = [[(7 * number + place) % 4096 for place in range(3 + 5 * number)] for number in range(9)]
 SPLITS = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 # As long as a rank may take to notice that another one has ended, and to write what is recorded.
-END_S = 20.0
+END_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def pids_of(directory: Path) -> list[int]:
 
 
 def check_ended(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + END_S
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))
@@ -146,7 +146,6 @@ def busy(
 ) -> Iterator[tuple[ServerProcess, list[int]]]:
     """A server that has a long stream, and the process ids of its ranks; all must end with the block, and the recording
     must be readable."""
-    options = ("--rank_timeout", "3", *options)
     with serving(directory, *options, tp_size=tp_size) as server, ThreadPoolExecutor(1) as threads:
         body = {"prompt": [3, 1, 4], "max_tokens": 500, "ignore_eos": True}
         complete(server, [1, 2, 3])
@@ -189,11 +188,11 @@ def test_a_rank_that_is_killed_while_no_request_is_there(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "sign", "message"), [
-    (0, signal.SIGKILL, "rank 0 was killed by SIGKILL"), (0, signal.SIGSTOP, "rank 0 did not answer for 3 s"),
-    (1, signal.SIGSTOP, "rank 1 did not answer for 3 s"),
+    (0, signal.SIGKILL, "rank 0 was killed by SIGKILL"), (0, signal.SIGSTOP, "rank 0 did not answer for 5 s"),
+    (1, signal.SIGSTOP, "rank 1 did not answer for 5 s"),
 ])  # fmt: skip
 def test_other_ranks_that_die_or_hang(tmp_path: Path, rank: int, sign: signal.Signals, message: str) -> None:
-    with busy(tmp_path / "run") as (server, pids):
+    with busy(tmp_path / "run", "--rank_timeout", "5") as (server, pids):
         os.kill(pids[rank], sign)
         check_message(server, message)
 

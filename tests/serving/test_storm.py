@@ -111,13 +111,13 @@ def test_no_task_is_left_when_clients_have_gone() -> None:
         """The number of the server's tasks before clients come, and when they have gone."""
 
         def count() -> int:
-            return asyncio.run_coroutine_threadsafe(tasks(), loop).result(10)
+            return asyncio.run_coroutine_threadsafe(tasks(), loop).result(300)
 
         try:
             time.sleep(0.2)  # the server has begun to accept
             before = count()
             asyncio.run(storm(int(url.rpartition(":")[2]), 30, 0.5, Counter()))
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while (after := count()) > before and time.monotonic() < deadline:
                 time.sleep(0.05)
             return before, after

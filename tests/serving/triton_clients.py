@@ -34,7 +34,7 @@ class Triton:
     def end(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Exit status, and what it printed since it took requests."""
         self.process.send_signal(how)
-        rest, _ = self.process.communicate(timeout=60)
+        rest, _ = self.process.communicate(timeout=300)
         return self.process.returncode, rest
 
 
@@ -103,7 +103,7 @@ class Stream:
         """The answers to `count` requests, by id, when they are complete; those with an error as ''."""
         answers: dict[str, Answer] = {}
         while count:
-            result, error = self._arrived.get(timeout=15)
+            result, error = self._arrived.get(timeout=300)
             if error is not None:
                 answers.setdefault("", Answer()).error = error
                 count -= 1
@@ -140,7 +140,7 @@ def scrape(server: Triton) -> dict[str, float]:
 
 
 def wait_for(server: Triton, name: str, value: float) -> dict[str, float]:
-    for _ in range(200):
+    for _ in range(6000):
         found = scrape(server)
         if found.get(name) == value:
             return found

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-READY_MS = 20_000
+# Long enough for a busy machine.
+PATIENCE_MS = 300_000
 
 
 # Playwright keeps an event loop in this thread while it is open, with which tests of other files cannot start theirs.
@@ -18,7 +19,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium is installed, in which the page would be opened")
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS)
         yield opened
         opened.close()
 
@@ -30,12 +31,13 @@ def opened(browser: Any) -> Iterator[Any]:
 
     def open_page(path: Path, fragment: str = "") -> Any:
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: problems.extend({request.url.partition("#")[0]} - {path.as_uri()}))
         page.goto(path.as_uri() + fragment)
         # Not wait_for_function: from its second look on, the page itself evaluates text, which its policy forbids.
-        page.wait_for_selector("html[data-ready-ms]", state="attached", timeout=READY_MS)
+        page.wait_for_selector("html[data-ready-ms]", state="attached")
         return page
 
     yield open_page

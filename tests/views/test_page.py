@@ -130,6 +130,10 @@ def test_an_address_names_a_request(runs: list[Path], tmp_path: Path, opened: An
     assert page.evaluate("ifbbench.state.to - ifbbench.state.from") == page.evaluate("ifbbench.state.end")
 
 
+# A page draws in the next frame.
+DRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
 def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path], tmp_path: Path, opened: Any) -> None:
     page = opened(write_page(runs[:1], tmp_path))
     pictures = set()
@@ -137,7 +141,7 @@ def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path],
     for selector, values in choices.items():
         for value in values:
             page.select_option(selector, value)
-            page.wait_for_timeout(60)
+            page.evaluate(DRAWN)
             pictures.add(page.evaluate("document.querySelector('#views canvas').toDataURL()"))
     assert len(pictures) == 5  # no request has a class; phase and all requests are the first picture again
 
