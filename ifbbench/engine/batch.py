@@ -16,12 +16,11 @@ from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.request import Request
 
 
-class ContextChunk(NamedTuple):
+class ContextChunk:
     """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
 
-    request: Request
-    start: int
-    length: int
+    def __init__(self, request: Request, start: int, length: int) -> None:
+        self.request, self.start, self.length = request, start, length
 
     @property
     def is_last(self) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
-from typing import Any, NamedTuple
+from typing import Any
 
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
@@ -29,7 +29,7 @@ STATIC_FIELDS = ("Total Generation Tokens", "Total Context Tokens", "Empty Gener
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
-class CacheState(NamedTuple):
+class CacheState:
     """The KV cache while an iteration ran.
 
     Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new, reused and missed
@@ -37,48 +37,50 @@ class CacheState(NamedTuple):
     that requests hold, and those with a token in them.
     """
 
-    max_blocks: int | None
-    used_blocks: int | None
-    tokens_per_block: int | None
-    allocated_total: int | None
-    allocated_new: int | None
-    reused: int | None
-    max_tokens: int
-    held_tokens: int
-    filled_tokens: int
-    missed: int | None = None
+    def __init__(
+        self, max_blocks: int | None, used_blocks: int | None, tokens_per_block: int | None,
+        allocated_total: int | None, allocated_new: int | None, reused: int | None, max_tokens: int, held_tokens: int,
+        filled_tokens: int, missed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.max_blocks, self.used_blocks, self.tokens_per_block = max_blocks, used_blocks, tokens_per_block
+        self.allocated_total, self.allocated_new = allocated_total, allocated_new
+        self.reused, self.missed = reused, missed
+        self.max_tokens, self.held_tokens, self.filled_tokens = max_tokens, held_tokens, filled_tokens
 
     @property
     def fragmentation(self) -> float:
         """Share of the held positions that have no token. Beams share tokens, so that it is at least 0."""
         return max(0.0, 1.0 - self.filled_tokens / self.held_tokens) if self.held_tokens else 0.0
 
-    @classmethod
-    def of(cls, cache: KvCache) -> "CacheState":
-        if not cache.num_blocks:
-            return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
+    @staticmethod
+    def of(cache: KvCache) -> "CacheState":
+        blocks = cache.num_blocks
+        if not blocks:
+            places = cache.places, cache.held_places, cache.filled_places
+            return CacheState(None, None, None, None, None, None, *places)
         counters, used, size = cache.counters, cache.num_used, cache.attention_window.tokens_per_block
-        return cls(
-            cache.num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
-            cache.num_blocks * size, used * size, cache.filled_places, counters.missed,
+        return CacheState(
+            blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
+            blocks * size, used * size, cache.filled_places, counters.missed,
         )  # fmt: skip
 
     def moved(self, blocks: int, tokens: int) -> "CacheState":
         """This state after generation took so many blocks and filled so many positions; before it, if negative."""
         used, size, total, new = self.used_blocks, self.tokens_per_block, self.allocated_total, self.allocated_new
-        if used is None or size is None or total is None or new is None:
-            return self._replace(filled_tokens=self.filled_tokens + tokens)
+        held, filled = self.held_tokens, self.filled_tokens + tokens
+        if used is not None and size is not None and total is not None and new is not None:
+            used, total, new, held = used + blocks, total + blocks, new + blocks, held + blocks * size
         return CacheState(
-            self.max_blocks, used + blocks, size, total + blocks, new + blocks, self.reused, self.max_tokens,
-            self.held_tokens + blocks * size, self.filled_tokens + tokens, self.missed,
-        )  # fmt: skip
+            self.max_blocks, used, size, total, new, self.reused, self.max_tokens, held, filled, self.missed
+        )
 
 
 # Of a record that is not complete yet.
 NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
 
 
-@dataclass(slots=True)
+# With its own constructor, because that of a dataclass is not compiled.
+@dataclass(slots=True, init=False)
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
@@ -131,13 +133,32 @@ class IterationRecord:
     loads: tuple[AdapterLoad, ...] = ()
     drafts: DraftCounts | None = None
 
+    def __init__(
+        self, iteration: int, micro_batch: int, start_s: float, timestamp: float, active: int, queued: int,
+        activated: list[Request], context: tuple[ContextChunk, ...], num_context_tokens: int, recomputed: int,
+        num_generation: int, num_generation_tokens: int, held: list[Request], paused: list[Pause],
+        left_out: LeftOut | None, blocked: tuple[LeftOut, ...], cache: CacheState, idle: int = 0, padding: int = 0,
+        submit_s: float = 0.0, context_end_s: float | None = None, end_s: float = 0.0,
+        finished: list[Request] | None = None, num_micro_batches: int = 1, in_flight: int = 0,
+        steps: tuple[int, int] | None = None, loads: tuple[AdapterLoad, ...] = (), drafts: DraftCounts | None = None,
+    ) -> None:  # fmt: skip
+        self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
+        self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
+        self.timestamp, self.active, self.queued, self.in_flight = timestamp, active, queued, in_flight
+        self.activated, self.finished = activated, [] if finished is None else finished
+        self.context, self.num_context_tokens, self.recomputed = context, num_context_tokens, recomputed
+        self.num_generation, self.num_generation_tokens = num_generation, num_generation_tokens
+        self.held, self.paused, self.left_out, self.blocked = held, paused, left_out, blocked
+        self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
+        self.loads, self.drafts = loads, drafts
+
     @property
     def budget_used(self) -> int:
         """Tokens of the packed batch."""
         return self.num_context_tokens + self.num_generation_tokens
 
 
-class Stretch(NamedTuple):
+class Stretch:
     """Consecutive iterations in which the same generation requests each generate a token, and the same prompts run
     chunks of the same lengths, without completing them in two iterations or more.
 
@@ -147,15 +168,13 @@ class Stretch(NamedTuple):
     seconds since the Unix epoch.
     """
 
-    first: IterationRecord
-    finished: list[Request]
-    start_s: list[float]
-    submit_s: list[float]
-    end_s: list[float]
-    more_blocks: list[int]
-    more_tokens: list[int]
-    last_cache: CacheState
-    epoch_s: int
+    def __init__(
+        self, first: IterationRecord, finished: list[Request], start_s: list[float], submit_s: list[float],
+        end_s: list[float], more_blocks: list[int], more_tokens: list[int], last_cache: CacheState, epoch_s: int,
+    ) -> None:  # fmt: skip
+        self.first, self.finished = first, finished
+        self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
+        self.more_blocks, self.more_tokens, self.last_cache = more_blocks, more_tokens, last_cache
 
     @property
     def length(self) -> int:
@@ -171,7 +190,10 @@ class Stretch(NamedTuple):
 
     def records(self) -> Iterator[IterationRecord]:
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            chunks = [chunk._replace(start=chunk.start + index * chunk.length) for chunk in self.first.context]
+            chunks = [
+                ContextChunk(chunk.request, chunk.start + index * chunk.length, chunk.length)
+                for chunk in self.first.context
+            ]
             yield replace(
                 self.first, context=tuple(chunks), iteration=self.first.iteration + index, cache=self.cache(index),
                 start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
@@ -233,11 +255,13 @@ class IterationStatistics:
             if self.is_static
             else (record.num_generation, record.num_context_tokens, record.micro_batch, len(record.paused))
         )
-        num_blocks, used, size, total, new, reused, *_ = record.cache
+        cache = record.cache
+        num_blocks, used = cache.max_blocks, cache.used_blocks
         free = None if num_blocks is None or used is None else num_blocks - used
         return (
             self.format_timestamp(record.timestamp), record.iteration, record.active, self.max_requests,
-            num_blocks, free, used, size, total, new, reused, scheduled, chunks, *of_type,
+            num_blocks, free, used, cache.tokens_per_block, cache.allocated_total, cache.allocated_new, cache.reused,
+            scheduled, chunks, *of_type,
         )  # fmt: skip
 
     def format_timestamp(self, timestamp: float) -> str:
