@@ -2,11 +2,10 @@
 digest of a schedule, which are made of them."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
-from typing import Any
+from typing import Any, Final
 
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
@@ -272,19 +271,23 @@ class IterationStatistics:
         return self._timestamp
 
 
-_NO_REQUESTS: set[int] = set()
-_SAME_AGAIN = b'{"context":[],"joined":[],"left":[],"paused":[]}\n'
-_ONE_CHUNK = _SAME_AGAIN.replace(b"[]", b"[[%d,%d]]", 1)
+_NO_REQUESTS: Final = set[int]()
+_LINES_AT_ONCE: Final = 256
 
 
-def _line_of(context: Sequence[ContextChunk], joined: Set[int], left: Set[int], paused: Set[int]) -> bytes:
-    """One line of the digest, canonical JSON."""
-    if not (joined or left or paused) and len(context) < 2:
-        return _ONE_CHUNK % (context[0].request.index, context[0].length) if context else _SAME_AGAIN
-    # Without spaces, lists of numbers are written alike in Python and JSON.
-    chunks = sorted([[chunk.request.index, chunk.length] for chunk in context])
-    lists = f'"context":{chunks},"joined":{sorted(joined)},"left":{sorted(left)},"paused":{sorted(paused)}'
-    return f"{{{lists}}}\n".replace(" ", "").encode()
+_NO_CHANGES: Final = '"joined":[],"left":[],"paused":[]}\n'
+
+
+def _line_of(context: tuple[ContextChunk, ...], changes: str) -> str:
+    """One line of the digest, canonical JSON. changes: its end, from `joined` on."""
+    if len(context) == 1:
+        return f'{{"context":[[{context[0].request.index},{context[0].length}]],{changes}'
+    chunks = sorted([(chunk.request.index, chunk.length) for chunk in context])
+    return f'{{"context":[{",".join([f"[{index},{length}]" for index, length in chunks])}],{changes}'
+
+
+def _listed(numbers: set[int]) -> str:
+    return ",".join([str(number) for number in sorted(numbers)]) if numbers else ""
 
 
 class ScheduleDigest:
@@ -297,45 +300,55 @@ class ScheduleDigest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._lines: list[str] = []  # those that are not in the hash yet
         self._generating, self._held = set[int](), set[int]()
         # Those that enter or leave generation with the next turn of each micro batch.
-        self._entering: defaultdict[int, set[int]] = defaultdict(set)
-        self._leaving: defaultdict[int, set[int]] = defaultdict(set)
+        self._entering, self._leaving = list[set[int]](), list[set[int]]()
 
     def add(self, record: IterationRecord) -> None:
         """Take in one iteration."""
-        joined, left, paused, held = self._changes(record)
-        if joined or left:
-            self._generating -= left
-            self._generating |= joined
-        if record.budget_used or paused:
-            self._hash.update(_line_of(record.context, joined, left, paused))
-        turn = record.iteration % record.num_micro_batches
-        self._entering[turn] = {chunk.request.index for chunk in record.context if chunk.is_last}
-        self._leaving[turn] = {request.index for request in record.finished} if record.finished else _NO_REQUESTS
-        self._held = held
-
-    def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
-        """The requests that joined and left generation since the iteration before, or the latest one of the same micro
-        batch, those paused and those held."""
+        # Changes since the iteration before, or the latest one of the same micro batch.
+        while len(self._entering) < record.num_micro_batches:
+            self._entering.append(set())
+            self._leaving.append(set())
         turn = record.iteration % record.num_micro_batches
         entering, leaving = self._entering[turn], self._leaving[turn]
-        if not (leaving or self._held or record.paused or record.held):
-            return entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
-        paused = {pause.victim.index for pause in record.paused}
-        held = {request.index for request in record.held}
-        left = (leaving | paused | held) & self._generating
-        joined = (entering | (self._held - held)) - leaving - paused - held
-        if paused and record.num_micro_batches > 1:
-            for others in self._entering.values():
-                others -= paused
-        return joined, left, paused, held
+        joined, left, paused, held = entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
+        if leaving or self._held or record.paused or record.held:
+            paused = {pause.victim.index for pause in record.paused}
+            held = {request.index for request in record.held}
+            left = (leaving | paused | held) & self._generating
+            joined = (entering | (self._held - held)) - leaving - paused - held
+            self._generating -= left
+            if paused and record.num_micro_batches > 1:
+                for others in self._entering:
+                    others -= paused
+        if joined:
+            self._generating |= joined
+        if record.budget_used or paused:
+            changes = _NO_CHANGES
+            if joined or left or paused:
+                changes = f'"joined":[{_listed(joined)}],"left":[{_listed(left)}],"paused":[{_listed(paused)}]}}\n'
+            self._add_line(_line_of(record.context, changes))
+        entering = {chunk.request.index for chunk in record.context if chunk.is_last}
+        self._entering[turn], self._leaving[turn] = entering, {request.index for request in record.finished}
+        self._held = held
 
     def add_stretch(self, stretch: Stretch) -> None:
         """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
         self.add(first := stretch.first)
-        self._hash.update(_line_of(first.context, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS) * (stretch.length - 1))
+        self._add_line(_line_of(first.context, _NO_CHANGES) * (stretch.length - 1))
         self._leaving[0] = {request.index for request in stretch.finished}
 
+    def _add_line(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) == _LINES_AT_ONCE:
+            self._hash_lines()
+
+    def _hash_lines(self) -> None:
+        self._hash.update("".join(self._lines).encode())
+        self._lines.clear()
+
     def hexdigest(self) -> str:
+        self._hash_lines()
         return self._hash.hexdigest()
