@@ -55,8 +55,7 @@ class CacheState:
     def of(cache: KvCache) -> "CacheState":
         blocks = cache.num_blocks
         if not blocks:
-            places = cache.places, cache.held_places, cache.filled_places
-            return CacheState(None, None, None, None, None, None, *places)
+            return CacheState(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters, used, size = cache.counters, cache.num_used, cache.attention_window.tokens_per_block
         return CacheState(
             blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
@@ -254,13 +253,12 @@ class IterationStatistics:
             if self.is_static
             else (record.num_generation, record.num_context_tokens, record.micro_batch, len(record.paused))
         )
-        cache = record.cache
-        num_blocks, used = cache.max_blocks, cache.used_blocks
-        free = None if num_blocks is None or used is None else num_blocks - used
+        cache, used = record.cache, record.cache.used_blocks
+        free = None if cache.max_blocks is None or used is None else cache.max_blocks - used
         return (
             self.format_timestamp(record.timestamp), record.iteration, record.active, self.max_requests,
-            num_blocks, free, used, cache.tokens_per_block, cache.allocated_total, cache.allocated_new, cache.reused,
-            scheduled, chunks, *of_type,
+            cache.max_blocks, free, used, cache.tokens_per_block, cache.allocated_total, cache.allocated_new,
+            cache.reused, scheduled, chunks, *of_type,
         )  # fmt: skip
 
     def format_timestamp(self, timestamp: float) -> str:
@@ -273,8 +271,6 @@ class IterationStatistics:
 
 _NO_REQUESTS: Final = set[int]()
 _LINES_AT_ONCE: Final = 256
-
-
 _NO_CHANGES: Final = '"joined":[],"left":[],"paused":[]}\n'
 
 

@@ -93,9 +93,10 @@ class JsonLinesWriter:
         self._is_whole = True  # whether no write has failed; after one that has, a line could follow half of another
 
     def add(self, line: Any) -> None:
-        """Append a line, which is encoded."""
-        _ENCODER.encode_into(line, self._lines, -1)
-        self._end_line()
+        """Append a line, which is encoded; nothing for None."""
+        if line is not None:
+            _ENCODER.encode_into(line, self._lines, -1)
+            self._end_line()
 
     def write(self, lines: Iterable[bytes]) -> None:
         """Append encoded lines, each without its line end."""

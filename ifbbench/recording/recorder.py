@@ -125,10 +125,8 @@ class RunMetrics:
             attribution_s[part] = number(seconds)
             if seconds and (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
-        times_s = [
-            number(queue_time_s), number(ttft_s), None if tpot_s is None else number(tpot_s), number(e2e_s),
-            number(first_scheduled_s), number(first_token_s), number(end_s),
-        ]  # fmt: skip
+        times_s = [number(queue_time_s), number(ttft_s), None if tpot_s is None else number(tpot_s), number(e2e_s),
+                   number(first_scheduled_s), number(first_token_s), number(end_s)]  # fmt: skip
         line = request_line(request, arrival_s, output_len, "completed", None, times_s, attribution_s)
         if self._has_goodput:
             latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
@@ -318,8 +316,7 @@ class Recorder(SummaryRecorder):
                 files.callback(writer.close)
             self._tracker.close(self.metrics.iterations - 1)
             if self._iterations is not None:
-                if (line := self._lines.last()) is not None:
-                    self._iterations.add(line)
+                self._iterations.add(self._lines.last())
                 self._write_batches(self._statistics.unreported())
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         summary = super().close(partial, complete)
@@ -336,8 +333,7 @@ class Recorder(SummaryRecorder):
     def _write_iteration(self, record: IterationRecord, limit: str) -> None:
         if self._iterations is None:
             return
-        if (line := self._lines.record(record, limit)) is not None:
-            self._iterations.add(line)
+        self._iterations.add(self._lines.record(record, limit))
         if self._statistics.is_static:
             self._write_batches(self._statistics.reported(record))
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec import UNSET
@@ -35,8 +35,8 @@ class Span:
         self, phase: str, first: int, cause: str | int | None = None, first_output: int = 0,
         chunks: list[int] | None = None,
     ) -> None:  # fmt: skip
-        self.phase, self.first, self.cause, self.first_output = phase, first, cause, first_output
-        self.chunks, self.produced = chunks, 0
+        self.phase, self.first, self.cause = phase, first, cause
+        self.first_output, self.chunks, self.produced = first_output, chunks, 0
         self.extra: list[tuple[int, int]] | None = None
 
 
@@ -236,11 +236,10 @@ class SpanTracker:
             # An iteration that failed produced no token, though it ran.
             self._close(timeline.end(iteration - 1, max_produced=request.num_outputs - timeline.produced))
 
-    def open_lines(self, last_iteration: int) -> Iterator[bytes]:
+    def open_lines(self, last_iteration: int) -> list[bytes]:
         """The lines of all open spans, as if they ended with `last_iteration`."""
-        for timeline in self._timelines.values():
-            if (line := timeline.open_line(last_iteration)) is not None:
-                yield encode(line)
+        lines = [timeline.open_line(last_iteration) for timeline in self._timelines.values()]
+        return [encode(line) for line in lines if line is not None]
 
     def close(self, last_iteration: int) -> None:
         """Write all open spans: the run ends with `last_iteration`."""
@@ -248,14 +247,11 @@ class SpanTracker:
             self._close(timeline.end(last_iteration))
 
     def _forget(self, request: Request) -> RequestTimeline:
-        self._is_active_alone(request.request_id)
+        self._stop_watching(request.request_id)
         return self._timelines.pop(request.request_id)
 
-    def _is_active_alone(self, request_id: int) -> None:
-        """Forget what else the request is than active."""
-        for partial in self._partial.values():
-            partial.pop(request_id, None)
-        for group in (self._held, self._blocked):
+    def _stop_watching(self, request_id: int) -> None:
+        for group in (*self._partial.values(), self._held, self._blocked):
             group.pop(request_id, None)
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
@@ -264,7 +260,6 @@ class SpanTracker:
         )
         held_until_s = self._held_until_s(request)
         if iteration and starts[iteration - 1] >= timeline.arrival_s:
-            # It did not become active at once.
             queued_from, held_from = bisect_left(starts, held_until_s), bisect_left(starts, timeline.arrival_s)
             if held_until_s > timeline.arrival_s and held_from < queued_from:
                 timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
@@ -280,7 +275,7 @@ class SpanTracker:
                 continue
             span = Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id)
             self._begin(self._timelines[victim.request_id], span)
-            self._is_active_alone(victim.request_id)
+            self._stop_watching(victim.request_id)
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
@@ -310,8 +305,7 @@ class SpanTracker:
             phase = Phase.RECOMPUTE if request.pauses else Phase.CONTEXT
             span = timeline.open
             if span is None or span.phase != phase:
-                span = Span(phase, record.iteration, chunks=[])
-                self._begin(timeline, span)
+                self._begin(timeline, span := Span(phase, record.iteration, chunks=[]))
                 if timeline.first_run < 0:
                     timeline.first_run = record.iteration
             assert span.chunks is not None
@@ -319,8 +313,7 @@ class SpanTracker:
             if not chunk.is_last:
                 partial[request.request_id] = timeline
                 continue
-            num_outputs = request.num_outputs
-            timeline.prompt_complete(record.iteration, num_outputs)
+            timeline.prompt_complete(record.iteration, num_outputs := request.num_outputs)
             if request not in record.finished:
                 next_step = record.iteration + record.num_micro_batches
                 self._begin(timeline, Span(Phase.GENERATION, next_step, first_output=num_outputs))
@@ -353,5 +346,5 @@ class SpanTracker:
         self._close(timeline.begin(span))
 
     def _close(self, line: SpanLine | None) -> None:
-        if line is not None and self.writer is not None:
+        if self.writer is not None:
             self.writer.add(line)
