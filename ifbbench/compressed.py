@@ -50,7 +50,7 @@ class GzipWriter:
         self._packed = bytearray()
         self._packed_end = 0
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes | bytearray) -> None:
         """Add `content`."""
         self._packed += self._packer.compress(content)
         if len(self._packed) >= BUFFER_BYTES:

@@ -32,12 +32,11 @@ class Positions:
         return self._registered - self._kv_cache.attention_window.bubble
 
 
-class ContextChunk(NamedTuple):
+class ContextChunk:
     """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
 
-    request: Request
-    start: int
-    length: int
+    def __init__(self, request: Request, start: int, length: int) -> None:
+        self.request, self.start, self.length = request, start, length
 
     @property
     def is_last(self) -> bool:

@@ -2,11 +2,10 @@
 digest of a schedule, which are made of them."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
@@ -29,7 +28,7 @@ STATIC_FIELDS = ("Total Generation Tokens", "Total Context Tokens", "Empty Gener
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
-class CacheState(NamedTuple):
+class CacheState:
     """The KV cache while an iteration ran.
 
     Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new, reused and missed
@@ -37,49 +36,50 @@ class CacheState(NamedTuple):
     that requests hold, and those with a token in them.
     """
 
-    max_blocks: int | None
-    used_blocks: int | None
-    tokens_per_block: int | None
-    allocated_total: int | None
-    allocated_new: int | None
-    reused: int | None
-    max_tokens: int
-    held_tokens: int
-    filled_tokens: int
-    missed: int | None = None
+    def __init__(
+        self, max_blocks: int | None, used_blocks: int | None, tokens_per_block: int | None,
+        allocated_total: int | None, allocated_new: int | None, reused: int | None, max_tokens: int, held_tokens: int,
+        filled_tokens: int, missed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.max_blocks, self.used_blocks, self.tokens_per_block = max_blocks, used_blocks, tokens_per_block
+        self.allocated_total, self.allocated_new = allocated_total, allocated_new
+        self.reused, self.missed = reused, missed
+        self.max_tokens, self.held_tokens, self.filled_tokens = max_tokens, held_tokens, filled_tokens
 
     @property
     def fragmentation(self) -> float:
         """Share of the held positions that have no token. Beams share tokens, so that it is at least 0."""
         return max(0.0, 1.0 - self.filled_tokens / self.held_tokens) if self.held_tokens else 0.0
 
-    @classmethod
-    def of(cls, cache: KvCache) -> "CacheState":
-        if not cache.num_blocks:
-            return cls(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
+    @staticmethod
+    def of(cache: KvCache) -> "CacheState":
+        blocks = cache.num_blocks
+        if not blocks:
+            return CacheState(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters, used, size = cache.counters, cache.num_used, cache.attention_window.tokens_per_block
-        return cls(
-            cache.num_blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
-            cache.num_blocks * size, used * size, cache.filled_places, counters.missed,
+        return CacheState(
+            blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
+            blocks * size, used * size, cache.filled_places, counters.missed,
         )  # fmt: skip
 
     def moved(self, blocks: int, tokens: int, new_blocks: int) -> "CacheState":
         """This state after generation took so many blocks, `new_blocks` of them without known tokens, and filled so
         many positions; before it, if negative."""
         used, size, total, new = self.used_blocks, self.tokens_per_block, self.allocated_total, self.allocated_new
-        if used is None or size is None or total is None or new is None:
-            return self._replace(filled_tokens=self.filled_tokens + tokens)
+        held, filled = self.held_tokens, self.filled_tokens + tokens
+        if used is not None and size is not None and total is not None and new is not None:
+            used, total, new, held = used + blocks, total + blocks, new + new_blocks, held + blocks * size
         return CacheState(
-            self.max_blocks, used + blocks, size, total + blocks, new + new_blocks, self.reused, self.max_tokens,
-            self.held_tokens + blocks * size, self.filled_tokens + tokens, self.missed,
-        )  # fmt: skip
+            self.max_blocks, used, size, total, new, self.reused, self.max_tokens, held, filled, self.missed
+        )
 
 
 # Of a record that is not complete yet.
 NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
 
 
-@dataclass(slots=True)
+# With its own constructor, because that of a dataclass is not compiled.
+@dataclass(slots=True, init=False)
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
@@ -132,13 +132,32 @@ class IterationRecord:
     loads: tuple[AdapterLoad, ...] = ()
     drafts: DraftCounts | None = None
 
+    def __init__(
+        self, iteration: int, micro_batch: int, start_s: float, timestamp: float, active: int, queued: int,
+        activated: list[Request], context: tuple[ContextChunk, ...], num_context_tokens: int, recomputed: int,
+        num_generation: int, num_generation_tokens: int, held: list[Request], paused: list[Pause],
+        left_out: LeftOut | None, blocked: tuple[LeftOut, ...], cache: CacheState, idle: int = 0, padding: int = 0,
+        submit_s: float = 0.0, context_end_s: float | None = None, end_s: float = 0.0,
+        finished: list[Request] | None = None, num_micro_batches: int = 1, in_flight: int = 0,
+        steps: tuple[int, int] | None = None, loads: tuple[AdapterLoad, ...] = (), drafts: DraftCounts | None = None,
+    ) -> None:  # fmt: skip
+        self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
+        self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
+        self.timestamp, self.active, self.queued, self.in_flight = timestamp, active, queued, in_flight
+        self.activated, self.finished = activated, [] if finished is None else finished
+        self.context, self.num_context_tokens, self.recomputed = context, num_context_tokens, recomputed
+        self.num_generation, self.num_generation_tokens = num_generation, num_generation_tokens
+        self.held, self.paused, self.left_out, self.blocked = held, paused, left_out, blocked
+        self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
+        self.loads, self.drafts = loads, drafts
+
     @property
     def budget_used(self) -> int:
         """Tokens of the packed batch."""
         return self.num_context_tokens + self.num_generation_tokens
 
 
-class Stretch(NamedTuple):
+class Stretch:
     """Consecutive iterations in which the same generation requests each generate a token, and the same prompts run
     chunks of the same lengths, without completing them in two iterations or more.
 
@@ -148,16 +167,15 @@ class Stretch(NamedTuple):
     one. epoch_s: the run's second zero in seconds since the Unix epoch.
     """
 
-    first: IterationRecord
-    finished: list[Request]
-    start_s: list[float]
-    submit_s: list[float]
-    end_s: list[float]
-    more_blocks: list[int]
-    more_tokens: list[int]
-    more_new: list[int]
-    last_cache: CacheState
-    epoch_s: int
+    def __init__(
+        self, first: IterationRecord, finished: list[Request], start_s: list[float], submit_s: list[float],
+        end_s: list[float], more_blocks: list[int], more_tokens: list[int], more_new: list[int],
+        last_cache: CacheState, epoch_s: int,
+    ) -> None:  # fmt: skip
+        self.first, self.finished = first, finished
+        self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
+        self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
+        self.last_cache = last_cache
 
     @property
     def length(self) -> int:
@@ -173,7 +191,7 @@ class Stretch(NamedTuple):
 
     def records(self) -> Iterator[IterationRecord]:
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            chunks = [chunk._replace(start=chunk.start + index * chunk.length) for chunk in self.first.context]
+            chunks = [ContextChunk(one.request, one.start + index * one.length, one.length) for one in self.first.context]
             yield replace(
                 self.first, context=tuple(chunks), iteration=self.first.iteration + index, cache=self.cache(index),
                 start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
@@ -235,11 +253,12 @@ class IterationStatistics:
             if self.is_static
             else (record.num_generation, record.num_context_tokens, record.micro_batch, len(record.paused))
         )
-        num_blocks, used, size, total, new, reused, *_ = record.cache
-        free = None if num_blocks is None or used is None else num_blocks - used
+        cache, used = record.cache, record.cache.used_blocks
+        free = None if cache.max_blocks is None or used is None else cache.max_blocks - used
         return (
             self.format_timestamp(record.timestamp), record.iteration, record.active, self.max_requests,
-            num_blocks, free, used, size, total, new, reused, scheduled, chunks, *of_type,
+            cache.max_blocks, free, used, cache.tokens_per_block, cache.allocated_total, cache.allocated_new,
+            cache.reused, scheduled, chunks, *of_type,
         )  # fmt: skip
 
     def format_timestamp(self, timestamp: float) -> str:
@@ -250,19 +269,21 @@ class IterationStatistics:
         return self._timestamp
 
 
-_NO_REQUESTS: set[int] = set()
-_SAME_AGAIN = b'{"context":[],"joined":[],"left":[],"paused":[]}\n'
-_ONE_CHUNK = _SAME_AGAIN.replace(b"[]", b"[[%d,%d]]", 1)
+_NO_REQUESTS: Final = set[int]()
+_LINES_AT_ONCE: Final = 256
+_NO_CHANGES: Final = '"joined":[],"left":[],"paused":[]}\n'
 
 
-def _line_of(context: Sequence[ContextChunk], joined: Set[int], left: Set[int], paused: Set[int]) -> bytes:
-    """One line of the digest, canonical JSON."""
-    if not (joined or left or paused) and len(context) < 2:
-        return _ONE_CHUNK % (context[0].request.index, context[0].length) if context else _SAME_AGAIN
-    # Without spaces, lists of numbers are written alike in Python and JSON.
-    chunks = sorted([[chunk.request.index, chunk.length] for chunk in context])
-    lists = f'"context":{chunks},"joined":{sorted(joined)},"left":{sorted(left)},"paused":{sorted(paused)}'
-    return f"{{{lists}}}\n".replace(" ", "").encode()
+def _line_of(context: tuple[ContextChunk, ...], changes: str) -> str:
+    """One line of the digest, canonical JSON. changes: its end, from `joined` on."""
+    if len(context) == 1:
+        return f'{{"context":[[{context[0].request.index},{context[0].length}]],{changes}'
+    chunks = sorted([(chunk.request.index, chunk.length) for chunk in context])
+    return f'{{"context":[{",".join([f"[{index},{length}]" for index, length in chunks])}],{changes}'
+
+
+def _listed(numbers: set[int]) -> str:
+    return ",".join([str(number) for number in sorted(numbers)]) if numbers else ""
 
 
 class ScheduleDigest:
@@ -275,45 +296,55 @@ class ScheduleDigest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._lines: list[str] = []  # those that are not in the hash yet
         self._generating, self._held = set[int](), set[int]()
         # Those that enter or leave generation with the next turn of each micro batch.
-        self._entering: defaultdict[int, set[int]] = defaultdict(set)
-        self._leaving: defaultdict[int, set[int]] = defaultdict(set)
+        self._entering, self._leaving = list[set[int]](), list[set[int]]()
 
     def add(self, record: IterationRecord) -> None:
         """Take in one iteration."""
-        joined, left, paused, held = self._changes(record)
-        if joined or left:
-            self._generating -= left
-            self._generating |= joined
-        if record.budget_used or paused:
-            self._hash.update(_line_of(record.context, joined, left, paused))
-        turn = record.iteration % record.num_micro_batches
-        self._entering[turn] = {chunk.request.index for chunk in record.context if chunk.is_last}
-        self._leaving[turn] = {request.index for request in record.finished} if record.finished else _NO_REQUESTS
-        self._held = held
-
-    def _changes(self, record: IterationRecord) -> tuple[set[int], set[int], set[int], set[int]]:
-        """The requests that joined and left generation since the iteration before, or the latest one of the same micro
-        batch, those paused and those held."""
+        # Changes since the iteration before, or the latest one of the same micro batch.
+        while len(self._entering) < record.num_micro_batches:
+            self._entering.append(set())
+            self._leaving.append(set())
         turn = record.iteration % record.num_micro_batches
         entering, leaving = self._entering[turn], self._leaving[turn]
-        if not (leaving or self._held or record.paused or record.held):
-            return entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
-        paused = {pause.victim.index for pause in record.paused}
-        held = {request.index for request in record.held}
-        left = (leaving | paused | held) & self._generating
-        joined = (entering | (self._held - held)) - leaving - paused - held
-        if paused and record.num_micro_batches > 1:
-            for others in self._entering.values():
-                others -= paused
-        return joined, left, paused, held
+        joined, left, paused, held = entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
+        if leaving or self._held or record.paused or record.held:
+            paused = {pause.victim.index for pause in record.paused}
+            held = {request.index for request in record.held}
+            left = (leaving | paused | held) & self._generating
+            joined = (entering | (self._held - held)) - leaving - paused - held
+            self._generating -= left
+            if paused and record.num_micro_batches > 1:
+                for others in self._entering:
+                    others -= paused
+        if joined:
+            self._generating |= joined
+        if record.budget_used or paused:
+            changes = _NO_CHANGES
+            if joined or left or paused:
+                changes = f'"joined":[{_listed(joined)}],"left":[{_listed(left)}],"paused":[{_listed(paused)}]}}\n'
+            self._add_line(_line_of(record.context, changes))
+        entering = {chunk.request.index for chunk in record.context if chunk.is_last}
+        self._entering[turn], self._leaving[turn] = entering, {request.index for request in record.finished}
+        self._held = held
 
     def add_stretch(self, stretch: Stretch) -> None:
         """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
         self.add(first := stretch.first)
-        self._hash.update(_line_of(first.context, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS) * (stretch.length - 1))
+        self._add_line(_line_of(first.context, _NO_CHANGES) * (stretch.length - 1))
         self._leaving[0] = {request.index for request in stretch.finished}
 
+    def _add_line(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) == _LINES_AT_ONCE:
+            self._hash_lines()
+
+    def _hash_lines(self) -> None:
+        self._hash.update("".join(self._lines).encode())
+        self._lines.clear()
+
     def hexdigest(self) -> str:
+        self._hash_lines()
         return self._hash.hexdigest()

@@ -49,7 +49,7 @@ class SpecDecodingStats(Struct, rename="camel"):
     draft_overhead: float
 
 
-class IterationDetails(Struct):
+class IterationDetails(Struct, gc=False):
     """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
 
     host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
@@ -89,7 +89,7 @@ class IterationDetails(Struct):
     spec_decoding: SpecDecodingStats | UnsetType = UNSET
 
 
-class IterationLine(Struct, rename={snake_case(name): name for name in COMMON_FIELDS}):
+class IterationLine(Struct, gc=False, rename={snake_case(name): name for name in COMMON_FIELDS}):
     """A line of `iterations.jsonl`: the documented statistics of the batch manager, in their order; those of the
     batching type and `ifbbench` follow. Counts of blocks are None for a contiguous cache."""
 

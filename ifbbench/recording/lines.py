@@ -1,15 +1,14 @@
 """The files of JSON lines in a run directory: what each line holds, how it is encoded and written.
 
-msgspec encodes a line in half the time that filling in a template takes. Optional fields are left out where they are
-UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
+msgspec encodes a line in half the time that filling in a template takes, into a buffer in a third of it.
+Optional fields are left out where they are UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from msgspec import UNSET, Raw
 from msgspec.json import Encoder
@@ -19,6 +18,7 @@ from ifbbench.engine.records import INFLIGHT_FIELDS, IterationRecord, IterationS
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.iteration_lines import (
+    ExecutorLine,
     InflightLine,
     IterationDetails,
     LeftOutRequest,
@@ -29,10 +29,12 @@ from ifbbench.recording.iteration_lines import (
 )
 from ifbbench.recording.request_lines import RequestLine
 
-FRAGMENTATION_DIGITS = 6
-LINES_AT_ONCE = 64
+SHARE_DIGITS: Final = 6
+SHARE_UNITS: Final = 1_000_000
+BYTES_AT_ONCE = 1 << 16
 
-encode = Encoder().encode
+_ENCODER: Final = Encoder()
+encode = _ENCODER.encode
 
 
 def number(value: float) -> Any:
@@ -57,34 +59,50 @@ RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
 
 def request_line(
     request: Request, arrival_s: float, output_len: int, outcome: str, error: str | None = None,
-    times_s: Sequence[float | None] = (None,) * 7, attribution_s: Mapping[str, float] = MappingProxyType({}),
+    times_s: Sequence[Any] = (None,) * 7, attribution_s: dict[str, Any] | None = None,
 ) -> RequestLine:  # fmt: skip
-    """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine."""
+    """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine; these and attribution_s are numbers to
+    be encoded (see `number`)."""
     # A pause appends output tokens to the prompt and lowers max_new_tokens by them.
     requested = request.max_new_tokens + request.prompt_len - request.original_prompt_len
-    queue, ttft, tpot, e2e, scheduled, first, end = (None if time is None else number(time) for time in times_s)
+    queue, ttft, tpot, e2e, scheduled, first, end = times_s
     return RequestLine(
         request.request_id, request.index, number(arrival_s), request.original_prompt_len, output_len,
         queue, ttft, tpot, e2e, scheduled, first, end, requested, request.pauses, request.recomputed_tokens,
-        request.reused_tokens if outcome == "completed" else 0,
-        {part: number(seconds) for part, seconds in attribution_s.items()}, outcome, error,
+        request.reused_tokens if outcome == "completed" else 0, attribution_s or {}, outcome, error,
     )  # fmt: skip
 
 
+def share_of(value: float) -> Any:
+    """`value`, from 0 to 1, rounded to `SHARE_DIGITS` as `round` does it, but quickly; to be encoded (see `number`)."""
+    scaled = value * SHARE_UNITS + 0.5
+    units = int(scaled)
+    # The product is exact to 1e-9: only halves, or what is as near to them, depend on more.
+    if 1e-6 < scaled - units < 1 - 1e-6:
+        return number(units / SHARE_UNITS)
+    return number(round(value, SHARE_DIGITS))
+
+
 class JsonLinesWriter:
-    """A file of JSON lines, compressed if the path ends in .gz. At most `LINES_AT_ONCE` lines and the buffer of the
-    file are in memory; after `flush` or `close` all lines can be read."""
+    """A file of JSON lines, compressed if the path ends in .gz. About `BYTES_AT_ONCE` of the latest lines and the
+    buffer of the file are in memory; after `flush` or `close` all lines can be read."""
 
     def __init__(self, path: Path) -> None:
         self._writer = open_to_write(path)
-        self._lines: list[bytes] = []
+        self._lines = bytearray()
         self._is_whole = True  # whether no write has failed; after one that has, a line could follow half of another
 
+    def add(self, line: Any) -> None:
+        """Append a line, which is encoded; nothing for None."""
+        if line is not None:
+            _ENCODER.encode_into(line, self._lines, -1)
+            self._end_line()
+
     def write(self, lines: Iterable[bytes]) -> None:
-        """Append lines, each without its line end."""
-        self._lines.extend(lines)
-        if len(self._lines) >= LINES_AT_ONCE:
-            self._write_gathered()
+        """Append encoded lines, each without its line end."""
+        for line in lines:
+            self._lines += line
+            self._end_line()
 
     def flush(self) -> None:
         """Make every line readable."""
@@ -96,17 +114,24 @@ class JsonLinesWriter:
         with closing(self._writer):
             self._write_gathered()
 
+    def _end_line(self) -> None:
+        self._lines += b"\n"
+        if len(self._lines) >= BYTES_AT_ONCE:
+            self._write_gathered()
+
     def _write_gathered(self) -> None:
         if self._lines and self._is_whole:
-            self._lines.append(b"")  # so that the last line ends too
             self._is_whole = False
-            self._writer.write(b"\n".join(self._lines))
+            self._writer.write(self._lines)
             self._is_whole = True
             self._lines.clear()
 
 
-class IterationEncoder:
-    """Encodes the lines of `iterations.jsonl`.
+Line: TypeAlias = InflightLine | StaticLine | ExecutorLine
+
+
+class IterationLines:
+    """Makes the lines of `iterations.jsonl`.
 
     statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
     that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
@@ -126,69 +151,65 @@ class IterationEncoder:
         # The latest iterations, if the last of them was left out.
         self._latest: IterationRecord | Stretch | None = None
 
-    def whole(self, record: IterationRecord, bound_by: str) -> bytes:
+    def whole(self, record: IterationRecord, bound_by: str) -> Line:
         """The line of a static batch."""
         self._bound_by = bound_by
-        return self._encoded(record)
+        return self._complete(record)
 
-    def record(self, record: IterationRecord, bound_by: str) -> Sequence[bytes]:
-        """The line of one iteration; none if it is left out. bound_by: its limit."""
+    def record(self, record: IterationRecord, bound_by: str) -> Line | None:
+        """The line of one iteration; None if it is left out. bound_by: its limit."""
         before, self._bound_by = self._bound_by, bound_by
         if record.iteration % self._every and not record.paused and bound_by == before:
             self._latest = record
-            return ()
+            return None
         self._latest = None
-        return (self._encoded(record),)
+        return self._complete(record)
 
-    def stretch(self, stretch: Stretch, bound_by: str) -> list[bytes]:
-        """The lines of all iterations of a stretch, equal to those of `record`: one line, of which only the fields that
-        differ are set again. Numbers of Python, because stretches are often so short that arrays are slower."""
-        first, cache, every, as_executor = stretch.first, stretch.first.cache, self._every, self._as_executor
-        timestamp_of = self._statistics.format_timestamp
+    def write_stretch(self, stretch: Stretch, bound_by: str, writer: JsonLinesWriter) -> None:
+        """Write the lines of all iterations of a stretch, equal to those of `record`: one line, of which only the
+        fields that differ are set again. Numbers of Python, because stretches are often so short that arrays are
+        slower."""
+        first, cache, every = stretch.first, stretch.first.cache, self._every
         changed, self._bound_by = bound_by != self._bound_by, bound_by
         size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
         used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
         free = (cache.max_blocks or 0) - used
         line = self._line(first)
         details = line.ifbbench
-        more = stretch.more_blocks, stretch.more_tokens, stretch.more_new
-        each = zip(stretch.start_s, stretch.submit_s, stretch.end_s, *more, strict=True)
-        lines = []
-        for iteration, (start_s, submit_s, end_s, blocks, tokens, new_blocks) in enumerate(each, start=first.iteration):
-            if not iteration % every or (changed and iteration == first.iteration):
-                line.timestamp = timestamp_of(stretch.epoch_s + start_s)
-                line.iteration_counter = iteration
-                line.free_kv_cache_blocks = free - blocks
-                line.used_kv_cache_blocks = used + blocks
-                line.allocated_total_kv_cache_blocks = total + blocks
-                line.allocated_new_kv_cache_blocks = new + new_blocks
-                fragmentation = round(max(0.0, 1.0 - (filled + tokens) / (held + blocks * size)), FRAGMENTATION_DIGITS)
-                numbers = start_s, (end_s - start_s) * 1000, (submit_s - start_s) * 1000, (end_s - submit_s) * 1000
-                if min(numbers) < 1e-4 or fragmentation < 1e-4 or start_s >= 1e16:
-                    details.start_s, details.latency_ms, details.host_ms, details.device_ms = map(number, numbers)
-                    details.kv_fragmentation = number(fragmentation)
-                else:
-                    details.start_s, details.latency_ms, details.host_ms, details.device_ms = numbers
-                    details.kv_fragmentation = fragmentation
-                if not as_executor:
-                    lines.append(encode(line))
-                else:
-                    completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
-                    lines.append(encode(executor_line(line, completed)))
+        for index, start_s in enumerate(stretch.start_s):
+            iteration = first.iteration + index
+            if iteration % every and not (changed and not index):
+                continue
+            submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
+            more, tokens = stretch.more_blocks[index], stretch.more_tokens[index]
+            line.timestamp = self._statistics.format_timestamp(stretch.epoch_s + start_s)
+            line.iteration_counter = iteration
+            line.free_kv_cache_blocks = free - more
+            line.used_kv_cache_blocks = used + more
+            line.allocated_total_kv_cache_blocks = total + more
+            line.allocated_new_kv_cache_blocks = new + stretch.more_new[index]
+            details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
+            details.host_ms = number((submit_s - start_s) * 1000)
+            details.device_ms = number((end_s - submit_s) * 1000)
+            details.kv_fragmentation = share_of(max(0.0, 1.0 - (filled + tokens) / (held + more * size)))
+            if self._as_executor:
+                completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
+                writer.add(executor_line(line, completed))
+            else:
+                writer.add(line)
         left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
         self._latest = stretch if left_out else None
-        return lines
 
-    def last(self) -> Sequence[bytes]:
+    def last(self) -> Line | None:
         """The line of the last iteration so far, if it was left out."""
         if self._latest is None:
-            return ()
+            return None
         record = deque(self._latest.records(), 1)[0] if isinstance(self._latest, Stretch) else self._latest
-        return (self._encoded(record),)
+        return self._complete(record)
 
-    def _encoded(self, record: IterationRecord) -> bytes:
+    def _complete(self, record: IterationRecord) -> Line:
         line = self._line(record)
-        return encode(executor_line(line, len(record.finished)) if self._as_executor else line)
+        return executor_line(line, len(record.finished)) if self._as_executor else line
 
     def _line(self, record: IterationRecord) -> InflightLine | StaticLine:
         return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[call-arg,arg-type]
@@ -206,7 +227,7 @@ class IterationEncoder:
             [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused]
             if record.paused else [],
             record.recomputed, record.budget_used, record.padding or UNSET,
-            record.cache.missed, number(round(record.cache.fragmentation, FRAGMENTATION_DIGITS)),
+            record.cache.missed, share_of(record.cache.fragmentation),
         )  # fmt: skip
         if record.steps is not None:
             details.first_step, details.last_step = record.steps

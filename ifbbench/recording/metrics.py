@@ -69,38 +69,54 @@ def limit_waited_for(part: str) -> str | None:
 class HeadOfLine:
     """Which limit held the head of the line, the first request that was left out, over time.
 
-    limit: the one that holds it now, None before the first iteration. _held: for each limit, when it began and ceased
-    to hold the head, and the seconds that it had held it before.
+    limit: the one that holds it now, None before the first iteration, since `_since_s`. _held: when each held it.
     """
 
     def __init__(self) -> None:
         self.limit: str | None = None
-        self._held: dict[str, tuple[array[float], array[float], array[float]]] = {}
+        self._since_s = 0.0
+        self._held: dict[str, _Held] = {}
 
     def change(self, limit: str, start_s: float) -> None:
         """`limit`, another one than so far, holds the head from `start_s` on."""
         if self.limit is not None:
-            self._held[self.limit][1][-1] = start_s
-        begins, ends, before = self._held.setdefault(limit, (array("d"), array("d"), array("d")))
-        before.append(before[-1] + (ends[-1] - begins[-1]) if before else 0.0)
-        begins.append(start_s)
-        ends.append(float("inf"))
-        self.limit = limit
+            held = self._held[self.limit]
+            held.ends.append(start_s)
+            held.seconds += start_s - self._since_s
+        if (held_now := self._held.get(limit)) is None:
+            held_now = self._held[limit] = _Held()
+        held_now.begins.append(start_s)
+        held_now.before.append(held_now.seconds)
+        self.limit, self._since_s = limit, start_s
 
     def split(self, begin_s: float, end_s: float) -> dict[str, float]:
         """The time from `begin_s` to `end_s` by the limit that held the head; the parts add up to it."""
-        if self.limit is not None and self._held[self.limit][0][-1] <= begin_s:
+        if self.limit is not None and self._since_s <= begin_s:
             return {self.limit: end_s - begin_s}
-        parts = {limit: self._seconds(limit, end_s) - self._seconds(limit, begin_s) for limit in self._held}
+        parts = {limit: held.until(end_s) - held.until(begin_s) for limit, held in self._held.items()}
         largest = max(parts, key=parts.__getitem__)
         parts[largest] = end_s - begin_s - sum([seconds for limit, seconds in parts.items() if limit != largest], 0.0)
         return {limit: seconds for limit, seconds in parts.items() if seconds > 0}
 
-    def _seconds(self, limit: str, until_s: float) -> float:
-        """How long `limit` held the head before `until_s`."""
-        begins, ends, before = self._held[limit]
-        index = bisect_right(begins, until_s) - 1
-        return before[index] + (min(until_s, ends[index]) - begins[index]) if index >= 0 else 0.0
+
+class _Held:
+    """When one limit held the head of the line.
+
+    begins, ends, before: each time, in seconds, and the seconds that it had held it before. It still holds it if it
+    began once more than it ended. seconds: all that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.begins, self.ends, self.before = array("d"), array("d"), array("d")
+        self.seconds = 0.0
+
+    def until(self, time_s: float) -> float:
+        """How many seconds it held the head before `time_s`."""
+        index = bisect_right(self.begins, time_s) - 1
+        if index < 0:
+            return 0.0
+        end_s = min(time_s, self.ends[index]) if index < len(self.ends) else time_s
+        return self.before[index] + (end_s - self.begins[index])
 
 
 def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:

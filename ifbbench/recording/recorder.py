@@ -20,7 +20,7 @@ from ifbbench.files import replace_file, writing
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.drafts import DraftTotals
-from ifbbench.recording.lines import IterationEncoder, JsonLinesWriter, encode, number, request_line
+from ifbbench.recording.lines import IterationLines, JsonLinesWriter, number, request_line
 from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, limit_waited_for, slow_ttft_s
 from ifbbench.recording.request_lines import RequestLine
 from ifbbench.recording.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
@@ -100,11 +100,10 @@ class RunMetrics:
         if cache.filled_tokens > self.peak_filled_tokens:
             self.peak_filled_tokens = cache.filled_tokens
 
-    def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> bytes:
+    def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> RequestLine:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        every, output_len = timeline.every, timeline.produced
-        first_scheduled_s = starts[next(first for name, first in timeline.closed if name == "context")]
+        output_len, first_scheduled_s = timeline.produced, starts[timeline.first_run]
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
         # Later than the last token where a static batch held the request back.
         end_s = ends[timeline.last_iteration]
@@ -112,20 +111,22 @@ class RunMetrics:
         tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
         name = self._class_of(request.index)
         population = self._populations[name, request.priority]
-        lengths = request.original_prompt_len, output_len
-        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, *lengths, self._completed)
+        prompt_len, place = request.original_prompt_len, self._completed
+        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt_len, output_len, place)
         self._completed += 1
-        population.gaps.add(stretches, every)
+        population.gaps.add(stretches, timeline.every)
         population.reused_tokens += request.reused_tokens
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s
         if end_s > self.last_end_s:
             self.last_end_s = end_s
-        attribution_s = timeline.attribution(starts, end_s)
-        for part, seconds in attribution_s.items():
+        attribution_s = dict[str, Any]()
+        for part, seconds in timeline.attribution(starts, end_s).items():
+            attribution_s[part] = number(seconds)
             if seconds and (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
-        times_s = (queue_time_s, ttft_s, tpot_s, e2e_s, first_scheduled_s, first_token_s, end_s)
+        times_s = [number(queue_time_s), number(ttft_s), None if tpot_s is None else number(tpot_s), number(e2e_s),
+                   number(first_scheduled_s), number(first_token_s), number(end_s)]  # fmt: skip
         line = request_line(request, arrival_s, output_len, "completed", None, times_s, attribution_s)
         if self._has_goodput:
             latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
@@ -134,7 +135,7 @@ class RunMetrics:
             line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
         return self._with_group(line, name, request.priority)
 
-    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> bytes:
+    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> RequestLine:
         """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
         `requests.jsonl`."""
         name = self._class_of(request.index)
@@ -148,13 +149,13 @@ class RunMetrics:
             line.slo_met = False
         return self._with_group(line, name, request.priority)
 
-    def _with_group(self, line: RequestLine, name: str | None, priority: float) -> bytes:
-        """The encoded line, with the request's class and priority where it has them."""
+    def _with_group(self, line: RequestLine, name: str | None, priority: float) -> RequestLine:
+        """The line, with the request's class and priority where it has them."""
         if name is not None:
             line.request_class = name
         if priority != DEFAULT_PRIORITY:
             line.priority = number(priority)
-        return encode(line)
+        return line
 
     def summary(self, digest: str, partial: bool, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
         """The content of `summary.json`. starts, ends: of each iteration, in seconds."""
@@ -261,7 +262,7 @@ class SummaryRecorder:
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None: ...
 
-    def _write_request(self, line: bytes) -> None: ...
+    def _write_request(self, line: RequestLine) -> None: ...
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -270,7 +271,7 @@ class Recorder(SummaryRecorder):
     `steps.jsonl` during the run, `summary.json` at its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. recording_format: suffix of the files of
-    lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationEncoder. recording: with
+    lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationLines. recording: with
     "summary", iterations, steps and spans are not written. clock: files are flushed each second by it; real time if
     None, so that a killed run loses little. The others: see SummaryRecorder.
     """
@@ -293,16 +294,16 @@ class Recorder(SummaryRecorder):
         self._requests, self._batches = self._writers["requests"], self._writers.get("iterations")
         self._iterations = self._writers.get(STEPS, self._batches)
         if "spans" in self._writers:
-            self._tracker.write = self._writers["spans"].write
-        self._encoder = IterationEncoder(statistics, iteration_stats_every, profile, as_executor)
-        self._batch_encoder = IterationEncoder(statistics, as_executor=as_executor)
+            self._tracker.writer = self._writers["spans"]
+        self._lines = IterationLines(statistics, iteration_stats_every, profile, as_executor)
+        self._batch_lines = IterationLines(statistics, as_executor=as_executor)
         self._clock, self._flushed_s = clock or WallClock(), 0.0
 
     def flush(self) -> None:
         """Make everything up to here readable, open spans included, in case the run is killed."""
         for writer in self._writers.values():
             writer.flush()
-        if self._tracker.write is not None:
+        if self._tracker.writer is not None:
             open_spans = self._tracker.open_lines(self.metrics.iterations - 1)
             replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
         self._flushed_s = self._clock.now()
@@ -315,7 +316,7 @@ class Recorder(SummaryRecorder):
                 files.callback(writer.close)
             self._tracker.close(self.metrics.iterations - 1)
             if self._iterations is not None:
-                self._iterations.write(self._encoder.last())
+                self._iterations.add(self._lines.last())
                 self._write_batches(self._statistics.unreported())
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         summary = super().close(partial, complete)
@@ -332,17 +333,18 @@ class Recorder(SummaryRecorder):
     def _write_iteration(self, record: IterationRecord, limit: str) -> None:
         if self._iterations is None:
             return
-        self._iterations.write(self._encoder.record(record, limit))
+        self._iterations.add(self._lines.record(record, limit))
         if self._statistics.is_static:
             self._write_batches(self._statistics.reported(record))
 
     def _write_batches(self, records: Iterable[IterationRecord]) -> None:
         assert self._batches is not None
-        self._batches.write([self._batch_encoder.whole(record, bound_by(record)) for record in records])
+        for record in records:
+            self._batches.add(self._batch_lines.whole(record, bound_by(record)))
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None:
         if self._iterations is not None:
-            self._iterations.write(self._encoder.stretch(stretch, limit))
+            self._lines.write_stretch(stretch, limit, self._iterations)
 
-    def _write_request(self, line: bytes) -> None:
-        self._requests.write([line])
+    def _write_request(self, line: RequestLine) -> None:
+        self._requests.add(line)

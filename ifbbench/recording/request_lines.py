@@ -3,7 +3,7 @@
 from msgspec import UNSET, Struct, UnsetType, field
 
 
-class SpanLine(Struct):
+class SpanLine(Struct, gc=False):
     """A line of `spans.jsonl`: consecutive iterations of a micro batch in which one request does one thing.
 
     cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
@@ -26,7 +26,7 @@ class SpanLine(Struct):
     steps: list[int] | UnsetType = UNSET
 
 
-class RequestLine(Struct):
+class RequestLine(Struct, gc=False):
     """A line of `requests.jsonl`. Times are None, and attribution_s is empty, unless the request completed.
 
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.

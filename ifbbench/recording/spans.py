@@ -2,8 +2,8 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from msgspec import UNSET
 
@@ -12,18 +12,17 @@ from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.recording.drafts import steps_of, stretches_of
-from ifbbench.recording.lines import RUNNING, Phase, encode
+from ifbbench.recording.lines import RUNNING, JsonLinesWriter, Phase, encode
 from ifbbench.recording.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
 from ifbbench.recording.request_lines import SpanLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
-_BATCH_SIZE = Limit.BATCH_SIZE.value
-_IN_QUEUE = f"{WAITING_FOR}{_BATCH_SIZE}"
-_IN_LINE = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
+_BATCH_SIZE: Final = Limit.BATCH_SIZE.value
+_IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
+_IN_LINE: Final = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
 
-@dataclass(slots=True)
 class Span:
     """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing.
 
@@ -32,13 +31,13 @@ class Span:
     generation with draft tokens: iterations that yielded several tokens, and how many beyond one.
     """
 
-    phase: str
-    first: int
-    cause: str | int | None = None
-    first_output: int = 0
-    chunks: list[int] | None = None
-    produced: int = 0
-    extra: list[tuple[int, int]] | None = None
+    def __init__(
+        self, phase: str, first: int, cause: str | int | None = None, first_output: int = 0,
+        chunks: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.phase, self.first, self.cause = phase, first, cause
+        self.first_output, self.chunks, self.produced = first_output, chunks, 0
+        self.extra: list[tuple[int, int]] | None = None
 
 
 def tokens_of(span: Span, last: int, every: int) -> int:
@@ -51,14 +50,15 @@ class RequestTimeline:
     """One request from its arrival to its end, in iterations.
 
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
+    first_run: the first iteration in which it ran, -1 before.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
     produced: the number of these tokens. every: the number of micro batches. While the request runs, it runs in each so
         many iterations. head: of the line, for the attribution. is_written: whether lines are returned.
     """
 
     __slots__ = (
-        "arrival_s", "closed", "every", "head", "is_written", "last_iteration", "open", "produced", "request",
-        "token_iterations",
+        "arrival_s", "closed", "every", "first_run", "head", "is_written", "last_iteration", "open", "produced",
+        "request", "token_iterations",
     )  # fmt: skip
 
     def __init__(
@@ -70,23 +70,23 @@ class RequestTimeline:
         self.arrival_s = arrival_s
         self.open: Span | None = None
         self.closed: list[tuple[str, int]] = []
-        self.last_iteration = -1
+        self.first_run = self.last_iteration = -1
         self.token_iterations: list[tuple[int, int]] = []
         self.produced = 0
 
-    def begin(self, span: Span) -> Sequence[bytes]:
-        """Close the open span and open `span`; returns the line of the closed one, none if it lasted no iteration."""
+    def begin(self, span: Span) -> SpanLine | None:
+        """Close the open span and open `span`; returns the line of the closed one, None if it lasted no iteration."""
         line = self.end(span.first - 1)
         self.open = span
         return line
 
-    def end(self, last: int, max_produced: int | None = None) -> Sequence[bytes]:
-        """Close the open span after iteration `last`; returns its line, none if it lasted no iteration.
+    def end(self, last: int, max_produced: int | None = None) -> SpanLine | None:
+        """Close the open span after iteration `last`; returns its line, None if it lasted no iteration.
 
         max_produced: the maximum number of output tokens that it can have produced, where known."""
         span, self.open = self.open, None
         if span is None or last < span.first:
-            return ()
+            return None
         phase = span.phase
         if self.every > 1:
             last = self._last_step(span, last)
@@ -101,20 +101,20 @@ class RequestTimeline:
             self.produced += produced
         self.closed.append((f"{WAITING_FOR}{span.cause}" if phase == Phase.WAITING else phase, span.first))
         self.last_iteration = last
-        return (self._line(span, last, produced),) if self.is_written else ()
+        return self._line(span, last, produced) if self.is_written else None
 
-    def open_line(self, last: int) -> Sequence[bytes]:
-        """The line of the open span as if iteration `last` were its last; none if it is empty."""
+    def open_line(self, last: int) -> SpanLine | None:
+        """The line of the open span as if iteration `last` were its last; None if it is empty."""
         span = self.open
         if span is None or last < span.first:
-            return ()
+            return None
         last = self._last_step(span, last)
-        return (self._line(span, last, self._produced_in(span, last)),)
+        return self._line(span, last, self._produced_in(span, last))
 
-    def prompt_complete(self, iteration: int) -> None:
+    def prompt_complete(self, iteration: int, num_outputs: int) -> None:
         """The last context chunk yielded a token in `iteration`, or with draft tokens several."""
         assert self.open is not None
-        new = self.request.num_outputs - self.produced
+        new = num_outputs - self.produced
         if new > 0:
             self.open.produced = new
             self.token_iterations += [(iteration, iteration)] * new
@@ -161,7 +161,7 @@ class RequestTimeline:
         again = max(0, self.produced - span.first_output)
         return max(0, tokens_of(span, last, self.every) - again)
 
-    def _line(self, span: Span, last: int, produced: int) -> bytes:
+    def _line(self, span: Span, last: int, produced: int) -> SpanLine:
         line = SpanLine(self.request.request_id, span.phase, span.first, last, 0, span.cause, UNSET, UNSET, UNSET)
         if self.every > 1 and span.phase in RUNNING:
             line.every = self.every
@@ -172,19 +172,18 @@ class RequestTimeline:
                 line.steps = steps_of(span.first, last, span.extra)
         elif span.chunks:
             line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
-        return encode(line)
+        return line
 
 
 class SpanTracker:
     """Keeps the timeline of each active request and writes spans as they close.
 
     arrival_s(request): its arrival by the trace, in seconds. held_until_s(request): until when the client held it back,
-    to limit the concurrency. write(lines): takes lines of `spans.jsonl`; without it, none are made. head: kept for
-    attributions.
+    to limit the concurrency. writer: of `spans.jsonl`; without it, no lines are made. head: kept for attributions.
     """
 
     def __init__(self, arrival_s: SecondsOf, held_until_s: SecondsOf | None = None) -> None:
-        self.write: Callable[[Iterable[bytes]], None] | None = None
+        self.writer: JsonLinesWriter | None = None
         self.head = HeadOfLine()
         self._arrival_s = arrival_s
         self._held_until_s = held_until_s or arrival_s
@@ -237,10 +236,10 @@ class SpanTracker:
             # An iteration that failed produced no token, though it ran.
             self._close(timeline.end(iteration - 1, max_produced=request.num_outputs - timeline.produced))
 
-    def open_lines(self, last_iteration: int) -> Iterator[bytes]:
+    def open_lines(self, last_iteration: int) -> list[bytes]:
         """The lines of all open spans, as if they ended with `last_iteration`."""
-        for timeline in self._timelines.values():
-            yield from timeline.open_line(last_iteration)
+        lines = [timeline.open_line(last_iteration) for timeline in self._timelines.values()]
+        return [encode(line) for line in lines if line is not None]
 
     def close(self, last_iteration: int) -> None:
         """Write all open spans: the run ends with `last_iteration`."""
@@ -248,21 +247,25 @@ class SpanTracker:
             self._close(timeline.end(last_iteration))
 
     def _forget(self, request: Request) -> RequestTimeline:
-        for group in (*self._partial.values(), self._held, self._blocked):
-            group.pop(request.request_id, None)
+        self._stop_watching(request.request_id)
         return self._timelines.pop(request.request_id)
+
+    def _stop_watching(self, request_id: int) -> None:
+        for group in (*self._partial.values(), self._held, self._blocked):
+            group.pop(request_id, None)
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
         timeline = self._timelines[request.request_id] = RequestTimeline(
-            request, self._arrival_s(request), self.head, self._num_micro_batches, self.write is not None
+            request, self._arrival_s(request), self.head, self._num_micro_batches, self.writer is not None
         )
         held_until_s = self._held_until_s(request)
-        queued_from = bisect_left(starts, held_until_s)
-        if held_until_s > timeline.arrival_s and (held_from := bisect_left(starts, timeline.arrival_s)) < queued_from:
-            timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
-        # While it was in the queue, all places of the batch were taken.
-        if queued_from < iteration:
-            self._begin(timeline, Span(Phase.WAITING, queued_from, _BATCH_SIZE))
+        if iteration and starts[iteration - 1] >= timeline.arrival_s:
+            queued_from, held_from = bisect_left(starts, held_until_s), bisect_left(starts, timeline.arrival_s)
+            if held_until_s > timeline.arrival_s and held_from < queued_from:
+                timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
+            # While it was in the queue, all places of the batch were taken.
+            if queued_from < iteration:
+                self._begin(timeline, Span(Phase.WAITING, queued_from, _BATCH_SIZE))
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 
     def _pause(self, record: IterationRecord) -> None:
@@ -272,8 +275,7 @@ class SpanTracker:
                 continue
             span = Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id)
             self._begin(self._timelines[victim.request_id], span)
-            for group in (*self._partial.values(), self._held, self._blocked):
-                group.pop(victim.request_id, None)
+            self._stop_watching(victim.request_id)
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
@@ -303,18 +305,18 @@ class SpanTracker:
             phase = Phase.RECOMPUTE if request.pauses else Phase.CONTEXT
             span = timeline.open
             if span is None or span.phase != phase:
-                span = Span(phase, record.iteration, chunks=[])
-                self._begin(timeline, span)
+                self._begin(timeline, span := Span(phase, record.iteration, chunks=[]))
+                if timeline.first_run < 0:
+                    timeline.first_run = record.iteration
             assert span.chunks is not None
             span.chunks.append(chunk.length)
             if not chunk.is_last:
                 partial[request.request_id] = timeline
                 continue
-            timeline.prompt_complete(record.iteration)
+            timeline.prompt_complete(record.iteration, num_outputs := request.num_outputs)
             if request not in record.finished:
                 next_step = record.iteration + record.num_micro_batches
-                span = Span(Phase.GENERATION, next_step, first_output=request.num_outputs)
-                self._begin(timeline, span)
+                self._begin(timeline, Span(Phase.GENERATION, next_step, first_output=num_outputs))
         for timeline in partial_before.values():
             self._begin(timeline, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))
 
@@ -325,7 +327,7 @@ class SpanTracker:
             if left_out.request.has_left:
                 continue
             timeline = self._timelines[left_out.request.request_id]
-            if self._set_cause(timeline, str(left_out.limit), record.iteration):
+            if self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():
             if request_id not in blocked:
@@ -337,12 +339,12 @@ class SpanTracker:
         if timeline.open is None or timeline.open.phase != Phase.WAITING:
             return False
         if timeline.open.cause != cause:
-            self._begin(timeline, Span(Phase.WAITING, iteration, cause))
+            self._begin(timeline, Span(Phase.WAITING, iteration, str(cause)))
         return True
 
     def _begin(self, timeline: RequestTimeline, span: Span) -> None:
         self._close(timeline.begin(span))
 
-    def _close(self, lines: Sequence[bytes]) -> None:
-        if lines and self.write is not None:
-            self.write(lines)
+    def _close(self, line: SpanLine | None) -> None:
+        if self.writer is not None:
+            self.writer.add(line)

@@ -19,7 +19,7 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
-from ifbbench.recording.lines import IterationEncoder
+from ifbbench.recording.lines import IterationLines
 from ifbbench.serving.answers import Answer, Choice, GenerationFailed, echoes_of, encode, error_object
 from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.metrics import CONTENT_TYPE, ServerMetrics
@@ -108,10 +108,8 @@ class Endpoints:
         """The statistics of the latest iterations, oldest first, in the form of TensorRT-LLM's executor."""
         limits = self.service.engine.limits
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
-        encoder = IterationEncoder(statistics, as_executor=True)
-        latest = list(self.service.statistics.latest)
-        lines = [line for record, limit in latest for line in encoder.record(record, limit)]
-        return Response(b"[" + b",".join(lines) + b"]", media_type=JSON)
+        lines = IterationLines(statistics, as_executor=True)
+        return _json([lines.record(record, limit) for record, limit in list(self.service.statistics.latest)])
 
     async def description(self, _request: Request) -> Response:
         return _json(openapi(self.service.engine.limits.vocab_size))

@@ -305,7 +305,7 @@ class SimulatedExecutor:
     ) -> tuple[int, list[int]]:  # fmt: skip
         """See PredictableExecutor."""
         count, keys = positions.count, self._generation_keys(positions, steps)
-        chunks = [(start, length, start + length == request.prompt_len) for request, start, length in context]
+        chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]
         host_ns = self.cost_model.host_ns(count + len(chunks), sum([length for _, length, _ in chunks]))
         if not chunks and len(keys) == 1:
             if within_ns is not None and steps > 1:

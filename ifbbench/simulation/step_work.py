@@ -67,7 +67,7 @@ class StepWork(NamedTuple):
     @classmethod
     def of_batch(cls, batch: Batch, window: int | None = None) -> "StepWork":
         """The work of `batch` in a layer with this attention window. Padded prompts are as long as the longest."""
-        chunks = [(start, length, start + length == request.prompt_len) for request, start, length in batch.context]
+        chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in batch.context]
         if batch.padded and chunks:
             longest = max(length for _, length, _ in chunks)
             chunks = [(start, longest, is_last) for start, _, is_last in chunks]

@@ -50,7 +50,7 @@ def flush_often() -> None:
     from ifbbench.recording import lines, recorder
 
     compressed.BUFFER_BYTES = 512
-    lines.LINES_AT_ONCE = 4
+    lines.BYTES_AT_ONCE = 512
     recorder.FLUSH_INTERVAL_S = 0.0
 
 
