@@ -190,8 +190,9 @@ class Stretch:
         return self.first.cache.moved(self.more_blocks[index], self.more_tokens[index], self.more_new[index])
 
     def records(self) -> Iterator[IterationRecord]:
+        prompts = [(chunk.request, chunk.start, chunk.length) for chunk in self.first.context]
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            chunks = [ContextChunk(one.request, one.start + index * one.length, one.length) for one in self.first.context]
+            chunks = [ContextChunk(request, start + index * length, length) for request, start, length in prompts]
             yield replace(
                 self.first, context=tuple(chunks), iteration=self.first.iteration + index, cache=self.cache(index),
                 start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,

@@ -93,7 +93,7 @@ class CountedCache(PagedCache):
             self._num_wrapped += 1
             return
         self._growing[(step - registered) % self._size] += 1
-        if self._limit[slot] > self._capacity:
+        if self._limit[slot] >= self._capacity:
             heappush(self._wraps, (step + self._capacity - registered, slot))
 
     def _end_generation(self, slot: int) -> None:

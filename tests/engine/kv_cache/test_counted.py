@@ -31,7 +31,7 @@ def requests_of(drawn: list[tuple[int, int]]) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject) -> None:
     """Sequences enter, begin generation, take steps all together or some of them, and leave, in any order."""
