@@ -117,7 +117,7 @@ def test_lengths_whose_sum_would_wrap_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC % (2**31 - 1) + "sessions: {turns: {distribution: fixed, value: 3}, think_time: "
                     "{distribution: fixed, value: 1}}\n")  # fmt: skip
-    assert "tokens; expected at most 2147483647" in run(2, path)
+    assert "a conversation has 6,442,450,947 tokens; expected at most 16,777,216" in run(2, path)
 
 
 def test_tables_beyond_memory_are_refused_with_their_size(trace: Path) -> None:
