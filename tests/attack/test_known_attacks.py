@@ -381,6 +381,19 @@ def test_a_chat_template_that_fails_is_named(template: str) -> None:
         ChatTemplate(template, {}).render([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "1e308"])
+def test_numbers_of_options_are_finite(text: str) -> None:
+    for words in (("capacity", "tiny", "--memory-gib"), ("tune", "--gpu-hour-price"), ("watch", "x", "--interval")):
+        assert "is not a number up to 1e+09" in ends(2, *words, text)
+
+
+def test_the_settings_of_a_tokenizer_are_an_object(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("5")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(InputError, match=r"tokenizer_config.json: cannot be read"):
+        ChatTemplate.of(tmp_path)
+
+
 def test_a_chat_template_of_another_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5]}))
     with pytest.raises(InputError, match=r"tokenizer_config.json: cannot be read"):
