@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import FloatRange, SettingOption, given_config
+from ifbbench.cli.options import SettingOption, given_config
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.config import RunConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace
 
 COUNT = click.IntRange(min=1)
-SECONDS = FloatRange(min=0)
+SECONDS = click.FloatRange(min=0)
 READING = (
     "max_num_samples", "skip_bad_rows", "seed", "trace_format", "columns", "tokenizer", "characters_per_token",
     "default_output_len",

@@ -387,6 +387,11 @@ def test_numbers_of_options_are_finite(text: str) -> None:
         assert "is not a number up to 1e+09" in ends(2, *words, text)
 
 
+def test_a_vocabulary_beyond_token_ids_is_refused() -> None:
+    assert "is not in the range 1<=x<=2147483647" in ends(2, "dataset", "convert", "default", "--to", "gpt-manager",
+                                                          "-o", "-", "--vocab-size", "9007199254740992")  # fmt: skip
+
+
 def test_the_settings_of_a_tokenizer_are_an_object(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("5")
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
