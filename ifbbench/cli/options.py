@@ -13,7 +13,7 @@ import click
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import TECHNICAL_LIMIT, Setting, boolean, located, unexpected
+from ifbbench.fields import MAX_NUMBER_SETTING, TECHNICAL_LIMIT, Setting, boolean, located, unexpected
 from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
@@ -102,6 +102,16 @@ def _suggestion(name: str, known: Collection[str]) -> str:
     separator = "_" if "_" in name else "-" if "-" in name[2:] else None
     options = [f"--{one.replace('_', separator)}" if separator else names[one] for one in near]
     return f" Did you mean {', '.join(options)}?" if options else ""
+
+
+class FloatRange(click.FloatRange):
+    """A number in a range, at most MAX_NUMBER_SETTING as of settings; NaN, which click takes, is refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not found <= MAX_NUMBER_SETTING:
+            self.fail(f"{value} is not a number up to {MAX_NUMBER_SETTING:g}.", param, ctx)
+        return found
 
 
 class SettingOption(click.Option):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command
+from ifbbench.cli.options import Command, FloatRange
 from ifbbench.clock import Progress
+from ifbbench.fields import MAX_INTEGER_SETTING
 from ifbbench.files import check_new_file
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace, TraceRequest
 
 LENGTH = click.IntRange(min=1)
-POSITIVE = click.FloatRange(min=0, min_open=True)
-NOT_NEGATIVE = click.FloatRange(min=0)
+POSITIVE = FloatRange(min=0, min_open=True)
+NOT_NEGATIVE = FloatRange(min=0)
 PROGRESS_EVERY = 4096
 DEVIATION = "Its standard deviation."
 FORMATS = ("ifbbench", "gpt-manager", "trtllm-bench", "lengths", "mooncake")
@@ -37,7 +38,8 @@ class Group(click.Group):
 @click.group(cls=Group)
 @click.option("--output", type=click.Path(path_type=Path), help="As --output of the command.")
 @click.option("--random-seed", type=click.IntRange(min=0), metavar="K", help="As --random-seed of the command.")
-@click.option("--request-rate", type=float, metavar="R", help="As --request-rate of the command; -1: all at once.")
+@click.option("--request-rate", type=FloatRange(), metavar="R",
+              help="As --request-rate of the command; -1: all at once.")
 @click.option("--time-delay-dist", type=click.Choice(list(DELAYS)), default="exponential_dist", show_default=True,
               help="Arrivals at --request-rate: as --arrival constant or poisson.")
 @click.option("--task-id", type=click.IntRange(min=-1), metavar="N", help="LoRA task of all requests; -1: none.")
@@ -72,7 +74,7 @@ FILE_OPTIONS = (
     click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE",
                  help="File to write, compressed if its name ends in .gz; - for standard output."),
     click.option("--overwrite", is_flag=True, help="Replace an existing file."),
-    click.option("--vocab-size", type=LENGTH, default=32_000, show_default=True, metavar="N",
+    click.option("--vocab-size", type=click.IntRange(1, MAX_INTEGER_SETTING), default=32_000, show_default=True, metavar="N",
                  help="Token ids are drawn below it where the trace records none and the format needs them."),
 )  # fmt: skip
 FORMAT_OPTION = click.option(
@@ -275,7 +277,7 @@ def fixed(input_len: int, output_len: int) -> Document:
     click.option("--pools", type=LENGTH, required=True, metavar="N", help="Different prefixes (system prompts)."),
     click.option("--prefix-mean", type=POSITIVE, required=True, metavar="M", help="Mean length of a prefix (tokens)."),
     click.option("--prefix-stdev", type=NOT_NEGATIVE, default=0, show_default=True, metavar="S", help=DEVIATION),
-    click.option("--share", type=click.FloatRange(0, 1), default=1, show_default=True, metavar="F",
+    click.option("--share", type=FloatRange(0, 1), default=1, show_default=True, metavar="F",
                  help="Share of the requests that have a prefix."),
     click.option("--skew", type=NOT_NEGATIVE, default=0, show_default=True, metavar="Z",
                  help="Popularity of the k-th prefix: k to the power of -Z; 0: all alike."),
@@ -291,7 +293,7 @@ def shared_prefix(
 
 @_workload(
     "multi-turn",
-    click.option("--turns-mean", type=click.FloatRange(min=1), required=True, metavar="M",
+    click.option("--turns-mean", type=FloatRange(min=1), required=True, metavar="M",
                  help="Mean number of turns (geometric)."),
     click.option("--think-time-mean", type=NOT_NEGATIVE, required=True, metavar="S",
                  help="Mean time from a turn to the next (s, exponential)."),

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import CONFIG_SUFFIXES, SettingsCommand, given_config, read_command_keys, read_config_file
+from ifbbench.cli.options import (
+    CONFIG_SUFFIXES,
+    FloatRange,
+    SettingsCommand,
+    given_config,
+    read_command_keys,
+    read_config_file,
+)
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.settings import from_mapping
@@ -32,7 +39,7 @@ HELP = {
               "arrivals that meets them, or the cost of enough GPUs.")  # fmt: skip
 @click.option("--max-gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of all replicas together. Default: as "
               "many as one replica needs; 64 for --goal cost.")  # fmt: skip
-@click.option("--gpu-hour-price", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+@click.option("--gpu-hour-price", type=FloatRange(min=0, min_open=True), default=1.0, show_default=True,
               metavar="X", help="With --goal cost: the price of a GPU for an hour, in any currency.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ifbbench.cli.console import StageProgress, progress_line
-from ifbbench.cli.options import Command
+from ifbbench.cli.options import Command, FloatRange
 from ifbbench.clock import Progress, WallClock
 from ifbbench.errors import InputError
 
@@ -29,7 +29,7 @@ Follow = Callable[[Path], None]
 
 @click.command(cls=Command)
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS",
+@click.option("--interval", type=FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS",
               help="Time between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Show the run once, and do not wait for its end.")
 def watch(run: Path, interval: float, once: bool) -> None:

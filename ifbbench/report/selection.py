@@ -12,6 +12,7 @@ from ifbbench.report.load import Floats, RunData
 
 # No number has more digits: Python refuses to parse one of thousands.
 _POINT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(s|ms)?", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
 
@@ -73,7 +74,8 @@ def _chosen(run: RunData, text: str) -> set[str]:
         if part in known:
             chosen.add(part)
         elif (bounds := _RANGE.fullmatch(part)) is not None and int(bounds[1]) <= int(bounds[2]):
-            chosen |= {one for one in known if one.isdecimal() and int(bounds[1]) <= int(one) <= int(bounds[2])}
+            low, high = int(bounds[1]), int(bounds[2])
+            chosen |= {one for one in known if _NUMBER.fullmatch(one) and low <= int(one) <= high}
         else:
             some = ", ".join(list(known)[:3])
             raise InputError(f"--requests {text}: {part!r} is not a request of the run; expected ids, such as {some}.")

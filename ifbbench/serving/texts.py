@@ -98,12 +98,12 @@ class ChatTemplate:
         """That of a model directory, None if it has none."""
         path = directory / "tokenizer_config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
             file = directory / "chat_template.jinja"
             template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = next((one.get("template") for one in template if one.get("name") == "default"), None)
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read ({error}). Download the file again.") from error
         if not isinstance(template, str):
             return None

@@ -117,7 +117,7 @@ def test_lengths_whose_sum_would_wrap_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC % (2**31 - 1) + "sessions: {turns: {distribution: fixed, value: 3}, think_time: "
                     "{distribution: fixed, value: 1}}\n")  # fmt: skip
-    assert "tokens; expected at most 2147483647" in run(2, path)
+    assert "a conversation has 6,442,450,947 tokens; expected at most 16,777,216" in run(2, path)
 
 
 def test_tables_beyond_memory_are_refused_with_their_size(trace: Path) -> None:
@@ -379,6 +379,24 @@ def test_a_chat_template_that_cannot_be_read_is_named(template: str) -> None:
 def test_a_chat_template_that_fails_is_named(template: str) -> None:
     with pytest.raises(InputError, match="the model's chat template does not take them"):
         ChatTemplate(template, {}).render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e308"])
+def test_numbers_of_options_are_finite(text: str) -> None:
+    for words in (("capacity", "tiny", "--memory-gib"), ("tune", "--gpu-hour-price"), ("watch", "x", "--interval")):
+        assert "is not a number up to 1e+09" in ends(2, *words, text)
+
+
+def test_a_vocabulary_beyond_token_ids_is_refused() -> None:
+    assert "is not in the range 1<=x<=2147483647" in ends(2, "dataset", "convert", "default", "--to", "gpt-manager",
+                                                          "-o", "-", "--vocab-size", "9007199254740992")  # fmt: skip
+
+
+def test_the_settings_of_a_tokenizer_are_an_object(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("5")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(InputError, match=r"tokenizer_config.json: cannot be read"):
+        ChatTemplate.of(tmp_path)
 
 
 def test_a_chat_template_of_another_type_is_named(tmp_path: Path) -> None:
