@@ -174,8 +174,7 @@ class Stretch:
     ) -> None:  # fmt: skip
         self.first, self.finished = first, finished
         self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
-        self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
-        self.last_cache = last_cache
+        self.more_blocks, self.more_tokens, self.more_new, self.last_cache = more_blocks, more_tokens, more_new, last_cache
 
     @property
     def length(self) -> int:
