@@ -74,7 +74,8 @@ FILE_OPTIONS = (
     click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE",
                  help="File to write, compressed if its name ends in .gz; - for standard output."),
     click.option("--overwrite", is_flag=True, help="Replace an existing file."),
-    click.option("--vocab-size", type=click.IntRange(1, MAX_INTEGER_SETTING), default=32_000, show_default=True, metavar="N",
+    click.option("--vocab-size", type=click.IntRange(1, MAX_INTEGER_SETTING), default=32_000, show_default=True,
+                 metavar="N",
                  help="Token ids are drawn below it where the trace records none and the format needs them."),
 )  # fmt: skip
 FORMAT_OPTION = click.option(
