@@ -172,9 +172,9 @@ class Stretch:
         end_s: list[float], more_blocks: list[int], more_tokens: list[int], more_new: list[int],
         last_cache: CacheState, epoch_s: int,
     ) -> None:  # fmt: skip
-        self.first, self.finished = first, finished
+        self.first, self.finished, self.last_cache = first, finished, last_cache
         self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
-        self.more_blocks, self.more_tokens, self.more_new, self.last_cache = more_blocks, more_tokens, more_new, last_cache
+        self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
 
     @property
     def length(self) -> int:
@@ -189,11 +189,11 @@ class Stretch:
         return self.first.cache.moved(self.more_blocks[index], self.more_tokens[index], self.more_new[index])
 
     def records(self) -> Iterator[IterationRecord]:
-        prompts = [(chunk.request, chunk.start, chunk.length) for chunk in self.first.context]
+        first = self.first
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            chunks = [ContextChunk(request, start + index * length, length) for request, start, length in prompts]
+            chunks = [ContextChunk(one.request, one.start + index * one.length, one.length) for one in first.context]
             yield replace(
-                self.first, context=tuple(chunks), iteration=self.first.iteration + index, cache=self.cache(index),
+                first, context=tuple(chunks), iteration=first.iteration + index, cache=self.cache(index),
                 start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
                 finished=self.finished if index == self.length - 1 else [],
             )  # fmt: skip

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ifbbench.errors import InputError
 from ifbbench.planning.log import BatchCounts, BatchTracker, Log
 from ifbbench.planning.measure import Sample
-from ifbbench.recording.iteration_lines import documented_fields
+from ifbbench.recording.line_types import documented_fields
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.checking import read_object
 from ifbbench.report.load import SPAN_FIELDS, cumulated, micro_batches_of, read_lines

@@ -17,17 +17,17 @@ from ifbbench.compressed import open_to_write
 from ifbbench.engine.records import INFLIGHT_FIELDS, IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
-from ifbbench.recording.iteration_lines import (
+from ifbbench.recording.line_types import (
     ExecutorLine,
     InflightLine,
     IterationDetails,
     LeftOutRequest,
     PausedRequest,
+    RequestLine,
     SpecDecodingStats,
     StaticLine,
     executor_line,
 )
-from ifbbench.recording.request_lines import RequestLine
 
 SHARE_DIGITS: Final = 6
 SHARE_UNITS: Final = 1_000_000

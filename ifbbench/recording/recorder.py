@@ -20,9 +20,9 @@ from ifbbench.files import replace_file, writing
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.drafts import DraftTotals
+from ifbbench.recording.line_types import RequestLine
 from ifbbench.recording.lines import IterationLines, JsonLinesWriter, number, request_line
 from ifbbench.recording.metrics import BOUND_BY, Population, bound_by, by_group, limit_waited_for, slow_ttft_s
-from ifbbench.recording.request_lines import RequestLine
 from ifbbench.recording.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.recording.spans import RequestTimeline, SecondsOf, SpanTracker
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic

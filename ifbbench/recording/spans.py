@@ -12,9 +12,9 @@ from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.recording.drafts import steps_of, stretches_of
+from ifbbench.recording.line_types import SpanLine
 from ifbbench.recording.lines import RUNNING, JsonLinesWriter, Phase, encode
 from ifbbench.recording.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
-from ifbbench.recording.request_lines import SpanLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"

@@ -20,8 +20,7 @@ from msgspec.structs import fields
 from ifbbench.config import settings
 from ifbbench.errors import InputError
 from ifbbench.fields import Setting, boolean, number
-from ifbbench.recording.iteration_lines import ExecutorLine, InflightLine, IterationDetails, StaticLine
-from ifbbench.recording.request_lines import RequestLine
+from ifbbench.recording.line_types import ExecutorLine, InflightLine, IterationDetails, RequestLine, StaticLine
 from ifbbench.report.schema import FILES
 from ifbbench.report.summary_schema import Distribution, RepeatCounts, RequestCounts, RequestFigures, Summary
 

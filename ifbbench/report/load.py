@@ -20,8 +20,7 @@ from ifbbench.compressed import DamagedFile, content_path, read_pieces
 from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
-from ifbbench.recording.iteration_lines import InflightLine, IterationDetails, documented_fields
-from ifbbench.recording.request_lines import RequestLine, SpanLine
+from ifbbench.recording.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.checking import as_object, check_line, read_object
 

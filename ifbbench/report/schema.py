@@ -17,8 +17,7 @@ from ifbbench.compressed import content_path
 from ifbbench.config import settings
 from ifbbench.errors import InputError
 from ifbbench.recording.client_side import ClientRequestLine, ClientSpanLine
-from ifbbench.recording.iteration_lines import ExecutorLine, InflightLine, StaticLine
-from ifbbench.recording.request_lines import RequestLine, SpanLine
+from ifbbench.recording.line_types import ExecutorLine, InflightLine, RequestLine, SpanLine, StaticLine
 from ifbbench.recording.run_directory import OPEN_SPANS
 from ifbbench.report.config_schema import DRAFT, setting_schema
 from ifbbench.report.summary_schema import Summary

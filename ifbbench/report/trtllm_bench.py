@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from ifbbench.files import new_file, replace_file
-from ifbbench.recording.iteration_lines import documented_fields, executor_statistics
+from ifbbench.recording.line_types import documented_fields, executor_statistics
 from ifbbench.recording.lines import encode
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.load import RunData, read_lines

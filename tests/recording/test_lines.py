@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ifbbench import compiled, recording
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationRecord, IterationStatistics
-from ifbbench.recording.iteration_lines import InflightLine, StaticLine
+from ifbbench.recording.line_types import InflightLine, StaticLine
 from ifbbench.recording.lines import encode, number
 from ifbbench.recording.recorder import Recorder
 from tests.recording.virtual_run import OWN_REASON, limits, run, trace_of

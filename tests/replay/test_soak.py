@@ -28,7 +28,7 @@ from ifbbench.config import (
 )
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.errors import InputError
-from ifbbench.recording.iteration_lines import documented_fields
+from ifbbench.recording.line_types import documented_fields
 from ifbbench.recording.metrics import distribution
 from ifbbench.replay.run import run_trace
 from ifbbench.report.load import load_run, micro_batches_of
