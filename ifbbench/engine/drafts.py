@@ -173,10 +173,6 @@ class DraftCounts:
             if taken:
                 self.extra.append((request, taken))
 
-    def extra_of(self, request: Request) -> int:
-        """How many tokens beyond one `request` got."""
-        return next((more for one, more in self.extra if one is request), 0)
-
     @property
     def acceptance_length(self) -> float:
         """Tokens that a step with drafts yields on average."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ifbbench.clock import NANOSECONDS, Clock, VirtualClock
+from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, to_seconds
 from ifbbench.engine.active import ActiveRequests, Rows
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import ContextChunk, Positions
@@ -208,8 +208,8 @@ class FastForward:
             finished.append(self._end(heappop(self._ends)[3]))
         self._rows = active.generation_rows
         self._clock.wait_until_ns(times_ns[steps])
-        start_s = [time_ns / NANOSECONDS for time_ns in times_ns[: steps + 1]]
-        submit_s = [(time_ns + host_ns) / NANOSECONDS for time_ns in times_ns[:steps]]
+        start_s = [to_seconds(time_ns) for time_ns in times_ns[: steps + 1]]
+        submit_s = [to_seconds(time_ns + host_ns) for time_ns in times_ns[:steps]]
         first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1], -more_new[-1]) if steps > 1 else cache
         first.submit_s, first.end_s = submit_s[0], start_s[1]
         return Stretch(
@@ -251,7 +251,7 @@ class FastForward:
         registered = kv_cache.add_tokens(rows)
         positions = Positions(kv_cache, rows, int(np.add.reduce(registered)), registered)
         host_ns, device_ns = self._executor.step_times(first.context, positions, 1)
-        first.submit_s = (now_ns + host_ns) / NANOSECONDS
+        first.submit_s = to_seconds(now_ns + host_ns)
         self._clock.wait_until_ns(now_ns + host_ns + device_ns[0])
         first.end_s = self._clock.now()
         first.cache = cache = CacheState.of(kv_cache)
@@ -292,14 +292,10 @@ class FastForward:
         """The host's time in each of at most `steps` iterations, and the start of each and the end of the last,
         [iterations + 1], up to the one that starts after requests have arrived; both in nanoseconds."""
         start_ns = self._clock.now_ns
-        change_s = self._next_change(start_ns / NANOSECONDS) if steps > 1 else None
+        change_s = self._next_change(to_seconds(start_ns)) if steps > 1 else None
         within_ns = None if change_s is None else int(change_s * NANOSECONDS) - start_ns + 1
         host_ns, device_ns = self._executor.step_times(context, positions, steps, within_ns, adapters)
         times_ns = list(accumulate([time_ns + host_ns for time_ns in device_ns], initial=start_ns))
-        if change_s is not None and times_ns[-2] / NANOSECONDS >= change_s:
-            del times_ns[bisect_left(times_ns, change_s, hi=len(times_ns) - 1, key=_seconds) + 1 :]
+        if change_s is not None and to_seconds(times_ns[-2]) >= change_s:
+            del times_ns[bisect_left(times_ns, change_s, hi=len(times_ns) - 1, key=to_seconds) + 1 :]
         return host_ns, times_ns
-
-
-def _seconds(time_ns: int) -> float:
-    return time_ns / NANOSECONDS

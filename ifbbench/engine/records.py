@@ -195,7 +195,7 @@ class Stretch:
             yield replace(
                 first, context=tuple(chunks), iteration=first.iteration + index, cache=self.cache(index),
                 start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
-                finished=self.finished if index == self.length - 1 else [],
+                activated=[] if index else first.activated, finished=self.finished if index == self.length - 1 else [],
             )  # fmt: skip
 
 

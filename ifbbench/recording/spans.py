@@ -283,13 +283,13 @@ class SpanTracker:
         held = {request_id: self._timelines[request_id] for request_id in ids}
         for request_id, timeline in self._held.items():
             if request_id not in held:
-                # The span's first step is part of this iteration, so that its token is counted already.
-                extra = 0 if record.drafts is None else record.drafts.extra_of(timeline.request)
-                first_output = timeline.request.num_outputs - 1 - extra
+                assert timeline.open is not None
+                first_output = timeline.open.first_output
                 self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
         for request_id, timeline in held.items():
             if request_id not in self._held:
-                self._begin(timeline, Span(Phase.SKIPPED, record.iteration))
+                first_output = timeline.request.num_outputs  # of the generation that follows
+                self._begin(timeline, Span(Phase.SKIPPED, record.iteration, first_output=first_output))
         self._held = held
 
     def _run_context(self, record: IterationRecord) -> None:

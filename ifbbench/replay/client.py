@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, tick
+from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, tick, to_seconds
 from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
@@ -325,4 +325,4 @@ def make_client(
 
 def on_tick(seconds: float) -> float:
     """The first whole nanosecond at or after `seconds`: a virtual clock has no other times to wait for."""
-    return tick(seconds) / NANOSECONDS
+    return to_seconds(tick(seconds))

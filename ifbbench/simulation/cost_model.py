@@ -322,8 +322,7 @@ class SimulatedExecutor:
                          for of_window, (window, share) in zip(keys, self.windows, strict=True)]  # fmt: skip
                 device_ns.append(self.cost_model.device_ns(StepWork.mean(works)))
                 passed_ns += host_ns + device_ns[-1]
-                if steps > 1:
-                    chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
+                chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
         if adapters is not None and self._lora is not None:
             device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
         return host_ns, device_ns

@@ -2,11 +2,11 @@
 
 import csv
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ifbbench.workload.convert import FORMATS, Losses, Tokens, format_of
 from ifbbench.workload.draw import draw_trace
@@ -42,7 +42,7 @@ def written(name, requests, tmp_path):
 
 
 def test_gpt_manager(tmp_path):
-    requests = [replace(request, lora_task_id=3) if request.request_id % 2 else request for request in drawn(SHARED)]
+    requests = [structs.replace(row, lora_task_id=3) if row.request_id % 2 else row for row in drawn(SHARED)]
     path = written("gpt-manager", requests, tmp_path)
     document = json.loads(path.read_text())
     assert set(document) == {"metadata", "samples"}

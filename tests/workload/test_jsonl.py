@@ -2,11 +2,11 @@
 
 import io
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ifbbench.errors import InputError
 from ifbbench.workload.formats import write_trace

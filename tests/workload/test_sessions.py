@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 from ifbbench.errors import InputError
 from ifbbench.workload.arrivals import AllAtOnce, Poisson
@@ -91,7 +92,7 @@ def test_a_change_of_one_stream_leaves_the_others_alone():
     slower = drawn(replace(SPEC, sessions=Sessions(Geometric(3.0), ExponentialTime(90.0))))
     by_id = {request.request_id: request for request in slower}
     for request in drawn():
-        assert replace(by_id[request.request_id], arrival_s=request.arrival_s) == request
+        assert structs.replace(by_id[request.request_id], arrival_s=request.arrival_s) == request
 
 
 @pytest.mark.parametrize("length", [700, 1024])

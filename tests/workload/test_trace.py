@@ -3,11 +3,11 @@
 import gc
 import json
 import tracemalloc
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
