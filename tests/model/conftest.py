@@ -1,16 +1,30 @@
 """Shared by tests of the model."""
 
 import ctypes
+from collections.abc import Iterator
 
 import pytest
 
 from ifbbench.model import compiled
-from ifbbench.model.compiled import find_kernels
+from ifbbench.model.compiled import find_kernels, load_cpu_kernels
 
 # Compiler options that exclude instructions of the processor, so that vectors of 16, 8 and 4 floats are tested on any
 # machine, and bfloat16 without its own instruction. Only those of all instructions are compiled as users have them: the
 # compiler takes several times as long with -O3.
 INSTRUCTIONS = {"all": "", "no bf16": "-mno-avx512bf16", "AVX2": "-mno-avx512f", "SSE": "-mno-avx"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """The C kernels divide their work between two threads; elsewhere, tests have one (see the other conftest)."""
+    openmp = load_cpu_kernels()  # the functions of the library that it is linked to, the same for all its variants
+    before = None if openmp is None else openmp.omp_get_max_threads()
+    if openmp is not None:
+        openmp.omp_set_num_threads(2)
+        assert openmp.omp_get_max_threads() == 2
+    yield
+    if openmp is not None:
+        openmp.omp_set_num_threads(before)
 
 
 @pytest.fixture(scope="session", params=list(INSTRUCTIONS.values()), ids=list(INSTRUCTIONS))
