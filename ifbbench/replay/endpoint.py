@@ -23,7 +23,13 @@ from ifbbench.recording.client_side import ClientRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.endpoint_api import EndpointApi, prompt_form
 from ifbbench.replay.endpoint_connections import Address, Connections
-from ifbbench.replay.endpoint_loop import Alarm, allow_many_connections, new_event_loop, undisturbed
+from ifbbench.replay.endpoint_loop import (
+    Alarm,
+    allow_many_connections,
+    cancelled_by_signals,
+    new_event_loop,
+    undisturbed,
+)
 from ifbbench.replay.endpoint_request import EndpointRequest
 from ifbbench.replay.endpoint_server import KEY_VARIABLES, MetricsPoll, model_name
 from ifbbench.report import significant
@@ -57,7 +63,10 @@ def run_endpoint(
     replay = _EndpointReplay(trace, config, places, progress)
     try:
         with undisturbed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
-            summary = runner.run(replay.run())
+            try:
+                summary = runner.run(replay.run())
+            except asyncio.CancelledError:  # by a signal
+                raise KeyboardInterrupt from None
     except KeyboardInterrupt as interrupt:
         if replay.client is not None:
             interrupt.add_note(f"{replay.client.answered} of {len(trace)} requests were done; results are kept in "
@@ -114,9 +123,11 @@ class _EndpointReplay:
             self._address, headers, self._config.endpoint_timeout, self._clock, self._alarm
         )  # fmt: skip
         try:
-            self._api = EndpointApi(self._config, await model_name(self._connections, self._config), self._connections)
-            await self._warm_up()
-            return await self._record()
+            with cancelled_by_signals():
+                name = await model_name(self._connections, self._config)
+                self._api = EndpointApi(self._config, name, self._connections)
+                await self._warm_up()
+                return await self._record()
         finally:
             self._connections.close()
             self._alarm.close()

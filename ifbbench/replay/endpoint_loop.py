@@ -4,7 +4,9 @@ import asyncio
 import ctypes
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
@@ -58,6 +60,23 @@ def undisturbed() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
         sys.setswitchinterval(switch_s)
+
+
+@contextmanager
+def cancelled_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM cancel the current task. A KeyboardInterrupt, raised in a callback of uvloop, could end as the
+    error of one connection."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if task is not None and handler is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(task.cancel))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Alarm:
