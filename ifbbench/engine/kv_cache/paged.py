@@ -1,5 +1,6 @@
 """Paged KV caches of one attention window: what schedulers ask, in blocks."""
 
+from abc import abstractmethod
 from collections.abc import Iterable
 
 import numpy as np
@@ -107,6 +108,6 @@ class PagedCache(KvCache):
         """Blocks that a sequence beyond its capacity takes for its next token."""
         return 0
 
+    @abstractmethod
     def _blocks_to_come(self, slot: int) -> int:
         """Blocks that the sequence in `slot` may still take."""
-        raise NotImplementedError
