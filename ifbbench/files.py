@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from stat import S_ISDIR
 from typing import BinaryIO
 
 from ifbbench.compressed import SUFFIX as COMPRESSED
@@ -132,18 +133,16 @@ def check_new_directory(path: Path, option: str, files: Iterable[str] = ()) -> N
 def _problem(path: Path, expects_file: bool) -> str | None:
     """Why nothing can be written to `path`; None if nothing speaks against it."""
     try:
-        if path.is_dir():
-            return "is a directory" if expects_file else _no_access(path)
-        if path.exists():
-            return _no_access(path) if expects_file else "is a file"
-        os.stat(path)  # raises the reason
+        is_directory = S_ISDIR(os.stat(path).st_mode)  # one look: another process may create it at any moment
     except FileNotFoundError:
         return _no_access(next(one for one in path.absolute().parents if os.path.exists(one)))
     except OSError as error:
         return error.strerror or str(error)
     except ValueError as error:  # characters that no name has
         return str(error)
-    return None
+    if is_directory == expects_file:
+        return "is a directory" if is_directory else "is a file"
+    return _no_access(path)
 
 
 def _no_access(path: Path) -> str | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,7 +18,7 @@ from ifbbench.cli.main import main
 from ifbbench.config import SIDE_OUTPUTS
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.errors import InputError
-from ifbbench.files import check_new_file
+from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON
 from ifbbench.planning.sweep import POINTS_FILE
 from ifbbench.planning.tune import Tuner
@@ -260,6 +261,16 @@ def test_runs_at_the_same_time_into_one_directory(exists: bool, tmp_path: Path) 
         assert "already holds results" in error or "another" in error, error
     assert load_run(directory).summary is not None
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_directory_that_appears_during_its_check_is_no_file(tmp_path: Path) -> None:
+    directories = [tmp_path / str(number) for number in range(2000)]
+    other_run = Thread(target=lambda: [directory.mkdir() for directory in directories])
+    other_run.start()
+    for directory in directories:
+        while not directory.is_dir():
+            check_new_directory(directory, "--output")
+    other_run.join()
 
 
 def test_runs_at_the_same_time_with_the_default_name(tmp_path: Path) -> None:
