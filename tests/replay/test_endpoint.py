@@ -468,17 +468,18 @@ def test_commands_read_the_directory(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_leaves_readable_results(tmp_path: Path) -> None:
     async def slow(request: Received, writer: Writer) -> None:
-        if len(server.received) < 5:
+        if request.body["max_tokens"] == 3:
             await three_tokens(request, writer)
         else:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
     with fake_endpoint(slow) as server:
         # The last four are sent when the first four have ended.
-        lines = [{"request_id": index, "arrival_s": 0.0, "prompt_len": 4, "output_len": 3} for index in range(8)]
+        lines = [{"request_id": index, "arrival_s": 0.0, "prompt_len": 4, "output_len": 3} for index in range(4)]
+        lines += [line | {"request_id": index, "output_len": 4, "after": index - 4}
+                  for index, line in enumerate(lines, start=4)]  # fmt: skip
         path = tmp_path / "trace.jsonl"
-        path.write_text("".join(json.dumps(line | ({"after": index - 4} if index >= 4 else {})) + "\n"
-                                for index, line in enumerate(lines)))  # fmt: skip
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         command = [sys.executable, "-m", "ifbbench", "run", str(path), "--endpoint", server.url,
                    "--warm_up", "0", "--output", str(tmp_path / "run"), "--quiet"]  # fmt: skip
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
