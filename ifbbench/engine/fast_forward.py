@@ -45,12 +45,12 @@ class StepsAhead:
         if cache.num_reuse_changes and active.context:
             self.max_steps = min(self.max_steps, int(self._until_block.min(initial=MAX_STEPS)) + 1)
 
-    def fitting_steps(self, steps: int, may_take: bool = True) -> int:
-        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free, or none unless
-        `may_take`."""
+    def fitting_steps(self, steps: int, until_block: bool = False) -> int:
+        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
+        `until_block`, none after the first one."""
         in_turn = np.bincount(self._until_block, minlength=self._size).tolist()
         self._blocks = blocks = list(accumulate((in_turn * ceil_div(steps, self._size))[:steps]))
-        limit = self._cache.free_blocks if may_take else 0
+        limit = min(self._cache.free_blocks, blocks[0] if until_block else blocks[-1])
         return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
 
     def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
@@ -124,20 +124,6 @@ class FastForward:
             return False
         return config.max_in_flight == config.max_beam_width == 1 and not config.is_contiguous
 
-    def next_plan(self) -> Plan | None:
-        """The plan of the next iterations, if it is certain without a decision of the policy."""
-        standing = self._scheduler.standing_plan()
-        if standing and (standing.context or standing.held or standing.paused):
-            standing = None
-        active, config = self._active, self._config
-        # Otherwise it is certain only that generation requests alone run, if all fit into a batch.
-        if standing is None and (
-            active.context or active.mixed_beam_widths or len(active.generation) > config.max_batch_size
-            or active.step_tokens(active.generation_rows) > config.token_budget
-        ):  # fmt: skip
-            return None
-        return standing or Plan([], active.batch_rows)
-
     def may_run(self, plan: Plan) -> bool:
         """Whether iterations of `plan` need no batches. Tokens computed again after a pause are counted one by one."""
         active = self._active
@@ -175,21 +161,20 @@ class FastForward:
                 return None
         elif plan.held or (max_steps == 1 and not self._counted):
             return self._advance_once(plan, first)
-        # A plan that was made before may stand only until a block is taken.
-        may_take = not plan.stands_until_block or max_steps == 1
         ahead: Sequence[CountedCache | StepsAhead] = self._counted
         if not ahead and isinstance(self._kv_cache, KvCacheManager):
             ahead = [StepsAhead(self._kv_cache, active, rows)]
         self._find_ends()
+        max_steps = min(max_steps, MAX_STEPS, *[window.max_steps for window in ahead])
         if self._ends:
-            max_steps = min(max_steps, self._ends[0][0] - self._step, *[window.max_steps for window in ahead])
+            max_steps = min(max_steps, self._ends[0][0] - self._step)
         if max_steps < 1:
             return None
         positions = Positions(self._kv_cache, rows, ahead[0].tokens)
         host_ns, times_ns = self._times(first.context, positions, max_steps, adapters)
         steps = len(times_ns) - 1
         for window in ahead:
-            steps = min(steps, window.fitting_steps(steps, may_take))
+            steps = min(steps, window.fitting_steps(steps, plan.stands_until_block))
         if not steps:
             if plan.context:
                 raise OutOfBlocks("generation needs more KV cache blocks than are free")

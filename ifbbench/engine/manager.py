@@ -11,7 +11,7 @@ from ifbbench.engine.admission import Admission, AdmissionLimits, NextChange
 from ifbbench.engine.batch import BatchBuilder, ContextChunk
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.drafts import Drafts
-from ifbbench.engine.fast_forward import MAX_STEPS, FastForward
+from ifbbench.engine.fast_forward import FastForward
 from ifbbench.engine.in_flight import (
     InFlightIteration,
     Response,
@@ -120,14 +120,11 @@ class TokenGenerationLoop:
             self.table.begin_turn(self.iteration % self._num_micro_batches)
         if self.config.drafts.max_len:
             self._drafts.propose()
-        # On a simulated device, all iterations up to the next event may be known: no batch is built.
-        known = None if self._fast_forward is None else self._fast_forward.next_plan()
-        if known is not None and self._step_many(known, start_s, MAX_STEPS):
-            return True
         plan = self._scheduler.plan()
-        if self._fast_forward is not None and self._step_many(plan, start_s, self._scheduler.times_certain(plan)):
-            return True
         if self._fast_forward is not None:
+            # On a simulated device, all iterations up to the next event may be known: no batch is built.
+            if self._step_many(self._fast_forward, plan, start_s):
+                return True
             self._fast_forward.leave()
         while plan.paused and is_pause_in_flight(self._in_flight, plan, self.table, self.config.is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
@@ -198,14 +195,13 @@ class TokenGenerationLoop:
             return False
         return self.table.num_in_flight > 0 or any(iteration.batches for iteration in self._in_flight)
 
-    def _step_many(self, plan: Plan, start_s: float, max_steps: int) -> bool:
-        """Run up to `max_steps` iterations of `plan`, as many as are certain; False, with nothing done, if none is."""
-        fast_forward = self._fast_forward
-        if fast_forward is None or not fast_forward.may_run(plan):
+    def _step_many(self, fast_forward: FastForward, plan: Plan, start_s: float) -> bool:
+        """Run the iterations in which `plan` is certain to stand; False, with nothing done, if they need batches."""
+        if not fast_forward.may_run(plan):
             return False
         try:
             first = self._record(plan, fast_forward.start_context(plan), NO_CACHE_STATE, start_s)
-            if (stretch := fast_forward.advance(plan, first, max_steps)) is None:
+            if (stretch := fast_forward.advance(plan, first, self._scheduler.times_certain(plan))) is None:
                 return False
         except OutOfBlocks as error:
             raise self._does_not_fit(error) from error

@@ -139,7 +139,7 @@ class Scheduler:
         if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
         if not plan.context:
-            return 1 if plan.stands_until_block else UNLIMITED
+            return UNLIMITED
         request, size = plan.context[0], plan.num_chunk_tokens
         # The first chunk may begin after tokens to reuse.
         may_differ = self._kv_cache.reuse.enabled and request.is_first_chunk

@@ -138,11 +138,11 @@ class CountedCache(PagedCache):
         """In how many steps the next sequence reaches the capacity."""
         return self._wraps[0][0] - self._step if self._wraps else UNLIMITED
 
-    def fitting_steps(self, steps: int, may_take: bool = True) -> int:
-        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free, or none unless
-        `may_take`."""
+    def fitting_steps(self, steps: int, until_block: bool = False) -> int:
+        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
+        `until_block`, none after the first one."""
         self._ahead = blocks = self._blocks_ahead(steps)
-        limit = self._free if may_take else 0
+        limit = min(self._free, blocks[0] if until_block else blocks[-1])
         return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
 
     def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
