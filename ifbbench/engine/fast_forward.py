@@ -12,7 +12,7 @@ from ifbbench.engine.active import ActiveRequests, Rows
 from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.in_flight import store_generated, store_known
+from ifbbench.engine.in_flight import store_known
 from ifbbench.engine.interfaces import Executor, PredictableExecutor
 from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
@@ -125,10 +125,14 @@ class FastForward:
         return config.max_in_flight == config.max_beam_width == 1 and not config.is_contiguous
 
     def may_run(self, plan: Plan) -> bool:
-        """Whether iterations of `plan` need no batches. Tokens computed again after a pause are counted one by one."""
-        active = self._active
-        if active.num_reading_tokens or plan.paused or (plan.held and active.num_with_lora):
+        """Whether iterations of `plan` need no batches. Tokens computed again after a pause are counted one by one, and
+        blocks with ids are overwritten one by one."""
+        active, cache = self._active, self._kv_cache
+        if active.num_reading_tokens or plan.paused or plan.held:
             return False
+        if not self._counted and cache.attention_window.wraps:
+            if (cache.registered[plan.rows] >= cache.attention_window.capacity).any():
+                return False
         if plan.context:
             has_more = active.num_with_lora or active.table.any_paused or active.table.max_draft_tokens
             return self._runs_context and not has_more
@@ -136,7 +140,7 @@ class FastForward:
             return False
         if not active.table.any_paused:
             return True
-        cached = self._kv_cache.cached_tokens(plan.rows)
+        cached = cache.cached_tokens(plan.rows)
         return not (cached < active.table.cached_before_pause[plan.rows]).any()
 
     def start_context(self, plan: Plan) -> list[ContextChunk]:
@@ -159,8 +163,6 @@ class FastForward:
             tasks = distinct_tasks(adapters.tasks)
             if not self._adapters.has(tasks):  # an adapter is loaded by a batch
                 return None
-        elif plan.held or (max_steps == 1 and not self._counted):
-            return self._advance_once(plan, first)
         ahead: Sequence[CountedCache | StepsAhead] = self._counted
         if not ahead and isinstance(self._kv_cache, KvCacheManager):
             ahead = [StepsAhead(self._kv_cache, active, rows)]
@@ -228,27 +230,6 @@ class FastForward:
         self._active.park(row)
         table.generated[row] = table.confirmed[row] = table.stop_after[row]
         return request
-
-    def _advance_once(self, plan: Plan, first: IterationRecord) -> Stretch:
-        """`advance` by one iteration of a plan that was just made."""
-        self.leave()
-        table, rows, kv_cache, now_ns = self._active.table, plan.rows, self._kv_cache, self._clock.now_ns
-        registered = kv_cache.add_tokens(rows)
-        positions = Positions(kv_cache, rows, int(np.add.reduce(registered)), registered)
-        host_ns, device_ns = self._executor.step_times(first.context, positions, 1)
-        first.submit_s = to_seconds(now_ns + host_ns)
-        self._clock.wait_until_ns(now_ns + host_ns + device_ns[0])
-        first.end_s = self._clock.now()
-        first.cache = cache = CacheState.of(kv_cache)
-        finished = self._advance_context(plan.context, 1)
-        confirmed = table.confirmed[rows] + 1
-        table.confirmed[rows] = confirmed
-        table.generated[rows] += 1
-        if kv_cache.num_reuse_changes:
-            store_generated(self._active, kv_cache, rows, positions.of_each())
-        finished += [self._active.by_slot[row] for row in rows[confirmed == table.stop_after[rows]].tolist()]
-        times_s = [first.start_s], [first.submit_s], [first.end_s]
-        return Stretch(first, finished, *times_s, [0], [0], [0], cache, self._clock.epoch_s)
 
     def _advance_context(self, context: list[Request], steps: int) -> list[Request]:
         """Advance prompts by their chunk, `steps` times; returns the requests that are complete."""
