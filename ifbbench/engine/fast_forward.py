@@ -130,9 +130,9 @@ class FastForward:
         active, cache = self._active, self._kv_cache
         if active.num_reading_tokens or plan.paused or plan.held:
             return False
-        if not self._counted and cache.attention_window.wraps:
-            if (cache.registered[plan.rows] >= cache.attention_window.capacity).any():
-                return False
+        may_wrap = not self._counted and cache.attention_window.wraps
+        if may_wrap and (cache.registered[plan.rows] >= cache.attention_window.capacity).any():
+            return False
         if plan.context:
             has_more = active.num_with_lora or active.table.any_paused or active.table.max_draft_tokens
             return self._runs_context and not has_more

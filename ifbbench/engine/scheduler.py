@@ -27,7 +27,7 @@ class Plan:
     context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order.
     idle: rows of complete members of a static batch. held: generation requests that do not run. paused: requests to
     pause, in this order. blocked: the first request that each scheduler left out, and those paused.
-    num_chunk_tokens: size of the chunk if there is exactly one. stands_until_block: see CapacityDecision.
+    stands_until_block: see CapacityDecision.
     """
 
     context: list[Request]
@@ -36,7 +36,6 @@ class Plan:
     held: list[Request] = field(default_factory=list)
     paused: list[Pause] = field(default_factory=list)
     blocked: tuple[LeftOut, ...] = ()
-    num_chunk_tokens: int = 0
     stands_until_block: bool = False
 
     @property
@@ -115,21 +114,9 @@ class Scheduler:
             selected.context, self._rows_without(held + paused), held=held, paused=fitting.paused,
             blocked=tuple(blocked), stands_until_block=fitting.stands_until_block,
         )  # fmt: skip
-        if len(plan.context) == 1:
-            plan.num_chunk_tokens = plan.context[0].chunk
         self._latest = (plan, self._active.num_changes, self._kv_cache.num_reuse_changes)
         if self._is_logged:
             self._log_decisions(plan)
-        return plan
-
-    def standing_plan(self) -> Plan | None:
-        """The latest plan, if no request has entered, changed phase or left since it was made, nor, if any waits, what
-        it can reuse has changed."""
-        if self._latest is None or self._latest[1] != self._active.num_changes:
-            return None
-        plan = self._latest[0]
-        if len(self._active.context) > len(plan.context) and self._latest[2] != self._kv_cache.num_reuse_changes:
-            return None
         return plan
 
     def times_certain(self, plan: Plan) -> int:
@@ -140,10 +127,10 @@ class Scheduler:
             return 1
         if not plan.context:
             return UNLIMITED
-        request, size = plan.context[0], plan.num_chunk_tokens
+        request, size = plan.context[0], plan.context[0].chunk
         # The first chunk may begin after tokens to reuse.
         may_differ = self._kv_cache.reuse.enabled and request.is_first_chunk
-        if self._may_pause or may_differ or request.num_draft_tokens or not size:
+        if self._may_pause or may_differ or request.num_draft_tokens:
             return 1
         return 1 + max(0, (request.remaining_context - size - self._chunk_unit) // size)
 
@@ -156,28 +143,18 @@ class Scheduler:
         return finished
 
     def _repeated_plan(self) -> Plan | None:
-        """The standing plan, if the next decision is certain to be the same: only generation ran, or the one prompt
-        that ran a chunk has tokens for another of the same size; or the plan with its last chunk, if no other prompt
-        waits. A policy that may pause decides again unless each request has a block."""
-        plan = self.standing_plan() if self._may_repeat else None
-        if plan is None or plan.held or plan.paused:
+        """The latest plan, if the next decision is certain to be the same: only generation ran, no request has entered,
+        changed phase or left, and what a waiting one can reuse has not changed. A policy that may pause decides again
+        if any request waits, or unless each has a block."""
+        active, cache = self._active, self._kv_cache
+        if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
             return None
-        if self._may_pause and (self._active.context or not self._kv_cache.has_blocks_for(len(plan.rows))):
+        plan = self._latest[0]
+        if plan.context or plan.held or plan.paused or active.table.any_wide_steps:
             return None
-        if not plan.context:
-            return None if self._active.table.any_wide_steps else plan
-        if len(plan.context) > 1 or plan.num_chunk_tokens == 0:
+        if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
             return None
-        request = plan.context[0]
-        if request.num_draft_tokens:
-            return None
-        if request.remaining_context <= plan.num_chunk_tokens and len(self._active.context) == 1:
-            request.set_chunk(request.remaining_context)
-            return Plan([request], plan.rows, num_chunk_tokens=request.chunk)
-        if request.remaining_context < plan.num_chunk_tokens + self._chunk_unit:
-            return None
-        request.set_chunk(plan.num_chunk_tokens)
-        return plan
+        return None if self._may_pause and not cache.has_blocks_for(len(plan.rows)) else plan
 
     def _next_static_step(self) -> Plan:
         """A static batch that has started runs to its end; until then there is nothing to decide."""
