@@ -97,12 +97,15 @@ class RequestTable:
     def begin_turn(self, micro_batch: int) -> None:
         """The requests of this micro batch can be scheduled again; those of the others are in flight."""
         self.micro_batch[self.micro_batch == micro_batch] = NO_MICRO_BATCH
-        self.any_in_flight = bool((self.micro_batch != NO_MICRO_BATCH).any())
+        self.any_in_flight = self._count_in_flight() > 0
 
     @property
     def num_in_flight(self) -> int:
         """Requests in flight in another micro batch than the one that has its turn."""
-        return int((self.micro_batch != NO_MICRO_BATCH).sum()) if self.any_in_flight else 0
+        return self._count_in_flight() if self.any_in_flight else 0
+
+    def _count_in_flight(self) -> int:
+        return int(np.count_nonzero(self.micro_batch != NO_MICRO_BATCH))
 
     def in_other_micro_batch(self, row: int) -> bool:
         """Whether the request in `row` is in flight in a micro batch that has not its turn."""

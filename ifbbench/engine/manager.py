@@ -236,8 +236,8 @@ class TokenGenerationLoop:
         record.submit_s = self._clock.now()
         record.recomputed = self._advance(plan, completing)
         if self._num_micro_batches > 1:
-            rows = [*plan.rows.tolist(), *(request.slot for request in plan.context)]
-            self.table.micro_batch[rows] = self.iteration % self._num_micro_batches
+            self.table.micro_batch[plan.rows] = turn = self.iteration % self._num_micro_batches
+            self.table.micro_batch[[request.slot for request in plan.context]] = turn
         self._in_flight.append(iteration)
         self._activated = []
         self.iteration += 1

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, Blocks, UnsharedBlocks
+from ifbbench.engine.kv_cache.blocks import BlockCopy, BlockCounters, Blocks
 from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
 from ifbbench.engine.kv_cache.interface import NO_REUSE, Rows
 from ifbbench.engine.kv_cache.paged import PagedCache
@@ -30,11 +30,7 @@ class KvCacheManager(PagedCache):
     ) -> None:
         super().__init__(attention_window, num_blocks, slots, reuse)
         window = attention_window
-        self.blocks = (
-            Blocks(num_blocks, num_host_blocks, window.tokens_per_block)
-            if reuse.enabled or num_host_blocks or window.max_beam_width > 1
-            else UnsharedBlocks(num_blocks, window.tokens_per_block)
-        )  # fmt: skip
+        self.blocks = Blocks(num_blocks, num_host_blocks, window.tokens_per_block)
         self._sequences = Sequences(window, self.blocks, reuse)
         self.sequences = self._sequences.by_slot
         self.blocks_held = np.zeros(slots, np.int64)
