@@ -100,7 +100,7 @@ def _confirm_pass(
     confirmed = table.confirmed[rows] + 1
     table.confirmed[rows] = confirmed
     done = confirmed == table.stop_after[rows]
-    if outputs is NO_OUTPUTS and not table.num_special:
+    if outputs is NO_OUTPUTS:  # tokens stay symbolic
         return [active.by_slot[row] for row in rows[done].tolist()]
     if outputs.tokens is not None:
         tokens = outputs.tokens if indices is None else outputs.tokens[indices]
