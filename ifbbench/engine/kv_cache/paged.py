@@ -80,7 +80,7 @@ class PagedCache(KvCache):
         size, bubble, kept = window.tokens_per_block, window.bubble, window.kept_tokens
         for request in requests:
             tokens = request.prompt_len + request.max_new_tokens
-            if tokens > kept or request.beam_width > 1 or self.holds(request.slot):
+            if tokens > kept or request.beam_width > 1 or not request.is_first_chunk:
                 needed = self.blocks_to_completion(request)
             else:  # the usual case, and needed for every waiting request
                 needed = -(-(tokens + bubble) // size)
