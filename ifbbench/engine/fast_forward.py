@@ -22,7 +22,7 @@ from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.scheduler import Plan, Scheduler
+from ifbbench.engine.scheduler import Plan
 
 # Longer stretches are no faster per iteration, and no progress is shown while one is computed.
 MAX_STEPS = 1024
@@ -93,20 +93,15 @@ class FastForward:
 
     def __init__(
         self, config: BatchingConfig, executor: Executor, clock: Clock, active: ActiveRequests, kv_cache: KvCache,
-        scheduler: Scheduler, next_change: NextChange | None, adapters: AdapterCache | None = None,
+        next_change: NextChange | None, adapters: AdapterCache | None = None,
     ) -> None:  # fmt: skip
         """With these, `can_run` is true."""
         assert isinstance(executor, PredictableExecutor)
         assert isinstance(clock, VirtualClock)
         assert next_change is not None
-        self._adapters = adapters
-        self._config = config
-        self._executor = executor
-        self._clock = clock
-        self._active = active
+        self._executor, self._clock, self._active, self._adapters = executor, clock, active, adapters
         self._kv_cache = kv_cache
         self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
-        self._scheduler = scheduler
         self._next_change = next_change
         self._runs_context = config.batching_type is not BatchingType.INFLIGHT
         # Steps of the generation requests so far. A heap of the steps with which those in `_rows` end, with their rows,
@@ -125,23 +120,23 @@ class FastForward:
         return config.max_in_flight == config.max_beam_width == 1 and not config.is_contiguous
 
     def may_run(self, plan: Plan) -> bool:
-        """Whether iterations of `plan` need no batches. Tokens computed again after a pause are counted one by one, and
-        blocks with ids are overwritten one by one."""
-        active, cache = self._active, self._kv_cache
-        if active.num_reading_tokens or plan.paused or plan.held:
+        """Whether iterations of `plan` need no batches. Those load adapters, count tokens that are computed again after
+        a pause, and overwrite blocks with ids."""
+        active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
+        if active.num_reading_tokens or plan.paused or plan.held or not (plan.context or len(rows)):
+            return False
+        if plan.context and (
+            active.num_with_lora or table.any_paused or table.max_draft_tokens or not self._runs_context
+        ):
             return False
         may_wrap = not self._counted and cache.attention_window.wraps
-        if may_wrap and (cache.registered[plan.rows] >= cache.attention_window.capacity).any():
+        if may_wrap and (cache.registered[rows] >= cache.attention_window.capacity).any():
             return False
-        if plan.context:
-            has_more = active.num_with_lora or active.table.any_paused or active.table.max_draft_tokens
-            return self._runs_context and not has_more
-        if not len(plan.rows):
+        if table.any_paused and (cache.cached_tokens(rows) < table.cached_before_pause[rows]).any():
             return False
-        if not active.table.any_paused:
+        if self._adapters is None or not active.num_with_lora:
             return True
-        cached = cache.cached_tokens(plan.rows)
-        return not (cached < active.table.cached_before_pause[plan.rows]).any()
+        return self._adapters.has(distinct_tasks(table.lora_tasks[rows]))
 
     def start_context(self, plan: Plan) -> list[ContextChunk]:
         """The chunks of the first iteration of `plan`, for which the blocks of new prompts are taken."""
@@ -152,17 +147,12 @@ class FastForward:
         self._kv_cache.take_copies()  # nothing is copied on this device
         return [ContextChunk(request, request.position, request.chunk) for request in plan.context]
 
-    def advance(self, plan: Plan, first: IterationRecord, max_steps: int) -> Stretch | None:
-        """Advance at most `max_steps` iterations of `plan`; None, with nothing changed, if not even one is certain.
+    def advance(self, plan: Plan, first: IterationRecord, max_steps: int) -> Stretch:
+        """Advance at most `max_steps` iterations of `plan`. Raises OutOfBlocks if the first one takes more blocks than
+        are free.
 
         first: record of the first iteration, without its times; it becomes part of the result."""
         active, table, rows = self._active, self._active.table, plan.rows
-        adapters, tasks = None, list[int]()
-        if self._adapters is not None and active.num_with_lora:
-            adapters = AdapterUse(table.lora_tasks[rows])
-            tasks = distinct_tasks(adapters.tasks)
-            if not self._adapters.has(tasks):  # an adapter is loaded by a batch
-                return None
         ahead: Sequence[CountedCache | StepsAhead] = self._counted
         if not ahead and isinstance(self._kv_cache, KvCacheManager):
             ahead = [StepsAhead(self._kv_cache, active, rows)]
@@ -170,19 +160,16 @@ class FastForward:
         max_steps = min(max_steps, MAX_STEPS, *[window.max_steps for window in ahead])
         if self._ends:
             max_steps = min(max_steps, self._ends[0][0] - self._step)
-        if max_steps < 1:
-            return None
         positions = Positions(self._kv_cache, rows, ahead[0].tokens)
+        adapters = AdapterUse(table.lora_tasks[rows]) if active.num_with_lora else None
         host_ns, times_ns = self._times(first.context, positions, max_steps, adapters)
         steps = len(times_ns) - 1
         for window in ahead:
             steps = min(steps, window.fitting_steps(steps, plan.stands_until_block))
         if not steps:
-            if plan.context:
-                raise OutOfBlocks("generation needs more KV cache blocks than are free")
-            return None
+            raise OutOfBlocks("generation needs more KV cache blocks than are free")
         if self._adapters is not None and adapters is not None:
-            self._adapters.use(tasks, steps)
+            self._adapters.use(distinct_tasks(adapters.tasks), steps)
         self._step += steps
         table.unsettled += steps
         more_blocks, more_tokens, more_new = ahead[0].take(steps)

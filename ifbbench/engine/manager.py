@@ -83,7 +83,7 @@ class TokenGenerationLoop:
         self._fast_forward: FastForward | None = None
         if runs_without_batches:
             self._fast_forward = FastForward(
-                config, executor, clock, self.active, self.kv_cache, self._scheduler, next_change, self.adapters
+                config, executor, clock, self.active, self.kv_cache, next_change, self.adapters
             )
         self._is_static = config.batching_type is BatchingType.V1
         self._max_in_flight, self._num_micro_batches = config.max_in_flight, config.num_micro_batches
@@ -201,8 +201,7 @@ class TokenGenerationLoop:
             return False
         try:
             first = self._record(plan, fast_forward.start_context(plan), NO_CACHE_STATE, start_s)
-            if (stretch := fast_forward.advance(plan, first, self._scheduler.times_certain(plan))) is None:
-                return False
+            stretch = fast_forward.advance(plan, first, self._scheduler.times_certain(plan))
         except OutOfBlocks as error:
             raise self._does_not_fit(error) from error
         self._activated = []

@@ -1,6 +1,6 @@
 """The blocks of one attention window: reference counts, contents, memory places, and which is taken next."""
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
