@@ -39,14 +39,13 @@ class MaxUtilization:
         self.lora = lora
 
     def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
-        rows = active.generation_rows
-        needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows] if active.table.any_wide_steps else 0)
+        rows, has_wide_steps = active.generation_rows, active.table.any_wide_steps
         walks_all = len(active) > self.max_num_requests or (active.num_with_lora and self.lora.may_bind)
-        if walks_all:
-            indices: Iterable[int] = range(len(active.generation))
-        else:
-            if not active.context and kv_cache.counted(needs.sum(axis=0)) <= kv_cache.free_blocks:
-                return CapacityDecision(generation_first=False)
+        if not (walks_all or active.context or has_wide_steps) and kv_cache.has_blocks_for(len(rows)):
+            return CapacityDecision(generation_first=False)
+        needs = kv_cache.step_needs(rows, active.table.draft_tokens[rows] if has_wide_steps else 0)
+        indices: Iterable[int] = range(len(active.generation))
+        if not walks_all:
             indices = np.flatnonzero(needs if needs.ndim == 1 else needs.any(axis=1)).tolist()
         generation = [(active.generation[index], kv_cache.counted(needs[index])) for index in indices]
         return _Walk(self, active, kv_cache).run(generation)
