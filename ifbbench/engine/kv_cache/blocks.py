@@ -87,11 +87,15 @@ class Blocks:
         if self.num_secondary:
             return [self._take_or_offload(references, priority, duration_s) for _ in range(count)]
         taken, counts, keys = self.eviction.claim_front(count, priority, duration_s), self.references, self.tree.key
+        self.counters.allocated_total += count
         for block in taken:
             counts[block] = references
+        if not self.tree.num_changes:  # no block was ever given content
+            self.counters.allocated_new += count
+            return taken
+        for block in taken:
             if keys[block] is None:
                 self.counters.allocated_new += 1
-        self.counters.allocated_total += count
         self.tree.unlink_evicted(taken)
         return taken
 

@@ -153,9 +153,11 @@ class EvictionPolicy:
     def claim_front(self, count: int, priority: int = DEFAULT_PRIORITY, duration_s: float | None = None) -> list[int]:
         """Take the next `count` blocks of the device, of which so many are free."""
         following, taken, left = self._next, list[int](), count
+        new_end, keeps_end = self._end(PRIMARY, priority), True
         while left:
             block = self.front(PRIMARY)
             end = self._end_of[block]
+            keeps_end = keeps_end and end == new_end
             while left and block != end:
                 taken.append(block)
                 after = following[block]
@@ -164,12 +166,12 @@ class EvictionPolicy:
                 left -= 1
             following[end] = block
             self._previous[block] = end
-            self._set_filled(end)
+            if block == end:
+                self._set_filled(end)
         self.num_free[PRIMARY] -= count
-        end = self._end(PRIMARY, priority)
         is_timed = bool(self._expiries or self._durations or duration_s is not None)
-        for block in taken:
-            self._end_of[block] = end
+        for block in taken if is_timed or not keeps_end else ():
+            self._end_of[block] = new_end
             if is_timed:
                 self._retain(block, None, duration_s)
         return taken

@@ -34,7 +34,8 @@ class KvCacheManager(PagedCache):
         self._sequences = Sequences(window, self.blocks, reuse)
         self.sequences = self._sequences.by_slot
         self.blocks_held = np.zeros(slots, np.int64)
-        self._to_come = np.zeros(slots, np.int64)
+        # Of each slot's request, the blocks that its beams hold, a shared one once for each, and those still to come.
+        self._all_blocks = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, window.max_beam_width, window.max_blocks_per_sequence), np.int32)
         # By slot, of requests that have no sequence yet: how far the search for their first missing block has come.
         self._searches: dict[int, MissingBlockSearch] = {}
@@ -54,7 +55,7 @@ class KvCacheManager(PagedCache):
     # For schedulers.
 
     def reserved_blocks(self, rows: Rows) -> int:
-        return int(np.add.reduce(self._to_come[rows]))
+        return int(np.add.reduce(self._all_blocks[rows] - self.blocks_held[rows] * self._beam_width[rows]))
 
     def plan_release(self) -> ReleasePlan:
         return ReleasePlan(self.blocks, self._sequences)
@@ -82,9 +83,9 @@ class KvCacheManager(PagedCache):
             # Logits of reused tokens are not computed.
             may_look_up=not request.options.return_context_logits,
         )  # fmt: skip
-        self._to_come[request.slot] = self.attention_window.blocks_to_completion(
-            request.prompt_len, request.max_new_tokens, int(self.blocks_held[request.slot]), request.beam_width
-        )
+        held, beams = int(self.blocks_held[request.slot]), request.beam_width
+        to_come = self.attention_window.blocks_to_completion(request.prompt_len, request.max_new_tokens, held, beams)
+        self._all_blocks[request.slot] = held * beams + to_come
         self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.attention_window.bubble
         return reused
 
@@ -130,11 +131,9 @@ class KvCacheManager(PagedCache):
         self.blocks_held[rows] = indices + 1
         if self.attention_window.max_beam_width == 1:
             self.block_tables[rows, 0, indices] = self._places(taken)
-            self._to_come[rows] -= 1
             return
         for slot, index in zip(slots, indices.tolist(), strict=True):
             self._set_table_entry(slot, index)
-        self._to_come[rows] -= self._beam_width[rows]
 
     def register(self, rows: Rows, registered: Rows, new: int) -> None:
         """Set the numbers of tokens of `rows`. `new` tokens in all did not overwrite another one."""
@@ -161,7 +160,6 @@ class KvCacheManager(PagedCache):
         """Release the last block of each beam."""
         self._sequences.shrink(slot)
         self.blocks_held[slot] -= 1
-        self._to_come[slot] += self._beam_width[slot]
 
     def store_context(self, slot: int) -> None:
         self._sequences.store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)
@@ -242,7 +240,7 @@ class KvCacheManager(PagedCache):
         starts_block = (registered >= window.capacity) & (places % size == 0)
         for slot, index in zip(rows[starts_block].tolist(), (places[starts_block] // size).tolist(), strict=True):
             if taken := self._sequences.overwrite(slot, index):
-                self._to_come[slot] -= taken
+                self._all_blocks[slot] -= taken
                 self._set_table_entry(slot, index)
 
     def _overwrite_need(self, slot: int) -> int:
@@ -254,7 +252,7 @@ class KvCacheManager(PagedCache):
         return int(self._beam_width[slot]) - 1 if offset == 0 and is_shared else 0
 
     def _blocks_to_come(self, slot: int) -> int:
-        return int(self._to_come[slot])
+        return int(self._all_blocks[slot] - self.blocks_held[slot] * self._beam_width[slot])
 
     def _known(self, request: Request) -> KnownTokens | None:
         """The request's tokens, if its blocks may be shared. A sequence that will wrap overwrites its beginning, so it

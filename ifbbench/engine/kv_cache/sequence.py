@@ -210,8 +210,8 @@ class Sequences:
         if not self._any_retention:
             beams = [beam for slot in slots for beam in self.by_slot[slot].beams]
             taken = self._blocks.take_many(len(beams))
-            for beam, block in zip(beams, taken, strict=True):
-                beam.append(block)
+            for index, beam in enumerate(beams):
+                beam.append(taken[index])
             return taken
         taken = []
         for sequence in [self.by_slot[slot] for slot in slots]:
