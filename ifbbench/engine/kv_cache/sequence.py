@@ -183,8 +183,9 @@ class Sequences:
         last = (length - 1) // size
         if matched > last:
             return
-        for block, key in zip(beams[0][matched:last], known.block_keys(last, size)[matched:], strict=True):
-            keys[block] = key
+        blocks, new_keys = beams[0], known.block_keys(last, size)
+        for index in range(matched, last):
+            keys[blocks[index]] = new_keys[index]
         last_key = tokens.key(last * size, length - 1) if length - 1 > last * size else None
         for beam in beams:
             keys[beam[last]] = last_key
