@@ -1,6 +1,6 @@
 """Fast-forward: iterations of which the times are known run without batches, and many together between two events."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -14,9 +14,8 @@ from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import store_known
 from ifbbench.engine.interfaces import Executor, PredictableExecutor
-from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.kv_cache.blocks import OutOfBlocks
-from ifbbench.engine.kv_cache.counted import CountedCache
+from ifbbench.engine.kv_cache.counted import CountedCache, blocks_ahead, fitting_steps
 from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
@@ -48,10 +47,9 @@ class StepsAhead:
     def fitting_steps(self, steps: int, until_block: bool = False) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
         `until_block`, none after the first one."""
-        in_turn = np.bincount(self._until_block, minlength=self._size).tolist()
-        self._blocks = blocks = list(accumulate((in_turn * ceil_div(steps, self._size))[:steps]))
-        limit = min(self._cache.free_blocks, blocks[0] if until_block else blocks[-1])
-        return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
+        growing: list[int] = np.bincount(self._until_block, minlength=self._size).tolist()
+        self._blocks = blocks_ahead(growing, 0, steps)
+        return fitting_steps(self._blocks, self._cache.free_blocks, until_block)
 
     def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
         """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of

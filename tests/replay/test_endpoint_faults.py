@@ -67,10 +67,10 @@ def test_unusual_responses_have_a_kind(answer: Answer, kind: str, words: str, tm
     assert all(words in line["error"] for line in rows(tmp_path)), rows(tmp_path)[0]["error"]
 
 
-@pytest.mark.parametrize(("header", "attempts"), [("", 13), ("Retry-After: 3600\r\n", 1)])
+@pytest.mark.parametrize(("header", "attempts"), [("", 9), ("Retry-After: 3600\r\n", 1)])
 def test_no_pause_before_a_retry_is_longer_than_the_timeout(header: str, attempts: int, tmp_path: Path) -> None:
     with fake_endpoint(raw(f"HTTP/1.1 503 X\r\nContent-Length: 0\r\n{header}\r\n")) as server:
-        summary = replay(server, tmp_path, count=1, endpoint_retries=12, endpoint_timeout=0.05)
+        summary = replay(server, tmp_path, count=1, endpoint_retries=8, endpoint_timeout=0.3)
         assert len(server.received) == attempts
     assert summary["endpoint"]["errors"] == {"http_503": 1}
 

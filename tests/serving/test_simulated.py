@@ -230,7 +230,10 @@ def test_a_killed_server_leaves_a_readable_run(tmp_path: Path) -> None:
         for _ in range(3):
             post(server, {"prompt": "abc", "max_tokens": 5})
         asyncio.run(several(server, [{"prompt": "abc", "max_tokens": 20_000}], leave_after=200))
-        time.sleep(0.2)
+        for _ in range(6000):
+            if (recorded / "trace.jsonl").read_text().count("\n") == 4:
+                break
+            time.sleep(0.01)
         server.end(signal.SIGKILL)
     assert not (recorded / "summary.json").exists()
     replayed, charts = tmp_path / "replayed", tmp_path / "charts"

@@ -141,9 +141,8 @@ class CountedCache(PagedCache):
     def fitting_steps(self, steps: int, until_block: bool = False) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
         `until_block`, none after the first one."""
-        self._ahead = blocks = self._blocks_ahead(steps)
-        limit = min(self._free, blocks[0] if until_block else blocks[-1])
-        return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
+        self._ahead = self._blocks_ahead(steps)
+        return fitting_steps(self._ahead, self._free, until_block)
 
     def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
         """Register a token of each sequence in generation in each of `steps` steps, at most those of `fitting_steps`.
@@ -167,11 +166,7 @@ class CountedCache(PagedCache):
 
     def _blocks_ahead(self, steps: int) -> list[int]:
         """[steps], blocks that all sequences together take up to each of the next steps, at most `max_steps`."""
-        growing, first = self._growing, self._step % self._size
-        if first + steps <= self._size:
-            return list(accumulate(growing[first : first + steps]))
-        in_turn = growing[first:] + growing[:first]
-        return list(accumulate((in_turn * ceil_div(steps, self._size))[:steps]))
+        return blocks_ahead(self._growing, self._step % self._size, steps)
 
     # For records and tests.
 
@@ -229,6 +224,22 @@ class CountedCache(PagedCache):
         if self._settled < self._step:
             self.registered[list(self._generating)] += self._step - self._settled
             self._settled = self._step
+
+
+def blocks_ahead(growing: list[int], first: int, steps: int) -> list[int]:
+    """[steps], blocks that sequences take up to each step, the first of which is number `first`. growing: [tokens per
+    block], how many of them take one in the steps with each remainder of their number."""
+    if first + steps <= len(growing):
+        return list(accumulate(growing[first : first + steps]))
+    in_turn = growing[first:] + growing[:first]
+    return list(accumulate((in_turn * ceil_div(steps, len(growing)))[:steps]))
+
+
+def fitting_steps(blocks: list[int], free: int, until_block: bool) -> int:
+    """How many steps take no more blocks than are free; with `until_block`, none after the first one. blocks: [steps],
+    those taken up to each step."""
+    limit = min(free, blocks[0] if until_block else blocks[-1])
+    return len(blocks) if blocks[-1] <= limit else bisect_right(blocks, limit)
 
 
 class CountedRelease:
