@@ -248,20 +248,23 @@ def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: in
     assert files(tmp_path / "together") == files(tmp_path / "apart")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=requests, sizes=st.sampled_from([(12,), (20,), (33,), (16, 96), (13, 40), (96, 24)]),
     changes=st.fixed_dictionaries({
         "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
         "chunk_unit": st.sampled_from([None, 4]), "max_batch_size": st.integers(1, 8),
-    }),
+    }), reuses=st.booleans(),
 )  # fmt: skip
 def test_sequences_that_wrap_are_advanced_together(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], sizes: tuple[int, ...], changes: dict[str, Any]
-) -> None:
-    """Also with several attention windows, and with sequences on both sides of the end of a window."""
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], sizes: tuple[int, ...], changes: dict[str, Any],
+    reuses: bool,
+) -> None:  # fmt: skip
+    """Also with several attention windows, and with sequences on both sides of the end of a window; or with one
+    window and reuse, where batches overwrite the blocks."""
     layouts = tuple(WindowLayout((number,), AttentionWindow(4, size, 96), 60) for number, size in enumerate(sizes))
-    config, folder = config_of(windows=layouts, **changes), tmp_path_factory.mktemp("runs")
+    reuse, folder = ReuseRules(enabled=reuses and len(sizes) == 1), tmp_path_factory.mktemp("runs")
+    config = config_of(windows=layouts, reuse=reuse, **changes)
     shares = [(size if size < 96 else None, 1 / len(sizes)) for size in sizes]
     run(trace_of(rows), config, folder / "apart", together=False, windows=shares)
     recorder = run(trace_of(rows), config, folder / "together", together=True, windows=shares)
