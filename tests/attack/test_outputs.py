@@ -265,7 +265,12 @@ def test_runs_at_the_same_time_into_one_directory(exists: bool, tmp_path: Path) 
 
 def test_a_directory_that_appears_during_its_check_is_no_file(tmp_path: Path) -> None:
     directories = [tmp_path / str(number) for number in range(2000)]
-    other_run = Thread(target=lambda: [directory.mkdir() for directory in directories])
+
+    def make_all() -> None:
+        for directory in directories:
+            directory.mkdir()
+
+    other_run = Thread(target=make_all)
     other_run.start()
     for directory in directories:
         while not directory.is_dir():
