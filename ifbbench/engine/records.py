@@ -3,7 +3,6 @@ digest of a schedule, which are made of them."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from time import gmtime, strftime
 from typing import Any, Final
 
@@ -78,8 +77,6 @@ class CacheState:
 NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
 
 
-# With its own constructor, because that of a dataclass is not compiled.
-@dataclass(slots=True, init=False)
 class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
@@ -103,35 +100,6 @@ class IterationRecord:
     drafts: of an iteration that verified draft tokens, which are among num_generation_tokens.
     """
 
-    iteration: int
-    micro_batch: int
-    start_s: float
-    timestamp: float
-    active: int
-    queued: int
-    activated: list[Request]
-    context: tuple[ContextChunk, ...]
-    num_context_tokens: int
-    recomputed: int
-    num_generation: int
-    num_generation_tokens: int
-    held: list[Request]
-    paused: list[Pause]
-    left_out: LeftOut | None
-    blocked: tuple[LeftOut, ...]
-    cache: CacheState
-    idle: int = 0
-    padding: int = 0
-    submit_s: float = 0.0
-    context_end_s: float | None = None
-    end_s: float = 0.0
-    finished: list[Request] = field(default_factory=list)
-    num_micro_batches: int = 1
-    in_flight: int = 0
-    steps: tuple[int, int] | None = None
-    loads: tuple[AdapterLoad, ...] = ()
-    drafts: DraftCounts | None = None
-
     def __init__(
         self, iteration: int, micro_batch: int, start_s: float, timestamp: float, active: int, queued: int,
         activated: list[Request], context: tuple[ContextChunk, ...], num_context_tokens: int, recomputed: int,
@@ -150,6 +118,15 @@ class IterationRecord:
         self.held, self.paused, self.left_out, self.blocked = held, paused, left_out, blocked
         self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
         self.loads, self.drafts = loads, drafts
+
+    def copy(self) -> "IterationRecord":
+        return IterationRecord(
+            self.iteration, self.micro_batch, self.start_s, self.timestamp, self.active, self.queued, self.activated,
+            self.context, self.num_context_tokens, self.recomputed, self.num_generation, self.num_generation_tokens,
+            self.held, self.paused, self.left_out, self.blocked, self.cache, self.idle, self.padding, self.submit_s,
+            self.context_end_s, self.end_s, self.finished, self.num_micro_batches, self.in_flight, self.steps,
+            self.loads, self.drafts,
+        )  # fmt: skip
 
     @property
     def budget_used(self) -> int:
@@ -191,12 +168,15 @@ class Stretch:
     def records(self) -> Iterator[IterationRecord]:
         first = self.first
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            chunks = [ContextChunk(one.request, one.start + index * one.length, one.length) for one in first.context]
-            yield replace(
-                first, context=tuple(chunks), iteration=first.iteration + index, cache=self.cache(index),
-                start_s=start_s, submit_s=submit_s, end_s=end_s, timestamp=self.epoch_s + start_s,
-                activated=[] if index else first.activated, finished=self.finished if index == self.length - 1 else [],
-            )  # fmt: skip
+            record = first.copy()
+            record.iteration, record.timestamp = first.iteration + index, self.epoch_s + start_s
+            record.start_s, record.submit_s, record.end_s = start_s, submit_s, end_s
+            record.cache, record.activated = self.cache(index), [] if index else first.activated
+            record.context = tuple(
+                [ContextChunk(one.request, one.start + index * one.length, one.length) for one in first.context]
+            )
+            record.finished = self.finished if index == self.length - 1 else []
+            yield record
 
 
 class IterationStatistics:
@@ -229,13 +209,13 @@ class IterationStatistics:
         if not steps:
             return []
         first, last = steps[0], steps[-1]
-        whole = replace(
-            first, iteration=self._num_static_batches, end_s=last.end_s, cache=last.cache, finished=last.finished,
-            submit_s=first.start_s + sum([step.submit_s - step.start_s for step in steps], 0.0),
-            num_generation=sum(step.num_generation for step in steps),
-            num_generation_tokens=sum(step.num_generation_tokens for step in steps),
-            idle=sum(step.idle for step in steps), steps=(first.iteration, last.iteration),
-        )  # fmt: skip
+        whole = first.copy()
+        whole.iteration, whole.steps = self._num_static_batches, (first.iteration, last.iteration)
+        whole.end_s, whole.cache, whole.finished = last.end_s, last.cache, last.finished
+        whole.submit_s = first.start_s + sum([step.submit_s - step.start_s for step in steps], 0.0)
+        whole.num_generation = sum([step.num_generation for step in steps])
+        whole.num_generation_tokens = sum([step.num_generation_tokens for step in steps])
+        whole.idle = sum([step.idle for step in steps])
         self._num_static_batches += 1
         return [whole]
 
