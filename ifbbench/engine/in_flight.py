@@ -100,14 +100,12 @@ def _confirm_pass(
     confirmed = table.confirmed[rows] + 1
     table.confirmed[rows] = confirmed
     done = confirmed == table.stop_after[rows]
-    if outputs is NO_OUTPUTS:  # tokens stay symbolic
-        return [active.by_slot[row] for row in rows[done].tolist()]
     if outputs.tokens is not None:
         tokens = outputs.tokens if indices is None else outputs.tokens[indices]
         table.write_outputs(rows, table.joined[rows] + confirmed - 1, tokens)
         if table.any_end_tokens:
             done |= (tokens[:, None] == table.end_tokens[rows]).any(axis=1)
-    if table.num_special:
+    if table.num_special and outputs is not NO_OUTPUTS:
         _confirm_context(iteration, outputs)
         _confirm_special(rows, np.arange(len(rows)) if indices is None else indices, done, outputs, active)
     return [active.by_slot[row] for row in rows[done].tolist()]
