@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ if not Path("/dev/nvidiactl").exists():
 
 # The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell without job control ignores Ctrl-C for its background jobs, and what they start inherits that: commands that
+# tests interrupt would go on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
