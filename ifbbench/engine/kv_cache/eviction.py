@@ -170,10 +170,11 @@ class EvictionPolicy:
                 self._set_filled(end)
         self.num_free[PRIMARY] -= count
         is_timed = bool(self._expiries or self._durations or duration_s is not None)
-        for block in taken if is_timed or not keeps_end else ():
-            self._end_of[block] = new_end
-            if is_timed:
-                self._retain(block, None, duration_s)
+        if is_timed or not keeps_end:
+            for block in taken:
+                self._end_of[block] = new_end
+                if is_timed:
+                    self._retain(block, None, duration_s)
         return taken
 
     def release(self, block: int, to_front: bool = False, now_s: float = 0.0) -> None:
