@@ -159,7 +159,8 @@ class FastForward:
         if self._ends:
             max_steps = min(max_steps, self._ends[0][0] - self._step)
         positions = Positions(self._kv_cache, rows, ahead[0].tokens)
-        adapters = AdapterUse(table.lora_tasks[rows]) if active.num_with_lora else None
+        has_adapters = self._adapters is not None and active.num_with_lora > 0
+        adapters = AdapterUse(table.lora_tasks[rows]) if has_adapters else None
         host_ns, times_ns = self._times(first.context, positions, max_steps, adapters)
         steps = len(times_ns) - 1
         for window in ahead:
