@@ -20,6 +20,7 @@ from ifbbench.engine.policies import named_if_stuck
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.files import check_new_file, replace_file
+from ifbbench.model.named_models import built_in_shape
 from ifbbench.recording import run_directory
 from ifbbench.recording.printing import PrintingRecorder
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
@@ -257,7 +258,8 @@ def _more_figures(
         return figures | {"expected_error": {"compared": False, "reason": "no run with LoRA adapters was compared"}}
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
-    run = Compared(name, hardware, config.weight_dtype, config.tp_size, config.pp_size, engine.model.num_experts > 0)
+    model = built_in_shape(config.model) or config.model
+    run = Compared(name, hardware, model, config.weight_dtype, config.tp_size, config.pp_size)
     # By Little's law.
     requests = summary["request_throughput_per_s"] * (summary["e2e_s"]["mean"] or 0.0)
     return figures | {"expected_error": expected_error(run, round(requests))}

@@ -64,7 +64,7 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     sentences = [bound_sentence(known, run.config), *traffic_sentences(known)]
     if run.endpoint:
         sentences = [*client_sentences(known), *traffic_sentences(known)]
-    if expected := known.get("expected_error"):
+    if (expected := known.get("expected_error")) and expected["compared"]:
         sentences.append(expected_error_sentence(expected))
     for sentence in sentences:
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
@@ -150,9 +150,7 @@ def traffic_sentences(known: dict[str, Any]) -> list[str]:
 
 
 def expected_error_sentence(expected: dict[str, Any]) -> str:
-    """How far the figures of a simulated run may be from a real server's."""
-    if not expected["compared"]:
-        return f"Expected error: unknown, {expected['reason']}."
+    """How far the figures of a simulated run may be from a real server's. expected: of a run that was compared."""
     bands = [
         f"{100 * low:+.0f} to {100 * high:+.0f} % of the predicted {label}"
         for key, label in EXPECTED_ERRORS.items() if key in expected for low, high in [expected[key]]

@@ -17,14 +17,15 @@ NO_ENGINE = "none"
 class Compared(NamedTuple):
     """What decides which measurements a run can be compared with.
 
-    engine: name of its engine overhead, NO_ENGINE without one. hardware: name of its profile."""
+    engine: name of its engine overhead, NO_ENGINE without one. hardware: name of its profile. model: name of its
+    shape."""
 
     engine: str
     hardware: str
+    model: str
     dtype: str
     tp_size: int
     pp_size: int
-    has_experts: bool
 
 
 def limit_of(requests: float) -> int | None:
@@ -44,12 +45,11 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
     who = "no engine overhead" if run.engine == NO_ENGINE else run.engine
     if setup is None:
         return _never(f"no measurement of {run.hardware} with {who}")
-    for name, value in (("dtypes", run.dtype), ("tp_sizes", run.tp_size), ("pp_sizes", run.pp_size)):
+    for name in ("models", "dtypes", "tp_sizes", "pp_sizes"):
+        value = getattr(run, name[:-1])
         if value not in setup[name]:
             others = ", ".join(map(str, setup[name]))
             return _never(f"no measurement of {run.hardware} with {who} and {name[:-1]} {value}, only {others}")
-    if run.has_experts and not setup["has_experts"]:
-        return _never(f"no measurement of a mixture of experts on {run.hardware} with {who}")
     load = limit_of(requests)
     part = next((one for one in setup["loads"] if one["up_to"] == load), setup["all_loads"])
     return {

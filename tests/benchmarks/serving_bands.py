@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.model.named_models import built_in_models, load_model_config
 from ifbbench.simulation.expected_error import BANDS, LOADS, NO_ENGINE, limit_of
 from tests.benchmarks.serving_rows import Comparison, Row, engine_name, half
 
@@ -42,16 +41,11 @@ def _setup(engine: str, gpu: str, group: Sequence[Comparison]) -> Setup:
     return {
         "engine": engine, "hardware": gpu,
         "sources": sorted({f"{row['source']}: {row['engine']} {row['version']}, {row['model']}" for row in rows}),
-        "dtypes": sorted({row["dtype"] for row in rows}),
+        "models": sorted({row["model"] for row in rows}), "dtypes": sorted({row["dtype"] for row in rows}),
         "tp_sizes": sorted({row.get("tp") or row["num_gpus"] for row in rows}), "pp_sizes": [1],
-        "has_experts": any(_has_experts(row["model"]) for row in rows),
         "loads": [{"up_to": limit, **_bands(part)} for limit, part in by_load.items() if _count(part) >= MIN_ROWS],
         "all_loads": _bands(group),
     }  # fmt: skip
-
-
-def _has_experts(model: str) -> bool:
-    return model in built_in_models() and load_model_config(model).num_experts > 0
 
 
 def load(one: Comparison) -> int | None:
@@ -149,7 +143,8 @@ def _published(result: Mapping[str, Any]) -> list[Setup]:
         limits = {"output_throughput_tokens_per_s": band([ratio for _, ratio in rows])}
         found.append({
             "engine": NO_ENGINE, "hardware": gpu, "sources": [f"TensorRT-LLM {name}" for name in names],
-            "dtypes": sorted({part[3] for part in parts}), "tp_sizes": sorted({int(part[4][2:]) for part in parts}),
-            "pp_sizes": [1], "has_experts": False, "loads": [], "all_loads": {"rows": len(rows), "bands": limits},
+            "models": sorted({part[2] for part in parts}), "dtypes": sorted({part[3] for part in parts}),
+            "tp_sizes": sorted({int(part[4][2:]) for part in parts}), "pp_sizes": [1], "loads": [],
+            "all_loads": {"rows": len(rows), "bands": limits},
         })  # fmt: skip
     return found

@@ -1,18 +1,21 @@
 """The expected error of a simulated run: which measurements it is of, and what was never compared."""
 
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
-from ifbbench.report.tables import expected_error_sentence
+from ifbbench.report.load import load_run
+from ifbbench.report.tables import expected_error_sentence, print_report
 from ifbbench.simulation.engines import overhead_names
 from ifbbench.simulation.expected_error import BANDS, LOADS, Compared, expected_error, limit_of, load_in_words
 from ifbbench.simulation.hardware import hardware_names
 
 KNOWN = json.loads(BANDS.read_text(encoding="utf-8"))
-LIKE = Compared("vllm", "h100-sxm", "bf16", 4, 1, has_experts=False)
+LIKE = Compared("vllm", "h100-sxm", "qwen3-32b", "bf16", 4, 1)
 
 
 @pytest.mark.parametrize("setup", KNOWN["setups"], ids=lambda setup: f"{setup['engine']} {setup['hardware']}")
@@ -42,7 +45,8 @@ def test_a_run_has_the_band_of_its_load_or_that_of_all():
         ({"dtype": "int4"}, "dtype int4, only"),
         ({"tp_size": 16}, "tp_size 16, only"),
         ({"pp_size": 2}, "pp_size 2, only 1"),
-        ({"has_experts": True}, "mixture of experts"),
+        ({"model": "qwen3-30b-a3b"}, "model qwen3-30b-a3b, only codellama-34b, "),
+        ({"model": "llama-3.1-8b"}, "model llama-3.1-8b, only"),
         ({"engine": "none", "hardware": "rtx-4090"}, "no measurement of rtx-4090 with no engine overhead"),
     ],
 )
@@ -51,7 +55,6 @@ def test_what_was_never_compared_is_named(other, reason):
 
     assert not found["compared"]
     assert reason in found["reason"]
-    assert reason in expected_error_sentence(found)
 
 
 @pytest.mark.parametrize(
@@ -63,19 +66,34 @@ def test_loads_are_ranges_of_requests_at_a_time(requests, limit, words):
     assert load_in_words(limit) == words
 
 
-def test_the_summary_and_the_report_of_a_simulated_run_have_it(tmp_path, capsys):
+def run_simulated(tmp_path, model):
     trace = tmp_path / "trace.jsonl"
     row = {"arrival_s": 0.0, "prompt_len": 64, "output_len": 16, "max_new_tokens": 16}
     trace.write_text("".join(json.dumps({"request_id": index, **row}) + "\n" for index in range(40)))
-    config = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", engine_overhead="vllm", concurrency=4,
+    config = RunConfig(device="sim:h100-sxm", model=model, engine_overhead="vllm", concurrency=4, tp_size=4,
                        output=str(tmp_path / "run"))  # fmt: skip
     summary = run_trace(str(trace), config).summary
+    printed = StringIO()
+    print_report(load_run(tmp_path / "run"), Console(file=printed, width=200))
+    return summary, printed.getvalue()
 
-    assert summary["expected_error"] == expected_error(LIKE._replace(tp_size=1), 8)
+
+def test_the_summary_and_the_report_of_a_simulated_run_have_it(tmp_path):
+    summary, printed = run_simulated(tmp_path, "qwen3-32b")
+
+    assert summary["expected_error"] == expected_error(LIKE, 8)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     sentence = expected_error_sentence(summary["expected_error"])
     assert "requests at a time: 80 % of them are within" in sentence
     assert "% of the predicted TTFT" in sentence
+    assert sentence in printed
+
+
+def test_the_report_of_a_model_that_was_never_compared_has_none(tmp_path):
+    summary, printed = run_simulated(tmp_path, "llama-3.1-8b")
+
+    assert not summary["expected_error"]["compared"]
+    assert "xpected error" not in printed
 
 
 def test_the_summary_of_a_real_run_has_none(tmp_path):
