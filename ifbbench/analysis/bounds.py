@@ -24,6 +24,7 @@ from ifbbench.analysis.work import STATIC, RunWork, Windows, read_work
 from ifbbench.api.engine import build_engine
 from ifbbench.api.resolve import parse_windows
 from ifbbench.errors import InputError
+from ifbbench.report import percent
 from ifbbench.settings import from_mapping
 from ifbbench.simulation.cost_model import SimulatedExecutor
 from ifbbench.simulation.step_work import StepWork, StepWorks
@@ -82,13 +83,12 @@ class LowerBound:
         text = f"The run took {self.duration_s:,.3f} s. {of_what}"
         share = self.gain_s / self.duration_s if self.duration_s else 0.0
         if share < NOTABLE_SHARE:
-            other = "less work or a faster device" if self.decided_by == "work" else "earlier arrivals"
-            return f"{text}: a better schedule gains less than {NOTABLE_SHARE:.0%}; only {other} would shorten the run."
-        text += f": a better schedule gains at most {self.gain_s:,.3f} s ({share:.0%})."
+            return f"{text}: a better schedule gains less than {percent(NOTABLE_SHARE)}."
+        text += f": a better schedule gains at most {self.gain_s:,.3f} s ({percent(share)})."
         parts = {name: spent for name, spent in self.parts_s.items() if name not in GIVEN}
         largest = max(parts, key=parts.__getitem__)
         if parts[largest] >= NOTABLE_SHARE * self.duration_s:
-            text += f" The largest part that settings can change: {PART_NAMES[largest]}, {parts[largest]:,.3f} s."
+            text += f" The largest part above the least time: {PART_NAMES[largest]}, {parts[largest]:,.3f} s."
         return text
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What bound a run, by iterations, by time and by waiting; its slowest requests, its lower bound, and the advice."""
+"""What bound a run, by iterations, by time and by waiting; its slowest requests and its lower bound."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.analysis.advice import Advice, advise
 from ifbbench.analysis.bounds import Bounds, LowerBound
-from ifbbench.analysis.explain import RequestLife, request_life
+from ifbbench.analysis.explain import SETTING_OF, RequestLife, request_life
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
+from ifbbench.report import count, percent, significant
 from ifbbench.report.limits import BINDING, waits_for
 
 
@@ -97,8 +97,30 @@ class Findings:
         return [_slow_request(request_life(self.run, self.heads, row["request_id"])) for row in slow]
 
     @cached_property
-    def advice(self) -> Advice:
-        return advise(self.run, self.waiting_s, self.by_time)
+    def waiting_text(self) -> str:
+        """What requests waited for, in words. A setting is named with its value; what another value would do is not
+        known here, because no run tried it."""
+        total, lost_s = sum(self.waiting_s.values()), sum(entry.lost_s for entry in self.ledger.entries)
+        pauses = ""
+        if lost_s:
+            pauses = f" Pauses, which free KV blocks, cost the paused requests {significant(lost_s)} request-seconds."
+        if not total:
+            return f"No request waited for a limit.{pauses}"
+        shares = [f"{percent(spent / total)} for {self._named(limit)}" for limit, spent in self.waiting_s.items()]
+        behind_s, mean_s = self.head_of_line_blocked_s, total / len(self.run.spans)
+        return (
+            f"Requests waited {significant(total)} request-seconds, {significant(mean_s)} s each on average: "
+            f"{', '.join(shares)}. {significant(behind_s)} request-seconds of this waiting were behind another "
+            f"request.{pauses}"
+        )
+
+    def _named(self, limit: str) -> str:
+        """What a request that `limit` holds waits for, with the value of the limit."""
+        setting, blocks = SETTING_OF.get(limit, ""), self.run.data.run.get("num_kv_blocks")
+        if limit == "kv_blocks" and blocks:
+            return f"{waits_for(limit)} ({count(blocks)} in all)"
+        value = self.run.config.get(setting)
+        return waits_for(limit) if value is None else f"{waits_for(limit)} ({setting} {value})"
 
     def as_dict(self, slowest: int) -> dict[str, Any]:
         """For JSON."""
@@ -122,7 +144,7 @@ class Findings:
                 "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
             },
             "lower_bound": {"unknown": bound} if isinstance(bound, str) else bound.as_dict(),
-            "advice": vars(self.advice),
+            "advice": {"text": self.waiting_text, "limit": next(iter(self.waiting_s), None)},
         }
 
 

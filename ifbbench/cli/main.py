@@ -29,7 +29,7 @@ COMMANDS = {
     "sweep": ("run", "Run once for each combination of settings."),
     "tune": ("tune", "Find the best settings for a trace on a simulated device."),
     "report": ("report", "Print the report of a run again."),
-    "why": ("why", "Explain what bound a run, what a request waited for, what to change."),
+    "why": ("why", "Explain what bound a run, what a request waited for."),
     "compare": ("compare", "Compare runs: figures, decisions, requests."),
     "plot": ("report", "Draw the charts of runs and sweeps."),
     "watch": ("watch", "Show what a run does now, while it runs."),

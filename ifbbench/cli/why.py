@@ -1,4 +1,4 @@
-"""`ifbbench why`: what bound a run, what one request waited for, what one iteration decided, and what to change."""
+"""`ifbbench why`: what bound a run, what one request waited for, and what one iteration decided."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def why(
     run: Path, request_id: str | None, iteration: int | None, slowest: int, pauses_csv: Path | None, overwrite: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Explain RUN, a run directory: what bound it, who waited for whom, and what to change.
+    """Explain RUN, a run directory: what bound it, and which request waited for what, behind which.
 
     With --request or --iteration, explain one request or one iteration of it.
     """
@@ -87,7 +87,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _print_findings(findings: "Findings", slowest: int, console: "Console") -> None:
-    from ifbbench.report import bar, count, percent, plain_table, significant
+    from ifbbench.report import bar, percent, plain_table, significant
     from ifbbench.report.limits import limit_name
     from ifbbench.report.tables import settings_line
 
@@ -95,7 +95,7 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
     console.print(f"\n[bold]{run.name}[/bold]  {settings_line(run)}")
     if run.partial:
         console.print("[yellow]Partial: the run did not reach its end; this covers what was recorded.[/yellow]")
-    console.print(f"\n{findings.advice.text}\n", soft_wrap=True, markup=False)
+    console.print(f"\n{findings.waiting_text}\n", soft_wrap=True, markup=False)
     waited = findings.waiting_s
     total = sum(waited.values())
     table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])
@@ -108,10 +108,7 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         table.add_row(limit_name(name), percent(by_time), percent(by_iterations), waiting,
                       f"[cyan]{bar(share)}[/cyan]")  # fmt: skip
     console.print(table)
-    console.print(
-        f"Requests waited {count(total)} request-seconds in all, "
-        f"{count(findings.head_of_line_blocked_s)} of them behind another request.\n"
-    )
+    console.print()
     if blockers := findings.heads.blockers[:slowest]:
         table = plain_table("Held the line", "for", numbers=["others waited s", "at most", "iterations"])
         for blocker in blockers:

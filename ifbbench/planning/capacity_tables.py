@@ -179,11 +179,10 @@ def _bound(study: Study, found: Fit) -> str:
 
 def _contiguous_run(study: Study) -> str:
     contiguous, requests = study.contiguous, study.limits.max_batch_size
-    advice = "" if contiguous.fit >= requests else " Lower --max_batch_size or --max_seq_len, or page the cache."
     return (
         f"A contiguous cache takes {memory(requests * contiguous.bytes_per_request)} for the {count(requests)} "
         f"requests of max_batch_size, {count(contiguous.positions)} places each; memory has room for "
-        f"{count(contiguous.fit)}.{advice}"
+        f"{count(contiguous.fit)}."
     )
 
 

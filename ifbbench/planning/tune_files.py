@@ -100,8 +100,7 @@ def verdict(tuning: Tuning) -> str:
              if one.run.case.requests == best.run.case.requests]  # fmt: skip
     if missed:
         parts = [f"{name} is {100 * (ratio - 1):,.0f} % above its target" for name, ratio in missed.items()]
-        return (f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}. Allow "
-                "more time, a lower rate, or more or faster GPUs.")
+        return f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}."
     scores = [one.score for one in tried if not goal.shortfalls(one.summary)]
     largest = max(map(abs, scores), default=0.0)
     spread = (max(scores) - min(scores)) / largest if largest else 0.0
@@ -145,8 +144,7 @@ def latency(one: Candidate, goal: Goal) -> float:
 def binding(findings: Findings) -> dict[str, Any]:
     """What bound the run of the best candidate."""
     return {
-        "by_time": findings.by_time, "waiting_s": findings.waiting_s, "idle": findings.advice.idle,
-        "advice": findings.advice.text,
+        "by_time": findings.by_time, "waiting_s": findings.waiting_s, "advice": findings.waiting_text,
     }  # fmt: skip
 
 

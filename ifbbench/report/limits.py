@@ -18,7 +18,7 @@ class LimitText(NamedTuple):
 
 LIMITS = {
     "batch_size": LimitText("batch size", "a batch slot", "slot", "#0072B2"),
-    "num_tokens": LimitText("token budget", "token budget", "tok", "#D55E00"),
+    "num_tokens": LimitText("token budget", "the token budget", "tok", "#D55E00"),
     "kv_blocks": LimitText("KV blocks", "KV blocks", "kv", "#009E73"),
     "none": LimitText("no limit", "no limit", "none", "#C4C4C4"),
     "head_of_line": LimitText("behind another request", "the request before it", "line", "#9FB8CC"),

@@ -81,7 +81,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "num_kv_blocks": run.data.run.get("num_kv_blocks"), "recorded_every": run.data.recorded_every,
         "ids": [str(one) for one in ids], **names, "phases": PHASES, "causes": causes, "head_limits": limits,
         "limits": run.iterations.limits, "limit_texts": _limit_texts(run, causes),
-        "advice": vars(findings.advice), "by_time": findings.by_time, "by_iterations": findings.by_iterations,
+        "waited": findings.waiting_text, "by_time": findings.by_time, "by_iterations": findings.by_iterations,
         "waiting_s": findings.waiting_s,
         "slowest": [vars(one) for one in findings.slowest(SLOWEST)],
         "blockers": [vars(one) for one in findings.heads.blockers[:BLOCKERS]], "ledger": ledger,

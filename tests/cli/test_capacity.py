@@ -159,13 +159,11 @@ def test_host_blocks_where_they_are_asked_for():
     assert "Host blocks" not in invoke("--memory-gib", "1").stdout
 
 
-@pytest.mark.parametrize(("batch_size", "advice"), [("14", ""), ("15", "Lower --max_batch_size or --max_seq_len")])
-def test_a_contiguous_cache_has_room_for_a_full_batch_or_not(batch_size, advice):
+@pytest.mark.parametrize("batch_size", ["14", "15"])
+def test_a_contiguous_cache_has_room_for_a_full_batch_or_not(batch_size):
     (sentence,) = answer("--memory-gib", "1", "--kv_cache_type", "contiguous", "--max_batch_size", batch_size,
                          "--input-len", "100", "--output-len", "100")["summary"]  # fmt: skip
     assert f"for the {batch_size} requests of max_batch_size, 16,384 places each; memory has room for 14." in sentence
-    assert advice in sentence
-    assert ("Lower" in sentence) == bool(advice)
 
 
 def test_options_of_a_run_are_taken(tmp_path):

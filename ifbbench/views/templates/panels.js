@@ -35,7 +35,7 @@ function tilesOf(runs) {
 function showSummary(runs, content) {
   const section = document.getElementById("summary");
   section.append(tilesOf(runs));
-  for (const run of runs) section.append(element("p", { class: "advice" }, element("strong", {}, runs.length > 1 ? `What to change in ${run.label}: ` : "What to change: "), run.header.advice.text));
+  for (const run of runs) section.append(element("p", { class: "advice" }, element("strong", {}, runs.length > 1 ? `What held requests in ${run.label}: ` : "What held requests: "), run.header.waited));
   if (runs.length > 1) {
     const found = content.divergence;
     section.append(element("p", { class: "advice", id: "divergence" }, element("strong", {}, "First different decision: "),
