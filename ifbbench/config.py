@@ -455,7 +455,7 @@ class RunConfig:
         False, "Record where each iteration's time goes, and report it beside what the device could do.")
     log_iteration_data: bool = _recording(
         False, "Print the statistics of each iteration to stderr, as JSON.", elsewhere="verbose log_stats log_requests")
-    quiet: bool = _recording(False, "No progress line and no tables.")
+    quiet: bool = _recording(False, "No progress on standard error; tables are printed.")
 
     def __post_init__(self) -> None:
         for setting in settings():

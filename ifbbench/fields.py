@@ -156,6 +156,16 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def memory_size(num_bytes: float) -> str:
+    """A number of bytes to three digits, with the unit that keeps it short: `18.8 MiB`, `512 bytes`."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    step = 0
+    while abs(num_bytes) >= 1024 and step < len(units) - 1:
+        num_bytes, step = num_bytes / 1024, step + 1
+    decimals = (2 if abs(num_bytes) < 9.995 else 1 if abs(num_bytes) < 99.95 else 0) if step else 0
+    return f"{num_bytes:,.{decimals}f} {units[step]}"
+
+
 def unexpected(name: str, value: Any, expected: str) -> InputError:
     """The error for a field with this value where `expected` was."""
     return InputError(f"{name} is {'missing' if value is None else shown(value)}; expected {expected}.")

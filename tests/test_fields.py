@@ -185,3 +185,12 @@ def test_long_values_are_cut_off():
     with pytest.raises(InputError, match=r"^t is \['aaa.{0,60}\.\.\.; expected") as raised:
         fields.text(["a" * 999], "t")
     assert len(str(raised.value)) < 100
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (4096, "4.00 KiB"), (19 << 20, "19.0 MiB"), (3 << 30, "3.00 GiB"),
+     (85_899_345_920, "80.0 GiB"), (123_456_789, "118 MiB"), (9 << 50, "9,216 TiB")],
+)  # fmt: skip
+def test_sizes_in_memory_have_short_units(size: int, text: str):
+    assert fields.memory_size(size) == text

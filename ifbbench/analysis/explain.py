@@ -8,6 +8,7 @@ from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.engine.config import Overlap
 from ifbbench.errors import InputError
+from ifbbench.report import percent
 from ifbbench.report.limits import waits_for
 
 BEFORE_ITERATION = "waiting_iteration"
@@ -112,7 +113,7 @@ class RequestLife:
             text += f" Alone on the device it takes at least {self.least_s:.3f} s."
         if largest is None or waited[largest] < 0.01 * e2e_s:
             return [text, "Nothing held it back for more than 1 % of that time."]
-        sentences = [text, f"It waited or was paused for {sum(waited.values()) / e2e_s:.0%} of that time."]
+        sentences = [text, f"It waited or was paused for {percent(sum(waited.values()) / e2e_s)} of that time."]
         idle = [one for one in self.stretches if one.phase in ("waiting", "paused")]
         if idle:
             longest = max(idle, key=lambda one: one.duration_s)

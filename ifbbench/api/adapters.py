@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ifbbench.config import RunConfig
 from ifbbench.engine.lora import LoraConfig
 from ifbbench.errors import InputError
+from ifbbench.fields import memory_size
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.lora_files import Adapter, RandomAdapter, adapter_folders, check_architecture, find_adapters
 from ifbbench.model.lora_modules import device_pages, page_layout, pages_of_bytes
@@ -61,8 +62,8 @@ def lora_config(
     largest = max(sizes, key=sizes.__getitem__, default=0)
     if sizes and sizes[largest] > pages:
         raise InputError(
-            f"--lora_device_mem_fraction: the device cache has {pages} pages of {page_bytes:,} bytes, and LoRA task "
-            f"{largest} takes {sizes[largest]}. Raise it, or --lora_num_device_mod_layers."
+            f"--lora_device_mem_fraction: the device cache has {pages} pages of {memory_size(page_bytes)}, and LoRA "
+            f"task {largest} takes {sizes[largest]}. Raise it, or --lora_num_device_mod_layers."
         )
     host_bytes = config.lora_host_cache_bytes
     if host_bytes is None:

@@ -16,6 +16,7 @@ from ifbbench.engine.lora import LoraConfig
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
 from ifbbench.execution.host import available_host_bytes
+from ifbbench.fields import memory_size
 from ifbbench.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -212,8 +213,9 @@ def batching_config(
     )
     if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
         raise InputError(f"--max_batch_size: the block tables of {limits.num_slots:,} requests of at most "
-                         f"{limits.max_seq_len:,} tokens take {limits.table_bytes:,} bytes, but {free:,} are free; "
-                         "lower it, --max_seq_len or --max_beam_width, or raise --tokens_per_block.")
+                         f"{limits.max_seq_len:,} tokens take {memory_size(limits.table_bytes)}, but "
+                         f"{memory_size(free)} are free; lower it, --max_seq_len or --max_beam_width, or raise "
+                         "--tokens_per_block.")
     return limits
 
 

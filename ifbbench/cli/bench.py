@@ -152,9 +152,8 @@ def _bench(ctx: click.Context, trace: str | None, options: dict[str, Any]) -> No
     from ifbbench.report.trtllm_text import report_text
 
     result = replay(trace, config, f"bench {ctx.command.name}")
-    if not config.quiet:
-        click.echo(report_text(report(load_run(result.directory))))
-        click.echo(f"Results are in {result.directory}; `ifbbench report {result.directory}` says more.")
+    click.echo(report_text(report(load_run(result.directory))))
+    click.echo(f"Results are in {result.directory}; `ifbbench report {result.directory}` says more.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")
         click.echo(f"{result.failed} requests failed; {reasons} has the reason of each.", err=True)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FAILED = 1
 DECISIONS_SHOWN = 6
+# A smaller part of the figures that are compared is rounding, and printed as 0.
+NEGLIGIBLE = 1e-6
 HEADLINES = (
     "duration_s", "request_throughput_per_s", "output_throughput_tokens_per_s", "total_throughput_tokens_per_s",
     "queue_time_s.mean", "queue_time_s.p99", "ttft_s.mean", "ttft_s.p50", "ttft_s.p99", "itl_s.mean", "itl_s.p99",
@@ -174,6 +176,8 @@ def _cells(name: str, figure: "Figure") -> tuple[str, ...]:
     scale, unit = (1000, " ms") if is_time and max(abs(figure.a), abs(figure.b)) < 1 else (1, " s" if is_time else "")
 
     def text(value: float, signed: bool = False) -> str:
+        if signed and abs(value) < NEGLIGIBLE * max(abs(figure.a), abs(figure.b)):
+            value = 0.0
         sign = "+" if signed and value > 0 else ""
         return sign + (f"{value:,.0f}" if not is_time and value == int(value) else significant(value, scale)) + unit
 

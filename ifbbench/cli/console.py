@@ -93,7 +93,8 @@ class LineProgress(StageProgress):
     def print(self) -> None:
         """Print where the command is."""
         self._due_s = self._clock.now() + LINE_INTERVAL_S
-        done = f"{self._completed:,} of {self._total:,} ({self._completed / self._total:.0%})" if self._total else ""
+        share = f"{100 * self._completed // self._total} %" if self._total else ""
+        done = f"{self._completed:,} of {self._total:,} ({share})" if self._total else ""
         text = (self.details and self._completed and self.details()) or self._text
         click.echo(", ".join(filter(None, (self.title, done, self.remaining, text))), err=True)
 

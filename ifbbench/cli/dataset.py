@@ -146,6 +146,7 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
     from rich.table import Column, Table
 
     from ifbbench.cli.console import report_console
+    from ifbbench.report import percent
     from ifbbench.workload.statistics import histogram_lines, sparkline
 
     console = report_console(highlight=False)
@@ -174,14 +175,14 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
         headers = ("requests", "share", "prompt mean", "output mean")
         classes = Table("class", *(Column(header, justify="right") for header in headers), box=None)
         for name, one in statistics.classes.items():
-            classes.add_row(name, f"{one.requests:,}", f"{one.share:.1%}", f"{one.prompt_mean:,.0f}",
+            classes.add_row(name, f"{one.requests:,}", percent(one.share, 1), f"{one.prompt_mean:,.0f}",
                             f"{one.output_mean:,.0f}")  # fmt: skip
         console.print(classes)
     if statistics.seen_before_share is not None:
-        share = f"{statistics.seen_before_share:.1%}"
+        share = percent(statistics.seen_before_share, 1)
         console.print(f"prompt tokens seen before: {share} (the maximum that a prefix cache can reuse)")
     if statistics.blocks_seen_before_share is not None:
-        console.print(f"prompt blocks seen before: {statistics.blocks_seen_before_share:.1%}")
+        console.print(f"prompt blocks seen before: {percent(statistics.blocks_seen_before_share, 1)}")
     for name in ("prompt", "output"):
         console.print(f"\n{name} tokens: requests", style="bold")
         for line in histogram_lines(lengths[name].histogram):

@@ -128,11 +128,12 @@ class TraceCommand(SettingsCommand):
         level = values.pop("log_level")
         if level is not None:
             _set_log_level(ctx, LOG_LEVELS[choice(level, "--log_level", LOG_LEVELS)])
-        for option in self.foreign:
-            value = values.pop(option.name)
-            if value is not None:
-                option.check(value)
+        given = {option: value for option in self.foreign if (value := values.pop(option.name)) is not None}
+        for option, value in given.items():
+            option.check(value)
         dataset = values.pop("dataset")
+        if (given or dataset is not None) and values.get("benchmark_lines", True) is None:
+            values["benchmark_lines"] = True
         if dataset is not None:
             if values["trace"] not in (None, dataset):
                 raise click.UsageError(f"TRACE is {values['trace']} and --dataset is {dataset}; leave out one of them.")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,11 @@ Drawing = tuple[str, Callable[[], Sequence[Path]]]
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the figures as JSON, and nothing else, on standard output."
 )
+benchmark_lines_option = click.option(
+    "--benchmark_lines/--no_benchmark_lines", default=None,
+    help="Print gptManagerBenchmark's [BENCHMARK] lines below the tables. Default: where standard output is no "
+         "terminal, and with options that only gptManagerBenchmark has.",
+)  # fmt: skip
 
 
 @click.command(
@@ -40,7 +46,8 @@ json_option = click.option(
 )
 @click.argument("run", type=DIRECTORY)
 @json_option
-def report(run: Path, as_json: bool, **options: Any) -> None:
+@benchmark_lines_option
+def report(run: Path, as_json: bool, benchmark_lines: bool | None, **options: Any) -> None:
     """Print the report of RUN, a run directory. That of a killed run covers what was done.
 
     Of a directory of `run --repeat` it has the means and their confidence intervals.
@@ -57,7 +64,7 @@ def report(run: Path, as_json: bool, **options: Any) -> None:
             check_new_file(Path(path), f"--{name}", config.overwrite)
     write_run_outputs(run, config)
     if not as_json:
-        print_run(run, config.enable_steady_state)
+        print_run(run, benchmark_lines, config.enable_steady_state)
         return
 
     from ifbbench.report.figures import figures
@@ -91,8 +98,9 @@ def write_run_outputs(directory: Path, config: RunConfig) -> None:
         write_outputs(load_run(directory), config)
 
 
-def print_run(directory: Path, steady_state: bool = False) -> None:
-    """Print the tables and the [BENCHMARK] lines of a run directory. steady_state: tables of the steady state only."""
+def print_run(directory: Path, with_lines: bool | None, steady_state: bool = False) -> None:
+    """Print the tables of a run directory. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
+    where standard output is no terminal. steady_state: tables of the steady state only."""
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.figures import benchmark_lines
     from ifbbench.report.load import load_run
@@ -102,7 +110,7 @@ def print_run(directory: Path, steady_state: bool = False) -> None:
     run = load_run(directory)
     with progress_line("report", quiet=False) as progress:
         progress.stage("reading results")
-        lines = benchmark_lines(run)
+        lines = benchmark_lines(run) if with_lines or (with_lines is None and not sys.stdout.isatty()) else []
         steady = steady_figures(run) if steady_state else None
     print_report(run, report_console(), steady)
     for line in lines:

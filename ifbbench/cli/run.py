@@ -12,7 +12,7 @@ import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, given_config, read_command_keys
-from ifbbench.cli.report import json_option, print_run, write_run_outputs
+from ifbbench.cli.report import benchmark_lines_option, json_option, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
@@ -36,10 +36,11 @@ SWEEP_HELP = {
 @click.option("--repeat", type=click.IntRange(1, MAX_REPEATS), metavar="N",
               help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.")
 @json_option
+@benchmark_lines_option
 @click.pass_context
 def run(
-    context: click.Context, /, trace: str | None, repeat: int | None, as_json: bool, config_file: Path | None,
-    **options: Any,
+    context: click.Context, /, trace: str | None, repeat: int | None, as_json: bool, benchmark_lines: bool | None,
+    config_file: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Replay TRACE and report what happened, iteration by iteration.
 
@@ -58,8 +59,8 @@ def run(
     result = replay(trace, config, "run")
     if as_json:
         click.echo(json.dumps(result.summary, indent=2))
-    elif not config.quiet:
-        print_run(result.directory)
+    else:
+        print_run(result.directory, benchmark_lines)
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")
@@ -102,7 +103,7 @@ def sweep(
              "processes": processes, "executor": executor}  # fmt: skip
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
     result = _sweep(asked, config, config.quiet)
-    _report_sweep(result, config.quiet, as_json)
+    _report_sweep(result, as_json)
     if result.failed:
         click.echo(f"{result.failed} of {len(result.rows)} points failed or had failed requests.", err=True)
         context.exit(1)
@@ -180,7 +181,7 @@ def _sweep(asked: SweepKeys, config: RunConfig, quiet: bool) -> "SweepResult":
 
         where = RayCluster(asked.processes)
     with progress_line("sweep", quiet) as progress:
-        return run_sweep(asked.trace, config, points, _failure_reporter(quiet), repeats=asked.repeat, keep=asked.keep,
+        return run_sweep(asked.trace, config, points, _report_failure, repeats=asked.repeat, keep=asked.keep,
                          executor=where, progress=progress, described=asked.described(config))  # fmt: skip
 
 
@@ -189,9 +190,8 @@ def _repeat(context: click.Context, trace: str | None, config: RunConfig, count:
     from ifbbench.planning.repeat import run_repeats
 
     result = run_repeats(trace, config, count, _run_point, _point_reporter(config.quiet))
-    if as_json or not config.quiet:
-        report_repeats(result.directory, as_json)
-    if not as_json and not config.quiet:
+    report_repeats(result.directory, as_json)
+    if not as_json:
         click.echo(f"Results are in {result.directory}; each repeat is a run directory in it.")
     if result.failed:
         click.echo(f"{result.failed} of {count} repeats failed or had failed requests.", err=True)
@@ -215,17 +215,13 @@ def _point_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
     return report_point
 
 
-def _failure_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
-    """Reports the points of a sweep that fail, as they end."""
-
-    def report_point(ended: int, points: int, label: str, error: str) -> None:
-        if error and not quiet:
-            click.echo(f"{label}: {error}", err=True)
-
-    return report_point
+def _report_failure(_ended: int, _points: int, label: str, error: str) -> None:
+    """Report a point of a sweep that failed, when it ends."""
+    if error:
+        click.echo(f"{label}: {error}", err=True)
 
 
-def _report_sweep(result: "SweepResult", quiet: bool, as_json: bool) -> None:
+def _report_sweep(result: "SweepResult", as_json: bool) -> None:
     from ifbbench.cli.console import report_console
     from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
     from ifbbench.report.sweep_charts import plot_sweep
@@ -236,7 +232,7 @@ def _report_sweep(result: "SweepResult", quiet: bool, as_json: bool) -> None:
         plot_sweep(table.finished, table.over, result.directory)
     if as_json:
         click.echo(json.dumps(table.rows, indent=2))
-    elif not quiet:
+    else:
         print_sweep(table.rows, table.over, report_console(), result.warnings)
         if result.resumed:
             click.echo(f"{result.resumed} runs had ended before and were not repeated; --overwrite repeats them.")

@@ -58,7 +58,7 @@ def serve(config_file: Path | None, **options: Any) -> None:
 
         progress = loading.enter_context(progress_line("serve", config.quiet))
         summary = run(config, server, progress, report)
-    if summary is not None and not config.quiet:
+    if summary is not None:
         counts, recording = summary["requests"], server.record
         click.echo(f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
                    f"The recording is in {recording}; `ifbbench run {recording}` replays it.", err=True)  # fmt: skip

@@ -35,7 +35,6 @@ HELP_TO_CALIBRATE = {
     "pp_size": "With --from: pipeline stages of the logged server. [default: 1]",
     "max_batch_size": "Measure batches up to this size. Default: 16 on a CPU, else 2048.",
     "seed": "Seed of the measured requests and of their order, of weights and prompts. [at least 0; default: 0]",
-    "quiet": "No progress line and no tables. [default: off]",
 }
 
 
@@ -111,8 +110,7 @@ def calibrate(
     with progress_line("calibrate", config.quiet) as progress:
         found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress,
                                 owns_process=True)  # fmt: skip
-    if not config.quiet:
-        print_calibration(found, report_console())
+    print_calibration(found, report_console())
     _echo_profile(found.path)
 
 
@@ -128,8 +126,7 @@ def _calibrate_from_logs(
     from ifbbench.planning.calibrate_from_logs import calibrate_from_logs, print_log_calibration
 
     calibration = calibrate_from_logs(logs, given, output, overwrite=overwrite)
-    if not given.get("quiet"):
-        print_log_calibration(calibration, report_console())
+    print_log_calibration(calibration, report_console())
     _echo_profile(calibration.found.path)
 
 

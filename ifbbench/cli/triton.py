@@ -55,7 +55,7 @@ def triton(config_file: Path | None, model_repository: Path | None, **options: A
 
         progress = loading.enter_context(progress_line("triton", config.quiet))
         summary = serve_triton(config, server, progress, report)
-    if summary is not None and not config.quiet:
+    if summary is not None:
         counts = summary["requests"]
         click.echo(f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
                    f"The recording is in {server.record}; `ifbbench run {server.record}` replays it.", err=True)

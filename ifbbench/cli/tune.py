@@ -89,7 +89,7 @@ def tune(
         _plot(tuning, directory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
-    elif not quiet:
+    else:
         print_answer(found, tuning, report_console(highlight=False))
         click.echo(f"Results are in {directory}: tune.json, pareto.png, run.yaml, trtllm-serve.yaml, "
                    "gptManagerBenchmark.txt, vllm.txt, and the run in run/.")  # fmt: skip

@@ -22,6 +22,7 @@ from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.execution.pipeline import StageExecutor, layout_of_stage
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.execution.timed_executor import TimedExecutor
+from ifbbench.fields import memory_size
 from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
 from ifbbench.model.llama import Gpt2Model, LlamaModel
@@ -77,9 +78,9 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
     """InputError, before anything is loaded, if the weights take more than the device's free memory."""
     free = free_bytes(device)
     if weight_bytes > free:
-        raise InputError(f"--model: the weights of {config.model} take {weight_bytes:,} bytes in "
-                         f"{config.weight_dtype}, but {free:,} are free on {device}. Choose a smaller model or "
-                         "--dtype, or --device sim:PROFILE.")
+        raise InputError(f"--model: the weights of {config.model} take {memory_size(weight_bytes)} in "
+                         f"{config.weight_dtype}, but {memory_size(free)} are free on {device}. Choose a smaller "
+                         "model or --dtype, or --device sim:PROFILE.")
 
 
 def load_model(config: RunConfig, communicator: "Communicator | None" = None) -> LlamaModel:

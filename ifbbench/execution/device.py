@@ -9,13 +9,14 @@ import torch
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.execution.host import available_host_bytes
+from ifbbench.fields import memory_size
 from ifbbench.model.linear import make_linear
 
 # Texts of PyTorch, cuBLAS and the CUDA driver for exhausted memory, where they have no error class for it.
 OUT_OF_MEMORY_TEXTS = (
     "out of memory", "DefaultCPUAllocator", "ALLOC_FAILED", "Storage size calculation overflowed",
 )  # fmt: skip
-REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.,]+ ?\w+)")
+REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.,]+) ?(\w+)")
 
 # Measured speed: a matrix larger than caches, and small beside the memory that the KV cache leaves.
 MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
@@ -57,9 +58,12 @@ def needing_memory(doing: str, advice: str, device: torch.device) -> Iterator[No
         if not is_out_of_memory(error):
             raise
         found = REQUESTED_SIZE.search(str(error))
-        asked = f"{found[1]} more were asked for" if found else "more was asked for"
-        raise OutOfMemory(f"{device} is out of memory while {doing}: {asked}, and {free_bytes(device):,} bytes are "
-                          f"free; {advice}.") from error
+        asked = "more was asked for"
+        if found:
+            size = memory_size(int(found[1])) if found[2] == "bytes" else f"{found[1]} {found[2]}"
+            asked = f"{size} more were asked for"
+        raise OutOfMemory(f"{device} is out of memory while {doing}: {asked}, and {memory_size(free_bytes(device))} "
+                          f"are free; {advice}.") from error
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

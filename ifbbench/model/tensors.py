@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ifbbench.fields import memory_size
+
 # Packed arrays start at multiples of 16 bytes: Triton compiles another kernel for an unaligned pointer.
 ALIGNMENT = 4
 
@@ -60,7 +62,7 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
     try:
         memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {count * dtype.itemsize:,} bytes") from error
+        raise MemoryError(f"no memory for {memory_size(count * dtype.itemsize)}") from error
     memory.madvise(mmap.MADV_HUGEPAGE)
     # Written now, so that no page is allocated during a run.
     return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()

@@ -18,6 +18,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.execution import host
+from ifbbench.fields import memory_size
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
 from ifbbench.simulation.hardware import load_hardware
@@ -125,8 +126,9 @@ def _kv_budget(config: RunConfig, model: ModelConfig, device: Device, shard: Sha
     if left <= 0:
         on_each = " on each device" if config.tp_size * config.pp_size > 1 else ""
         raise InputError(
-            f"the weights of model {config.model} take {shard.parameter_bytes:,} bytes in {config.dtype}{on_each}, "
-            f"{device.name} has {device.free_bytes:,} free; choose a smaller --dtype or model, or give more memory."
+            f"the weights of model {config.model} take {memory_size(shard.parameter_bytes)} in {config.dtype}"
+            f"{on_each}, {device.name} has {memory_size(device.free_bytes)} free; choose a smaller --dtype or model, "
+            "or give more memory."
         )
     budget = int(config.kv_cache_free_gpu_mem_fraction * left)
     return shard.kv_bytes_of_all_devices(budget if device.max_kv_bytes is None else min(budget, device.max_kv_bytes))

@@ -8,11 +8,11 @@ from rich.table import Table
 
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.policies.policy import Limit
+from ifbbench.fields import memory_size
 from ifbbench.planning.capacity import Fit, Study
 from ifbbench.report import NOTHING, count, plain_table, significant
 from ifbbench.report.limits import limit_name
 
-BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
 
 
@@ -33,14 +33,6 @@ def print_study(study: Study, console: Console) -> None:
         console.print(escape(sentence), highlight=False, soft_wrap=not console.is_terminal)
     if not study.requests:
         console.print(HINT, highlight=False)
-
-
-def memory(num_bytes: float) -> str:
-    """A size with the unit that keeps it short: 18.8 MiB."""
-    step = 0
-    while abs(num_bytes) >= 1024 and step < len(BYTE_UNITS) - 1:
-        num_bytes, step = num_bytes / 1024, step + 1
-    return f"{significant(num_bytes) if step else count(num_bytes)} {BYTE_UNITS[step]}"
 
 
 def _title(study: Study) -> str:
@@ -75,11 +67,11 @@ def _memory_table(study: Study) -> Table:
     num_devices = study.config.tp_size * study.config.pp_size
     each, of_all = (" of each GPU", f" of all {num_devices}") if num_devices > 1 else ("", "")
     rows = [
-        (f"Free memory{each}", NOTHING if device.free_bytes is None else memory(device.free_bytes),
-         "One token", f"{memory(pool.bytes_per_token)} in {count(study.model.num_layers)} layers"),
-        (f"Weights{each}", memory(pool.weight_bytes),
-         "One block", f"{memory(per_block)} for {count(study.limits.tokens_per_block)} tokens"),
-        (f"For the KV cache{of_all}", memory(pool.kv_bytes if pool.budget_bytes is None else pool.budget_bytes),
+        (f"Free memory{each}", NOTHING if device.free_bytes is None else memory_size(device.free_bytes),
+         "One token", f"{memory_size(pool.bytes_per_token)} in {count(study.model.num_layers)} layers"),
+        (f"Weights{each}", memory_size(pool.weight_bytes),
+         "One block", f"{memory_size(per_block)} for {count(study.limits.tokens_per_block)} tokens"),
+        (f"For the KV cache{of_all}", memory_size(pool.kv_bytes if pool.budget_bytes is None else pool.budget_bytes),
          "Blocks", f"[bold]{_sum(blocks)}[/bold]"),
         ("", "", "Tokens", _sum(tokens)),
     ]  # fmt: skip
@@ -88,7 +80,7 @@ def _memory_table(study: Study) -> Table:
         rows.append(("", "", "A run takes", f"{_sum(blocks_of_run)} blocks, a full batch"))
     if study.config.kv_host_cache_bytes:
         host_blocks = _sum([window.num_host_blocks for window in pool.windows])
-        rows.append(("On the host", memory(study.config.kv_host_cache_bytes), "Host blocks", host_blocks))
+        rows.append(("On the host", memory_size(study.config.kv_host_cache_bytes), "Host blocks", host_blocks))
     for row in rows:
         table.add_row(*row)
     return table
@@ -180,7 +172,7 @@ def _bound(study: Study, found: Fit) -> str:
 def _contiguous_run(study: Study) -> str:
     contiguous, requests = study.contiguous, study.limits.max_batch_size
     return (
-        f"A contiguous cache takes {memory(requests * contiguous.bytes_per_request)} for the {count(requests)} "
+        f"A contiguous cache takes {memory_size(requests * contiguous.bytes_per_request)} for the {count(requests)} "
         f"requests of max_batch_size, {count(contiguous.positions)} places each; memory has room for "
         f"{count(contiguous.fit)}."
     )
@@ -192,7 +184,7 @@ def _contiguous(study: Study) -> str:
     room = count(contiguous.fit) if contiguous.fit else "none"
     return (
         f"In the same memory a contiguous cache ({count(study.limits.max_seq_len)} places{beams}, "
-        f"{memory(contiguous.bytes_per_request)} a request) has room for {room}."
+        f"{memory_size(contiguous.bytes_per_request)} a request) has room for {room}."
     )
 
 

@@ -17,7 +17,7 @@ from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, next_best
 from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
-from ifbbench.report import time_unit
+from ifbbench.report import percent, time_unit
 from ifbbench.report.style import FORMATS, LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
@@ -112,7 +112,7 @@ def verdict(tuning: Tuning) -> str:
         share = best.summary["goodput_share"]
         if not share:
             return "No request meets the objectives with any setting that was tried; " + _nearest(best, goal)
-        return f"{share:.1%} of the requests meet every objective."
+        return f"{percent(share, 1)} of the requests meet every objective."
     return "The objectives are met." if goal.objectives else "There are no objectives; the goal alone decides."
 
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
-from ifbbench.report import count, significant
+from ifbbench.report import count, percent, significant
 from ifbbench.report.style import INK, MUTED, SERIES, save, styled, thousands, title
 from ifbbench.workload.reuse import reuse_distances
 from ifbbench.workload.statistics import TraceStatistics
@@ -130,6 +130,6 @@ def draw_reuse(trace: Trace, statistics: TraceStatistics) -> Figure:
     axes.xaxis.set_minor_formatter(NullFormatter())
     share = statistics.seen_before_share or 0.0
     title(axes, f"Reuse: {trace.name}",
-          f"{share:.1%} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the last "
+          f"{percent(share, 1)} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the last "
           "x tokens finds")  # fmt: skip
     return figure

@@ -19,6 +19,7 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
+from ifbbench.fields import memory_size
 from ifbbench.recording.lines import IterationLines
 from ifbbench.serving.answers import Answer, Choice, GenerationFailed, echoes_of, encode, error_object
 from ifbbench.serving.config import ServerConfig
@@ -171,8 +172,8 @@ class Endpoints:
             async for piece in request.stream():
                 content += piece
                 if len(content) > limit:
-                    raise BadRequest(413, f"the body has more than {limit} bytes (--max_body_bytes); send a shorter "
-                                     "prompt.")  # fmt: skip
+                    raise BadRequest(413, f"the body has more than {memory_size(limit)} (--max_body_bytes); send a "
+                                     "shorter prompt.")  # fmt: skip
         except ClientDisconnect:
             raise BadRequest(CLIENT_LEFT, "the client left.") from None
         return bytes(content)

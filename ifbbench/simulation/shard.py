@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ifbbench.config import DTYPE_BYTES, RunConfig
 from ifbbench.errors import InputError
+from ifbbench.fields import memory_size
 from ifbbench.model.config import ModelConfig, check_split
 from ifbbench.model.lora_modules import device_pages, page_layout
 from ifbbench.model.named_models import load_model_config
@@ -211,10 +212,10 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     left -= activations
     if left <= 0:
         raise InputError(
-            f"the model does not fit: of the {hardware.memory_bytes:,} bytes of {hardware.name}, weights in "
-            f"{shard.dtype} take {weights:,} on each device, activations of --max_num_tokens {max_num_tokens} "
-            f"{activations:,} and the runtime {runtime:,}. Raise --tp_size or --pp_size, or choose a smaller --dtype "
-            "or another --device."
+            f"the model does not fit: {hardware.name} has {memory_size(hardware.memory_bytes)}, and each device takes "
+            f"{memory_size(weights)} for weights in {shard.dtype}, {memory_size(activations)} for activations of "
+            f"--max_num_tokens {max_num_tokens} and {memory_size(runtime)} for the runtime. Raise --tp_size or "
+            "--pp_size, or choose a smaller --dtype or another --device."
         )
     adapters, beside_weights = 0, left
     if config.uses_lora:
@@ -227,8 +228,8 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
         if kv_cache <= 0:
             raise InputError(
                 f"--kv_cache_free_gpu_mem_fraction: {config.kv_cache_free_gpu_mem_fraction} of all "
-                f"{hardware.memory_bytes:,} bytes leaves none for the KV cache beside weights of {weights:,}, which "
-                f"count for {overhead.title}. Raise it, or --tp_size."
+                f"{memory_size(hardware.memory_bytes)} leaves none for the KV cache beside weights of "
+                f"{memory_size(weights)}, which count for {overhead.title}. Raise it, or --tp_size."
             )
     return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache, adapters, beside_weights)
 

@@ -14,7 +14,7 @@ from ifbbench.api.engine import build_engine
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.planning.capacity import study
-from ifbbench.planning.capacity_tables import memory, print_study
+from ifbbench.planning.capacity_tables import print_study
 from ifbbench.workload.trace import TraceRequest
 
 KNOWN = ["--device", "cuda", "--max_tokens_in_paged_kvcache", "234208", "--input-len", "1096", "--output-len", "211",
@@ -216,13 +216,6 @@ def test_given_memory_needs_no_torch():
     arguments = ["capacity", "--memory-gib", "1", "--input-len", "9", "--output-len", "9", "--json"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 bytes"), (1023, "1,023 bytes"), (4096, "4.00 KiB"), (3 * 1024**3, "3.00 GiB")]
-)
-def test_sizes_have_short_units(size, text):
-    assert memory(size) == text
 
 
 def test_a_simulated_device_has_the_cache_that_a_run_on_it_has(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
+from ifbbench.clock import NO_PROGRESS
 from ifbbench.planning.sweep import KEEP
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
@@ -78,10 +79,40 @@ def test_run_reports_and_says_where_results_are(runs):
     assert [(source, config.output) for source, config, _ in runs.calls] == [("trace.jsonl", "out")]
 
 
-def test_a_quiet_run_prints_nothing_but_writes_the_csv(runs):
-    done = invoke("run", "--output", "out", "--output_csv", "figures.csv", "--quiet")
-    assert done.output == ""
-    assert runs.csv == [(Path("out"), "figures.csv")]
+def test_quiet_silences_progress_and_not_tables(runs):
+    options = ["--output", "out", "--output_csv", "figures.csv"]
+    loud, quiet = invoke("run", *options), invoke("run", *options, "--quiet")
+    assert [progress is NO_PROGRESS for _, _, progress in runs.calls] == [False, True]
+    assert loud.stdout == quiet.stdout
+    assert "the report" in quiet.stdout
+    assert runs.csv == [(Path("out"), "figures.csv")] * 2
+
+
+LINE = "[BENCHMARK] num_samples 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_terminal", "are_printed"),
+    [
+        ("run t.jsonl --output out", False, True),
+        ("run t.jsonl --output out", True, False),
+        ("run t.jsonl --output out --benchmark_lines", True, True),
+        ("run t.jsonl --output out --no-benchmark-lines", False, False),
+        ("run --dataset t.jsonl --output out", True, True),
+        ("run t.jsonl --multi_block_mode true --output out", True, True),
+        ("run --dataset t.jsonl --no_benchmark_lines --output out", True, False),
+        ("report out", False, True),
+        ("report out", True, False),
+        ("report out --benchmark_lines", True, True),
+    ],
+)
+def test_lines_of_gpt_manager_benchmark_are_for_pipes_and_for_those_that_ask(
+    runs, monkeypatch, words, is_terminal, are_printed
+):
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda stream: is_terminal, raising=False)
+    printed = invoke(*words.split()).stdout
+    assert (LINE in printed.splitlines()) == are_printed
+    assert "the report" in printed
 
 
 def test_json_is_all_that_is_on_standard_output(runs, tmp_path):

@@ -158,7 +158,7 @@ def test_an_option_without_effect_says_so_in_one_line(option, checkout: Path, ca
 def test_harmless_values_of_refused_options_are_taken(checkout: Path, caplog) -> None:
     words = "--gpu_weights_percent 1.0 --eagle_use_dynamic_tree false --decoding_mode auto --quiet --output out"
     done = CliRunner().invoke(main, ["run", "documentation", *SIMULATED, *words.split()])
-    assert (done.exit_code, done.output, caplog.messages) == (0, "", [])
+    assert (done.exit_code, done.stderr, caplog.messages) == (0, "", [])
 
 
 def test_options_without_effect_have_a_help_of_their_own() -> None:

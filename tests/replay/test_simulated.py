@@ -92,7 +92,7 @@ def test_overlap_hides_the_hosts_time(tmp_path: Path) -> None:
 def test_nothing_heavy_is_imported(arguments: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from ifbbench.cli.main import main\n"
-        f"main(['run', *{arguments!r}, '--quiet', '--output', {str(tmp_path / 'run')!r}], standalone_mode=False)\n"
+        f"main(['run', *{arguments!r}, '--json', '--output', {str(tmp_path / 'run')!r}], standalone_mode=False)\n"
         "print([name for name in ('torch', 'triton', 'pandas', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

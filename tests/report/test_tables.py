@@ -175,6 +175,13 @@ def test_numbers_as_people_read_them() -> None:
         "0", "1,234", "12.3", "0.0123", "–", "–"
     ]  # fmt: skip
     assert [percent(value) for value in (0, 0.001, 0.5, 0.999, 1)] == ["0 %", "<1 %", "50 %", ">99 %", "100 %"]
+    assert [percent(value, 1) for value in (0.0001, 0.1234, 0.9999, 12.5)] == ["<0.1 %", "12.3 %", ">99.9 %", "1,250.0 %"]
+
+
+@pytest.mark.parametrize("value", [-0.000000126, -1e-16, -0.0, 1e-9])
+def test_rounding_noise_is_printed_as_nothing(value: float) -> None:
+    assert significant(value) == count(value) == "0"
+    assert percent(-abs(value)) == "0 %"
     assert count(12345.0) == "12,345"
     assert time_unit([2.0])[0] == "s"
     assert time_unit([0.02, None])[0] == "ms"

@@ -5,8 +5,8 @@ const grouped = value => Math.round(value).toLocaleString("en-US");
 function significant(value, scale = 1) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   value *= scale;
-  if (value === 0) return "0";
-  const decimals = Math.min(Math.max(2 - Math.floor(Math.log10(Math.abs(value))), 0), 9);
+  if (Math.abs(value) < 0.5e-6) return "0";
+  const decimals = Math.min(Math.max(2 - Math.floor(Math.log10(Math.abs(value))), 0), 6);
   return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 }
 function percent(share) {

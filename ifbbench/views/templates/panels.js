@@ -116,7 +116,7 @@ function distribution(runs, label, name) {
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
     const y = T + (H - T - B) * (1 - share);
     add("line", { x1: L, x2: W - R, y1: y, y2: y, stroke: "var(--line)" });
-    add("text", { x: L - 5, y: y + 4, "text-anchor": "end" }, `${share * 100}%`);
+    add("text", { x: L - 5, y: y + 4, "text-anchor": "end" }, `${share * 100} %`);
   }
   const [unit, scale] = unitOf(Math.sqrt(lowest * high));
   for (const [mark, text] of low === high ? [[low * scale, significant(low, scale)]] : log ? logTicks(low * scale, high * scale, 5) : ticks(low * scale, high * scale, 4)) {
