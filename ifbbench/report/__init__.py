@@ -11,8 +11,8 @@ BAR_CELLS = 24
 
 
 def significant(value: float | None, scale: float = 1.0) -> str:
-    """`value` times `scale` to three significant digits and at most MAX_DECIMALS, without exponent: 1,234 · 12.3 · 0.0123;
-    a dash for None or NaN. What rounds to nothing is 0, without a sign."""
+    """`value` times `scale` to three significant digits and at most MAX_DECIMALS decimals, without exponent: 1,234 ·
+    12.3 · 0.0123; a dash for None or NaN. What rounds to nothing is 0, without a sign."""
     if value is None or math.isnan(value):
         return NOTHING
     value *= scale

@@ -130,6 +130,6 @@ def draw_reuse(trace: Trace, statistics: TraceStatistics) -> Figure:
     axes.xaxis.set_minor_formatter(NullFormatter())
     share = statistics.seen_before_share or 0.0
     title(axes, f"Reuse: {trace.name}",
-          f"{percent(share, 1)} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the last "
-          "x tokens finds")  # fmt: skip
+          f"{percent(share, 1)} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the "
+          "last x tokens finds")  # fmt: skip
     return figure

@@ -192,7 +192,7 @@ def test_null_and_cpu():
         (["--memory-gib", "1", "--max_attention_window", "9", "--sink_token_len", "9"], "--sink_token_len: 9 first"),
         (["tiny", "--model", "other"], "MODEL tiny and --model other differ"),
         (["no/such/model"], "is neither a directory nor a built-in model"),
-        (["--memory-bytes", "9"], "the weights of model tiny take 19,997,696 bytes"),
+        (["--memory-bytes", "9"], "the weights of model tiny take 19.1 MiB"),
         (["--memory-gib", "1", "--trace", "no-such-trace"], "does not exist"),
         (
             ["--memory-gib", "1", "--input-len", "9000", "--output-len", "1", "--no_enable_chunked_context"],

@@ -66,7 +66,7 @@ def test_a_line_has_the_stage_the_share_and_the_remaining_time(lines, clock, cap
     lines.update(1200, 6000, "3 active")
     lines.print()
     assert capsys.readouterr().err.splitlines() == [
-        "run: replaying", "run: replaying, 1,200 of 6,000 (20%), 0:04:00 left, 3 active"
+        "run: replaying", "run: replaying, 1,200 of 6,000 (20 %), 0:04:00 left, 3 active"
     ]  # fmt: skip
 
 

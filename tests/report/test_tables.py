@@ -175,7 +175,9 @@ def test_numbers_as_people_read_them() -> None:
         "0", "1,234", "12.3", "0.0123", "–", "–"
     ]  # fmt: skip
     assert [percent(value) for value in (0, 0.001, 0.5, 0.999, 1)] == ["0 %", "<1 %", "50 %", ">99 %", "100 %"]
-    assert [percent(value, 1) for value in (0.0001, 0.1234, 0.9999, 12.5)] == ["<0.1 %", "12.3 %", ">99.9 %", "1,250.0 %"]
+    assert [percent(value, 1) for value in (0.0001, 0.1234, 0.9999, 12.5)] == [
+        "<0.1 %", "12.3 %", ">99.9 %", "1,250.0 %"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [-0.000000126, -1e-16, -0.0, 1e-9])

@@ -136,7 +136,7 @@ def test_info_tells_what_was_seen_before(tmp_path):
     path = tmp_path / "a.jsonl"
     row = '{"arrival_s": 0, "prompt_len": 512, "output_len": 1, "prefix_ids": [%d]}\n'
     path.write_text("".join(row % prefix_id for prefix_id in (1, 2, 1, 1)))
-    assert "prompt tokens seen before: 50.0%" in dataset("info", path).output
+    assert "prompt tokens seen before: 50.0 %" in dataset("info", path).output
     assert json.loads(dataset("info --json", path).output)["seen_before_share"] == 0.5
     assert "seen before" not in dataset("info default").output
     assert json.loads(dataset("info default --json").output)["seen_before_share"] is None
