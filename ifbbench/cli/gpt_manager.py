@@ -116,6 +116,8 @@ class TraceCommand(SettingsCommand):
                          help=f"List the options of {self.tool} that have no effect or are refused."),
             *map(click_option, self.foreign),
         ]  # fmt: skip
+        if kwargs.get("shown") is None:
+            self.only_in_all |= {"dataset", "engine_dir", "log_level"}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)

@@ -13,7 +13,7 @@ import click
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import MAX_NUMBER_SETTING, TECHNICAL_LIMIT, Setting, boolean, located, unexpected
+from ifbbench.fields import MAX_NUMBER_SETTING, TECHNICAL_LIMIT, Setting, boolean, did_you_mean, located, unexpected
 from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
@@ -25,10 +25,23 @@ CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
 # Settings of a recorded run that say where its results went.
 PLACES = ("output", "overwrite", *SIDE_OUTPUTS)
 _log = logging.getLogger("ifbbench")
+# What `--help` is followed by for every option; what it means alone; the group of options that are no settings.
+ALL, COMMON, COMMAND = "all", "common", "command"
+SHOWN = "ifbbench.shown_options"
+HELP_COLUMN = 30
+# A command with more settings than this lists only these without `--help all`.
+MAX_SHOWN = 40
+COMMON_SETTINGS = (
+    "max_num_samples", "time_scale", "request_rate", "enable_exp_delays", "concurrency", "seed", "slo", "endpoint",
+    "policy", "max_batch_size", "max_num_tokens", "enable_chunked_context", "max_tokens_in_paged_kvcache",
+    "kv_cache_free_gpu_mem_fraction", "enable_kv_cache_reuse", "device", "model", "dtype", "tp_size",
+    "engine_overhead", "output", "overwrite", "quiet",
+)  # fmt: skip
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What to do about options of other tools that none of ours corresponds to.
 _ADVICE = {
     "trace dataset_path dataset_name input input_file": "Give the trace as an argument: ifbbench run TRACE.",
+    "help_all": "`--help all` lists every option.",
     "ignore_eos": "Requests end at their recorded output length unless --stop_at_end_token is given.",
 }
 
@@ -117,13 +130,13 @@ class FloatRange(click.FloatRange):
 class SettingOption(click.Option):
     """The option of one setting. Its value stays as typed: `Setting.check` converts it."""
 
-    def __init__(self, setting: Setting, help: str | None = None, hidden: bool = False) -> None:
+    def __init__(self, setting: Setting, help: str | None = None) -> None:
         names = [setting.name, *setting.aliases]
         is_pair = setting.type is bool
         super().__init__(
             [setting.name, *(f"--{name}/--no_{name}" if is_pair else f"--{name}" for name in names)],
             default=None, metavar=None if is_pair else _METAVARS[setting.type], help=help or _help_text(setting),
-            hidden=hidden, multiple=setting.is_list,
+            multiple=setting.is_list,
         )  # fmt: skip
         self.group = setting.group
 
@@ -131,8 +144,8 @@ class SettingOption(click.Option):
 class SettingsCommand(Command):
     """A command that takes settings as options, and those of a config file.
 
-    names: the settings that it takes; None for all, and `--config`. shown: those that its help lists; None for all.
-    setting_help: replaces the help text of some settings.
+    names: the settings that it takes; None for all, and `--config`. shown: those that `--help` lists without `all`; by
+    default all, or of more than MAX_SHOWN the COMMON_SETTINGS. setting_help: replaces the help text of some settings.
     """
 
     def __init__(
@@ -146,19 +159,66 @@ class SettingsCommand(Command):
                 help="Settings from a YAML or TOML file, or from a run or sweep directory; options on the command "
                      "line win.",
             ))  # fmt: skip
-        for one in settings() if names is None else map(setting, names):
-            is_hidden = shown is not None and one.name not in shown
-            self.params.append(SettingOption(one, (setting_help or {}).get(one.name), is_hidden))
+        taken = list(settings() if names is None else map(setting, names))
+        if shown is None and len(taken) > MAX_SHOWN:
+            shown = COMMON_SETTINGS
+        self.only_in_all = set[str]() if shown is None else {one.name for one in taken} - set(shown)
+        self._help_with_groups: click.Option | None = None
+        self.params += [SettingOption(one, (setting_help or {}).get(one.name)) for one in taken]
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """`--help`, followed by a group of options, an option, or `all`."""
+        if self._help_with_groups is None:  # click compares the option by identity, so that it is made once
+            self._help_with_groups = click.Option(
+                ["shown_options", *sorted(self.get_help_option_names(ctx))], is_flag=False, flag_value=COMMON,
+                metavar="[GROUP]", expose_value=False, is_eager=True, callback=self._print_help,
+                shell_complete=lambda ctx, option, text: [one for one in (ALL, *self._groups) if one.startswith(text)],
+                help=f"Show this message; with {ALL} or the name of a group, every option or those of the group.",
+            )  # fmt: skip
+        return self._help_with_groups
+
+    @property
+    def _groups(self) -> list[str]:
+        """As they are given behind `--help`: `kv-cache`."""
+        return list(dict.fromkeys(_group(one) for one in self.params))
+
+    def _print_help(self, ctx: click.Context, option: click.Parameter, asked: str | None) -> None:
+        if asked is None or ctx.resilient_parsing:
+            return
+        names = [name for one in self.params for name in one.opts if isinstance(one, click.Option)]
+        found = {_plain(name).lstrip("-"): name for name in (*names, *self._groups, ALL, COMMON)}
+        word = _plain(asked.strip()).lower().replace(" ", "-").lstrip("-")
+        if word not in found:
+            raise click.UsageError(f"--help {asked}: there is no such group of options, and no such option; expected "
+                                   f"{ALL}, {', '.join(self._groups)}, or the name of an option."
+                                   f"{did_you_mean(word, list(found))}", ctx)  # fmt: skip
+        ctx.meta[SHOWN] = found[word]
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List options under the groups of their settings."""
+        asked, left_out = ctx.meta.get(SHOWN, COMMON), 0
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
-                sections.setdefault(getattr(parameter, "group", "command"), []).append(record)
+            if not isinstance(parameter, click.Option) or not (record := parameter.get_help_record(ctx)):
+                continue
+            if asked == COMMON and parameter.name in self.only_in_all:
+                left_out += 1
+            elif asked in (COMMON, ALL, _group(parameter), *parameter.opts):
+                sections.setdefault(_group(parameter), []).append(record)
         for group, records in sections.items():
-            with formatter.section(f"{group.upper()} OPTIONS"):
-                formatter.write_dl(records)
+            with formatter.section(f"{group.upper().replace('-', ' ')} OPTIONS"):
+                # Padded, so that the texts of all sections begin in one column.
+                formatter.write_dl([(names.ljust(HELP_COLUMN), text) for names, text in records], HELP_COLUMN)
+        if left_out:
+            formatter.write_paragraph()
+            formatter.write_text(f"--help {ALL} lists {left_out} more options, --help GROUP those of a group: "
+                                 f"{', '.join(self._groups)}.")  # fmt: skip
+
+
+def _group(parameter: click.Parameter) -> str:
+    return str(getattr(parameter, "group", COMMAND)).replace(" ", "-")
 
 
 def _help_text(setting: Setting) -> str:

@@ -39,19 +39,71 @@ def error_of(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("setting", list(settings()), ids=lambda setting: setting.name)
-def test_help_shows_each_setting_with_its_aliases(setting):
-    printed = CliRunner().invoke(main, ["run", "--help"]).output
+def test_help_of_all_shows_each_setting_with_its_aliases(setting):
+    printed = CliRunner().invoke(main, ["run", "--help", "all"]).output
     for name in (setting.name, *setting.aliases):
         assert re.search(rf"--{name}\b", printed)
         assert bool(re.search(rf"--no_{name}\b", printed)) == (setting.type is bool)
 
 
-def test_help_has_a_section_for_each_group():
-    printed = CliRunner().invoke(main, ["run", "--help"]).output
-    headings = re.findall(r"^([A-Z ]+) OPTIONS:$", printed, re.MULTILINE)
-    assert headings == [
+def listed(*words: str) -> dict[str, list[str]]:
+    """The first name of each option in the help of a command, by section."""
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    sections = re.split(r"^([A-Z ]+) OPTIONS:$", done.stdout, flags=re.MULTILINE)[1:]
+    names = [re.findall(r"^  (?:-\w, )?--(\w+)", text, re.MULTILINE) for text in sections[1::2]]
+    return dict(zip(sections[::2], names, strict=True))
+
+
+def test_help_of_all_has_a_section_for_each_group():
+    assert list(listed("run", "--help", "all")) == [
         "COMMAND", "REPLAY", "ENDPOINT", "SCHEDULING", "KV CACHE", "LORA", "EXECUTION", "RECORDING"
-    ]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "most"), [("run", 30), ("sweep", 35), ("tune", 30), ("generate", 30), ("serve", 45)]
+)
+def test_help_lists_the_common_options_and_names_the_way_to_the_others(command, most):
+    few, every = listed(command, "--help"), listed(command, "--help", "all")
+    shown = [name for names in few.values() for name in names]
+    assert len(shown) <= most
+    assert {"max_batch_size", "max_num_tokens", "policy", "device", "model", "help"} <= {*shown}
+    assert {*shown} < {name for names in every.values() for name in names}
+    rest = sum(map(len, every.values())) - len(shown)
+    printed = " ".join(CliRunner().invoke(main, [command, "-h"]).stdout.split())
+    assert f"--help all lists {rest} more options, --help GROUP those of a group: " in printed
+
+
+@pytest.mark.parametrize(
+    "words", [["--help", "kv_cache"], ["--help=kv-cache"], ["-h", "KV cache"], ["chat", "-h", "kv-cache"]]
+)
+def test_help_of_a_group_is_that_section_of_all(words):
+    assert listed("run", *words) == {"KV CACHE": listed("run", "--help", "all")["KV CACHE"]}
+
+
+def test_help_of_one_option():
+    assert listed("run", "--help", "max-num-tokens") == {"SCHEDULING": ["max_num_tokens"]}
+    assert listed("tune", "--help", "max_gpus") == {"COMMAND": ["max"]}  # --max-gpus
+
+
+def test_help_of_an_unknown_group_says_which_there_are():
+    done = CliRunner().invoke(main, ["run", "--help", "cach"])
+    assert done.exit_code == 2
+    assert "expected all, command, replay, endpoint, scheduling, kv-cache, lora, execution, recording" in done.stderr
+    assert "`--help all`" in CliRunner().invoke(main, ["run", "--help-all"]).stderr
+
+
+def test_groups_of_help_are_completed(monkeypatch):
+    monkeypatch.setenv("COMP_WORDS", "ifbbench run --help k")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    done = CliRunner().invoke(main, prog_name="ifbbench", env={"_IFBBENCH_COMPLETE": "bash_complete"})
+    assert done.stdout.splitlines() == ["plain,kv-cache"]
+
+
+def test_texts_of_all_sections_begin_in_one_column():
+    texts = re.findall(r"^(  -.*?  +)\S", CliRunner().invoke(main, ["run", "--help"]).stdout, re.MULTILINE)
+    assert {len(text) for text in texts if len(text) <= 34} == {34}
 
 
 def test_nothing_given_is_all_defaults(config_of):
