@@ -31,11 +31,14 @@ class StepsAhead:
     """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. The blocks that
     sequences fill are stored, which may change which of the waiting requests starts. A CountedCache answers the same.
 
+    completing: requests on their last chunk, which the first step completes and is then the only one.
     tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
 
-    def __init__(self, cache: KvCacheManager, active: ActiveRequests, rows: Rows) -> None:
-        self._cache, self._active, self._rows = cache, active, rows
+    def __init__(
+        self, cache: KvCacheManager, active: ActiveRequests, rows: Rows, completing: Sequence[Request]
+    ) -> None:
+        self._cache, self._active, self._rows, self._completing = cache, active, rows, completing
         self._registered = registered = cache.registered[rows]
         self._size = cache.attention_window.tokens_per_block
         self._until_block = -registered % self._size
@@ -57,13 +60,15 @@ class StepsAhead:
         tokens that all requests together have taken after each step since the first, [steps]."""
         blocks, count = self._blocks[:steps], len(self._rows)
         places = [step * count for step in range(steps)]
-        new_blocks = self._grow_and_store(steps) if blocks[-1] else blocks
+        new_blocks = self._grow_and_store(steps) if blocks[-1] or self._completing else blocks
         self._cache.register(self._rows, self._registered + steps, steps * count)
         return [after - blocks[0] for after in blocks], places, [after - new_blocks[0] for after in new_blocks]
 
     def _grow_and_store(self, steps: int) -> list[int]:
         """Take blocks step by step, and store those that each step finds filled after it has taken blocks, which may
-        evict what was stored before. Returns the blocks without known tokens taken after each step, [steps]."""
+        evict what was stored before: first those of the prompts that it completes, then those of generation. Of equal
+        blocks the first remains, so that the order decides when it is free. Returns the blocks without known tokens
+        taken after each step, [steps]."""
         starting: dict[int, list[int]] = {}
         for index, until_block in enumerate(self._until_block.tolist()):
             for step in range(until_block, steps, self._size):
@@ -71,12 +76,16 @@ class StepsAhead:
         counters, new_blocks = self._cache.counters, list[int]()
         before = counters.allocated_new
         for step in range(steps):
-            if (indices := starting.get(step)) is not None:
-                rows, registered = self._rows[indices], self._registered[indices] + step
-                self._cache.grow(rows)
-                for row, num_tokens in zip(rows.tolist(), registered.tolist(), strict=True):
-                    store_known(self._active.by_slot[row], self._cache, num_tokens)
+            indices = starting.get(step)
+            if indices is not None:
+                self._cache.grow(self._rows[indices])
             new_blocks.append(counters.allocated_new - before)
+            for request in self._completing:
+                self._cache.store_generated(request.slot, request.prompt_len - 1)
+            if indices is not None:
+                registered = self._registered[indices] + step
+                for row, num_tokens in zip(self._rows[indices].tolist(), registered.tolist(), strict=True):
+                    store_known(self._active.by_slot[row], self._cache, num_tokens)
         return new_blocks
 
 
@@ -153,7 +162,8 @@ class FastForward:
         active, table, rows = self._active, self._active.table, plan.rows
         ahead: Sequence[CountedCache | StepsAhead] = self._counted
         if not ahead and isinstance(self._kv_cache, KvCacheManager):
-            ahead = [StepsAhead(self._kv_cache, active, rows)]
+            completing = [request for request in plan.context if request.is_last_chunk]
+            ahead = [StepsAhead(self._kv_cache, active, rows, completing)]
         self._find_ends()
         max_steps = min(max_steps, MAX_STEPS, *[window.max_steps for window in ahead])
         if self._ends:
@@ -230,8 +240,6 @@ class FastForward:
                 active.move_to_generation(request)
                 self._kv_cache.begin_generation(row)
                 table.generated[row] = table.confirmed[row] = 1 - table.unsettled
-                if self._kv_cache.num_reuse_changes:
-                    self._kv_cache.store_generated(row, request.prompt_len - 1)
                 if table.stop_after[row] == 1:
                     finished.append(self._end(row))
                 else:

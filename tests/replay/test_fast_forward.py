@@ -115,7 +115,7 @@ configs = st.fixed_dictionaries(
         "max_num_tokens": st.integers(60, 90),
         "num_blocks": st.integers(25, 80),
         "tokens_per_block": st.sampled_from([4, 8]),
-        "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True)]),
+        "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True), ReuseRules(enabled=True, partial=False)]),
     }
 )
 # Contexts wait for tokens, which generation takes first, or for blocks, of which there are hardly enough for one.
