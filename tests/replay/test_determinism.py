@@ -84,7 +84,8 @@ def drawn_run(draw: random.Random) -> tuple[Trace, dict[str, Any]]:
         settings["max_attention_window"] = draw.choice(["24", "30", "40", "64", *several])
         settings["window_mode"] = draw.choice(["cyclic", "linear"])
         settings["sink_token_len"] = draw.choice([0, 0, 3])
-    settings |= draw.choice([{}] * 5 + [{"enable_trt_overlap": True}, {"type": "inflight_unfused"}, {"concurrency": 3}])
+    ways: list[dict[str, Any]] = [{"enable_trt_overlap": True}, {"type": "inflight_unfused"}, {"concurrency": 3}]
+    settings |= draw.choice([*ways, *[{}] * 5])
 
     num_ids, prompts = draw.choice([1, 2, 4]), list[list[int]]()
     for _ in range(draw.randint(2, 12)):
