@@ -9,7 +9,7 @@ from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.engine.config import Overlap
 from ifbbench.errors import InputError
 from ifbbench.report import percent
-from ifbbench.report.limits import waits_for
+from ifbbench.report.limits import fullest_window, waits_for
 
 BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {
@@ -167,8 +167,9 @@ def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float,
 class IterationFacts:
     """What one iteration ran and decided.
 
-    used, available: of each limit: requests, tokens, KV blocks. contexts: (request, tokens) of each chunk. generating:
-    ids of the requests that generated a token. bound_by: the limit that left out the first request.
+    used, available: of each limit: requests, tokens, KV blocks. window: of several attention windows, the tokens of the
+    fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
+    generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
     left_out: that request and the limit. missing: how much more of the limit it needed; None where the recording does
     not say.
     """
@@ -186,6 +187,7 @@ class IterationFacts:
     recomputes: list[tuple[Id, int]]
     generating: list[Id]
     paused: list[tuple[Id, Id]]
+    window: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -219,18 +221,23 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     blocks = run.data.run.get("num_kv_blocks")
     if blocks and iterations.used_blocks[place] == iterations.used_blocks[place]:
         used["kv_blocks"], available["kv_blocks"] = int(iterations.used_blocks[place]), int(blocks)
+    of_window = {size: (float(column[place]), pool) for size, (column, pool) in iterations.blocks_of_window.items()}
+    window = fullest_window(of_window) if of_window else ""
+    if window:
+        used["kv_blocks"], available["kv_blocks"] = int(of_window[window][0]), of_window[window][1]
     return IterationFacts(
         number, float(iterations.start_s[place]), float(iterations.end_s[place] - iterations.start_s[place]),
         iterations.limits[int(iterations.limit[place])], left_out,
-        None if left_out is None else _missing(run, number, left_out, used, available, dict(contexts + recomputes)),
+        None if left_out is None
+        else _missing(run, number, left_out, used, available, dict(contexts + recomputes), window),
         int(iterations.waiting[place]), used, available, contexts, recomputes, generating,
-        [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number],
+        [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number], window,
     )  # fmt: skip
 
 
 def _missing(
     run: RecordedRun, number: int, left_out: tuple[Id, str], used: dict[str, int], available: dict[str, int],
-    chunks: dict[Id, int],
+    chunks: dict[Id, int], window: str,
 ) -> float | None:  # fmt: skip
     """How much of the limit the request that was left out lacked: tokens of its prompt beyond the rest of the budget,
     blocks beyond the free ones, or a slot."""
@@ -249,8 +256,10 @@ def _missing(
         left = max(available["num_tokens"] - used["num_tokens"], 0)
         return _if_positive(prompt_len - done - chunks.get(request_id, 0) - left)
     if limit == "kv_blocks" and "kv_blocks" in available and run.config.get("policy") == "max_utilization":
-        size = int(run.config["tokens_per_block"])
-        return _if_positive(-(-(prompt_len - done) // size) - (available["kv_blocks"] - used["kv_blocks"]))
+        size, tokens = int(run.config["tokens_per_block"]), prompt_len - done
+        if window and run.config.get("window_mode") != "linear":
+            tokens = min(tokens, int(window))
+        return _if_positive(-(-tokens // size) - (available["kv_blocks"] - used["kv_blocks"]))
     return None
 
 

@@ -39,7 +39,8 @@ class Iterations:
 
     number: the iteration's. start_s, end_s, host_s: seconds. limit: position in `limits` of what bound it.
     left_out: position in `left_out_pairs` of the first request that was left out and the reason; NO_REQUEST if none.
-    used_blocks: NaN for a cache without blocks.
+    used_blocks: NaN for a cache without blocks. blocks_of_window: by the tokens of each of several attention windows,
+    the blocks of it that are in use (NaN where a line lacks them), and all of them.
     """
 
     number: Integers
@@ -55,6 +56,7 @@ class Iterations:
     active: Integers
     budget_used: Integers
     used_blocks: Floats
+    blocks_of_window: dict[str, tuple[Floats, int]]
     pauses: list[PauseEvent]
 
     def __len__(self) -> int:
@@ -96,6 +98,7 @@ def read_iterations(path: Path) -> Iterations:
     limits, pairs = _Numbered(), _Numbered()
     pieces: list[tuple[NDArray[Any], ...]] = []
     pauses: list[PauseEvent] = []
+    pools, used_of_window = dict[str, int](), dict[str, list[Floats]]()
     for rows in read_rows(path, iteration_decoder(path)):
         details = [row.details for row in rows]
         left_out = [one.first_left_out for one in details]
@@ -108,14 +111,20 @@ def read_iterations(path: Path) -> Iterations:
             np.array([row.active for row in rows]), np.array([one.budget_used for one in details]),
             np.array([row.used_blocks for row in rows], np.float64),
         ))  # fmt: skip
+        for size in details[0].windows:
+            of_rows = [one.windows.get(size) for one in details]
+            pools[size] = max(one.blocks for one in of_rows if one is not None)
+            used = np.array([np.nan if one is None else one.used for one in of_rows])
+            used_of_window.setdefault(size, []).append(used)
         for row in rows:
             for pause in row.details.paused:
                 pauses.append(PauseEvent(row.number, pause.request_id, pause.beneficiary))
     columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)] or [np.empty(0)] * 11
     number, start_s, end_s, host_s, limit, first, queued, waiting, active, budget, used = columns
+    of_window = {size: (np.concatenate(parts), pools[size]) for size, parts in used_of_window.items()}
     return Iterations(
         number, start_s, end_s, host_s, limit, list(limits), first, list(pairs), queued, waiting, active, budget, used,
-        pauses,
+        of_window, pauses,
     )  # fmt: skip
 
 

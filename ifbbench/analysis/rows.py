@@ -34,6 +34,13 @@ class _Paused(Struct, gc=False):
     beneficiary: Id = field(name="for")
 
 
+class WindowRow(Struct, gc=False):
+    """The blocks of one of several attention windows."""
+
+    blocks: Number = field(name="primaryMaxNumBlocks")
+    used: Number = field(name="primaryUsedNumBlocks")
+
+
 class IterationDetails(Struct, gc=False):
     """What is under "ifbbench" in a line of `iterations.jsonl`, as far as it is used here and in the live view."""
 
@@ -46,6 +53,7 @@ class IterationDetails(Struct, gc=False):
     paused: tuple[_Paused, ...]
     budget_used: Number
     host_ms: float = 0.0
+    windows: dict[str, WindowRow] = field(name="kv_cache_iteration_stats", default_factory=dict)
 
 
 class IterationRow(Struct, gc=False):

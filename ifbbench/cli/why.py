@@ -263,7 +263,7 @@ def _in_words(stretches: "list[Stretch]") -> str:
 
 def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     from ifbbench.report import bar, percent, plain_table
-    from ifbbench.report.limits import limit_name
+    from ifbbench.report.limits import limit_name, window_name
 
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
@@ -275,7 +275,8 @@ def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     for name, used in facts.used.items():
         available = facts.available.get(name)
         share = used / available if available else 0.0
-        table.add_row(limit_name(name), f"{used:,}", f"{available:,}" if available else "no limit",
+        of_window = f", {window_name(facts.window)}" if name == "kv_blocks" and facts.window else ""
+        table.add_row(limit_name(name) + of_window, f"{used:,}", f"{available:,}" if available else "no limit",
                       f"[cyan]{bar(share)}[/cyan] {percent(share)}" if available else "")  # fmt: skip
     console.print(table)
     console.print()

@@ -182,9 +182,11 @@ class FastForward:
         self._step += steps
         table.unsettled += steps
         more_blocks, more_tokens, more_new = ahead[0].take(steps)
-        for window in ahead[1:]:
-            sums = np.add((more_blocks, more_tokens, more_new), window.take(steps))
-            more_blocks, more_tokens, more_new = sums.tolist()
+        more_of_windows: list[list[int]] = []
+        if len(ahead) > 1:
+            taken = [(more_blocks, more_tokens, more_new), *[window.take(steps) for window in ahead[1:]]]
+            more_of_windows = [of_window[0] for of_window in taken]
+            more_blocks, more_tokens, more_new = np.sum(taken, axis=0).tolist()
         cache = CacheState.of(self._kv_cache)
         finished = self._advance_context(plan.context, steps)
         while self._ends and self._ends[0][0] == self._step:
@@ -193,11 +195,14 @@ class FastForward:
         self._clock.wait_until_ns(times_ns[steps])
         start_s = [to_seconds(time_ns) for time_ns in times_ns[: steps + 1]]
         submit_s = [to_seconds(time_ns + host_ns) for time_ns in times_ns[:steps]]
-        first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1], -more_new[-1]) if steps > 1 else cache
+        first.cache = cache
+        if steps > 1:
+            of_windows = [-more[-1] for more in more_of_windows]
+            first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1], -more_new[-1], of_windows)
         first.submit_s, first.end_s = submit_s[0], start_s[1]
         return Stretch(
             first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, more_new, cache,
-            self._clock.epoch_s,
+            self._clock.epoch_s, more_of_windows,
         )  # fmt: skip
 
     def leave(self) -> None:

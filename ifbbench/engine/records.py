@@ -27,19 +27,28 @@ STATIC_FIELDS = ("Total Generation Tokens", "Total Context Tokens", "Empty Gener
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 
+class WindowBlocks:
+    """The device blocks of one of several attention windows. size: of the window, in tokens."""
+
+    def __init__(self, size: int, max_blocks: int, used_blocks: int) -> None:
+        self.size, self.max_blocks, self.used_blocks = size, max_blocks, used_blocks
+
+
 class CacheState:
     """The KV cache while an iteration ran.
 
     Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new, reused and missed
     are sums since the start (see BlockCounters). max_tokens, held_tokens, filled_tokens: token positions in all, those
-    that requests hold, and those with a token in them.
+    that requests hold, and those with a token in them. windows: the blocks of each attention window, which add up to
+    the others; empty with one window.
     """
 
     def __init__(
         self, max_blocks: int | None, used_blocks: int | None, tokens_per_block: int | None,
         allocated_total: int | None, allocated_new: int | None, reused: int | None, max_tokens: int, held_tokens: int,
-        filled_tokens: int, missed: int | None = None,
+        filled_tokens: int, missed: int | None = None, windows: Sequence[WindowBlocks] = (),
     ) -> None:  # fmt: skip
+        self.windows = windows
         self.max_blocks, self.used_blocks, self.tokens_per_block = max_blocks, used_blocks, tokens_per_block
         self.allocated_total, self.allocated_new = allocated_total, allocated_new
         self.reused, self.missed = reused, missed
@@ -56,20 +65,30 @@ class CacheState:
         if not blocks:
             return CacheState(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
         counters, used, size = cache.counters, cache.num_used, cache.attention_window.tokens_per_block
+        windows: Sequence[WindowBlocks] = ()
+        if len(cache.window_tables):
+            windows = [
+                WindowBlocks(window.attention_window.size, window.num_blocks, window.num_used)
+                for window in cache.of_windows()
+            ]
         return CacheState(
             blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
-            blocks * size, used * size, cache.filled_places, counters.missed,
+            blocks * size, used * size, cache.filled_places, counters.missed, windows,
         )  # fmt: skip
 
-    def moved(self, blocks: int, tokens: int, new_blocks: int) -> "CacheState":
+    def moved(self, blocks: int, tokens: int, new_blocks: int, of_windows: Sequence[int] = ()) -> "CacheState":
         """This state after generation took so many blocks, `new_blocks` of them without known tokens, and filled so
-        many positions; before it, if negative."""
+        many positions; before it, if negative. of_windows: the blocks of each of several attention windows."""
         used, size, total, new = self.used_blocks, self.tokens_per_block, self.allocated_total, self.allocated_new
         held, filled = self.held_tokens, self.filled_tokens + tokens
         if used is not None and size is not None and total is not None and new is not None:
             used, total, new, held = used + blocks, total + blocks, new + new_blocks, held + blocks * size
+        windows = [
+            WindowBlocks(window.size, window.max_blocks, window.used_blocks + more)
+            for window, more in zip(self.windows, of_windows, strict=True)
+        ] if self.windows else []  # fmt: skip
         return CacheState(
-            self.max_blocks, used, size, total, new, self.reused, self.max_tokens, held, filled, self.missed
+            self.max_blocks, used, size, total, new, self.reused, self.max_tokens, held, filled, self.missed, windows
         )
 
 
@@ -141,17 +160,19 @@ class Stretch:
     first: record of the first iteration, without `finished`: those requests are completed by the last one.
     start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks, more_tokens, more_new: [iterations],
     blocks, places for tokens, and blocks without known tokens, taken since the first one ran. last_cache: of the last
-    one. epoch_s: the run's second zero in seconds since the Unix epoch.
+    one. epoch_s: the run's second zero in seconds since the Unix epoch. more_of_windows: [windows][iterations],
+    `more_blocks` of each attention window; empty with one window.
     """
 
     def __init__(
         self, first: IterationRecord, finished: list[Request], start_s: list[float], submit_s: list[float],
         end_s: list[float], more_blocks: list[int], more_tokens: list[int], more_new: list[int],
-        last_cache: CacheState, epoch_s: int,
+        last_cache: CacheState, epoch_s: int, more_of_windows: Sequence[list[int]] = (),
     ) -> None:  # fmt: skip
         self.first, self.finished, self.last_cache = first, finished, last_cache
         self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
         self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
+        self.more_of_windows = more_of_windows
 
     @property
     def length(self) -> int:
@@ -163,7 +184,10 @@ class Stretch:
 
     def cache(self, index: int) -> CacheState:
         """The KV cache while the iteration at `index` of the stretch ran."""
-        return self.first.cache.moved(self.more_blocks[index], self.more_tokens[index], self.more_new[index])
+        of_windows = [more[index] for more in self.more_of_windows]
+        return self.first.cache.moved(
+            self.more_blocks[index], self.more_tokens[index], self.more_new[index], of_windows
+        )
 
     def records(self) -> Iterator[IterationRecord]:
         first = self.first

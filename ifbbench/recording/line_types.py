@@ -52,6 +52,15 @@ class SpecDecodingStats(Struct, rename="camel"):
     draft_overhead: float
 
 
+class KvCacheIterationStats(Struct, rename="camel"):
+    """The device blocks of one attention window in an iteration, under the names of TensorRT-LLM's iteration
+    statistics."""
+
+    primary_max_num_blocks: int
+    primary_free_num_blocks: int
+    primary_used_num_blocks: int
+
+
 class IterationDetails(Struct, gc=False):
     """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
 
@@ -60,7 +69,7 @@ class IterationDetails(Struct, gc=False):
     and are not active. waiting: all that have arrived and are not scheduled. missed_blocks: blocks of prompts that were
     looked up and not found, since the start. first_step, last_step: of a whole static batch, its first and last line of
     `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
-    with draft tokens.
+    with draft tokens. kv_cache_iteration_stats: of runs with several attention windows, by the tokens of each.
     """
 
     start_s: float
@@ -90,6 +99,7 @@ class IterationDetails(Struct, gc=False):
     last_step: int | UnsetType = UNSET
     lora_loads: list[int] | UnsetType = UNSET
     spec_decoding: SpecDecodingStats | UnsetType = UNSET
+    kv_cache_iteration_stats: dict[str, KvCacheIterationStats] | UnsetType = UNSET
 
 
 class IterationLine(Struct, gc=False, rename={snake_case(name): name for name in COMMON_FIELDS}):
@@ -184,7 +194,7 @@ class ExecutorLine(Struct, rename={
     "iteration_counter": "iter", "latency_ms": "iterLatencyMS", "active_request_count": "numActiveRequests",
     "queued": "numQueuedRequests", "completed": "numCompletedRequests", "max_request_count": "maxNumActiveRequests",
     "kv_cache": "kvCacheStats", "static": "staticBatchingStats", "inflight": "inflightBatchingStats",
-    "spec_decoding": "specDecodingStats",
+    "spec_decoding": "specDecodingStats", "kv_cache_iteration_stats": "kvCacheIterationStats",
 }):  # fmt: skip
     """The statistics of an iteration under the names of TensorRT-LLM's executor.
 
@@ -203,6 +213,7 @@ class ExecutorLine(Struct, rename={
     static: StaticBatchingStats | None
     inflight: InflightBatchingStats | None
     spec_decoding: SpecDecodingStats | UnsetType
+    kv_cache_iteration_stats: dict[str, KvCacheIterationStats] | UnsetType
     ifbbench: IterationDetails | UnsetType
 
 
@@ -212,6 +223,7 @@ def executor_line(line: InflightLine | StaticLine, completed: int) -> ExecutorLi
     known = asdict(line) | {
         "latency_ms": details.latency_ms, "queued": details.queued, "missed_blocks": details.missed_blocks,
         "completed": completed, "spec_decoding": details.spec_decoding,
+        "kv_cache_iteration_stats": details.kv_cache_iteration_stats,
     }  # fmt: skip
     return executor_statistics(known, details)
 
@@ -226,6 +238,7 @@ def executor_statistics(known: Mapping[str, Any], details: IterationDetails | Un
     derived = {
         "cache_hit_rate": reused / (reused + missed) if reused and missed is not None else 0.0,
         "decoded_tokens": _decoded_tokens(known, drafts), "spec_decoding": drafts,
+        "kv_cache_iteration_stats": known.get("kv_cache_iteration_stats", UNSET),
         "static": None, "inflight": None, "kv_cache": None, "ifbbench": details,
     }  # fmt: skip
     fields = {**known, **derived}

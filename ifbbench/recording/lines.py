@@ -14,13 +14,14 @@ from msgspec import UNSET, Raw
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import INFLIGHT_FIELDS, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import INFLIGHT_FIELDS, CacheState, IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.recording.line_types import (
     ExecutorLine,
     InflightLine,
     IterationDetails,
+    KvCacheIterationStats,
     LeftOutRequest,
     PausedRequest,
     RequestLine,
@@ -188,6 +189,8 @@ class IterationLines:
             line.used_kv_cache_blocks = used + more
             line.allocated_total_kv_cache_blocks = total + more
             line.allocated_new_kv_cache_blocks = new + stretch.more_new[index]
+            if cache.windows:
+                details.kv_cache_iteration_stats = _of_windows(stretch.cache(index))
             details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
             details.host_ms = number((submit_s - start_s) * 1000)
             details.device_ms = number((end_s - submit_s) * 1000)
@@ -219,6 +222,7 @@ class IterationLines:
         scheduled = len(record.context)
         if record.steps is None:
             scheduled += record.num_generation + record.idle
+        cache = record.cache
         details = IterationDetails(
             number(start_s), number((end_s - start_s) * 1000), number((submit_s - start_s) * 1000),
             number((end_s - submit_s) * 1000), UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET,
@@ -227,8 +231,10 @@ class IterationLines:
             [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused]
             if record.paused else [],
             record.recomputed, record.budget_used, record.padding or UNSET,
-            record.cache.missed, share_of(record.cache.fragmentation),
+            cache.missed, share_of(cache.fragmentation),
         )  # fmt: skip
+        if cache.windows:
+            details.kv_cache_iteration_stats = _of_windows(cache)
         if record.steps is not None:
             details.first_step, details.last_step = record.steps
             return details
@@ -249,3 +255,13 @@ class IterationLines:
             details.collect_ms, details.device_busy_ms = number(step.collect_s * 1000), number(step.device_s * 1000)
             details.flops, details.bytes = number(step.flops), number(step.bytes)
         return details
+
+
+def _of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
+    """The blocks of each attention window, by its tokens."""
+    return {
+        str(window.size): KvCacheIterationStats(
+            window.max_blocks, window.max_blocks - window.used_blocks, window.used_blocks
+        )
+        for window in cache.windows
+    }

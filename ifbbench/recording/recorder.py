@@ -46,6 +46,8 @@ class RunMetrics:
         # None where the cache has no blocks.
         self.peak_used_blocks: int | None = None
         self.max_blocks: int | None = None
+        # Of several attention windows, the size of the pool and the peak use by the tokens of each.
+        self._windows: dict[str, dict[str, int]] = {}
         self.tokens_per_block: int | None = None
         self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
         self.first_arrival_s = float("inf")
@@ -94,6 +96,9 @@ class RunMetrics:
         self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
         if cache.used_blocks is not None and cache.used_blocks > (self.peak_used_blocks or -1):
             self.peak_used_blocks = cache.used_blocks
+        for window in cache.windows:
+            known = self._windows.setdefault(str(window.size), {"max": window.max_blocks, "peak_used": 0})
+            known["peak_used"] = max(known["peak_used"], window.used_blocks)
         self.max_tokens = cache.max_tokens
         if cache.held_tokens > self.peak_held_tokens:
             self.peak_held_tokens = cache.held_tokens
@@ -164,6 +169,7 @@ class RunMetrics:
         figures = whole.figures(span, ends, self._objectives)
         figures["requests"] |= {"total": self.total}
         blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
+        of_windows = {"per_window_size": self._windows} if self._windows else {}
         tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
         found = {
             "requests": figures.pop("requests"), "duration_s": span, **figures,
@@ -171,7 +177,7 @@ class RunMetrics:
             "recomputed_share": self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0,
             "empty_generation_slots": self.empty_generation_slots,
             "padding_waste": self.padded_slots / self.slots if self.slots else 0.0,
-            "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)),
+            "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)) | of_windows,
             "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
             **metrics.shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),

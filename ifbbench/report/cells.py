@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
-from ifbbench.report.limits import LIMITS, limit_name
+from ifbbench.report.limits import LIMITS, limit_name, window_name
 from ifbbench.report.load import RunData
 from ifbbench.report.style import (
     INK,
@@ -220,11 +220,12 @@ def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
 
 def _blocks_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     table = run.iterations
-    used = table["used_kv_cache_blocks"].fillna(0)
+    used_blocks, pool, window = run.blocks_of_fullest()
+    used = pd.Series(used_blocks, table.index).fillna(0)
     axes.bar(table["iteration_counter"], used, width=0.94, color=SERIES[2], alpha=0.55)
     _numbers(axes, table["iteration_counter"], used, columns)
-    _limit(axes, "pool of", int(table["max_kv_cache_blocks"].max()), float(used.max()))
-    axes.set_ylabel("KV blocks\nused")
+    _limit(axes, "pool of", pool, float(used.max()))
+    axes.set_ylabel("KV blocks\nused" + (f" of the\n{window_name(window)}" if window else ""))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
 
 

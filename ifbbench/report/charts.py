@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import METRICS, find_lines
@@ -21,7 +21,7 @@ from ifbbench.report.figures import figures, output_tokens
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
-from ifbbench.report.limits import BINDING, limit_colours, limit_name
+from ifbbench.report.limits import BINDING, limit_colours, limit_name, window_name
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     FORMATS,
@@ -29,11 +29,14 @@ from ifbbench.report.style import (
     LIMIT,
     LIMIT_DASHES,
     MUTED,
+    PAUSE,
     PHASE_COLOURS,
     SERIES,
     TimeBins,
     draw_limit,
     heading,
+    legend_above,
+    line_styles,
     retitle,
     save,
     styled,
@@ -173,6 +176,37 @@ def draw_kv_cache(run: RunData) -> Figure:
     figure = Figure(figsize=(9, 4.6))
     blocks, pauses = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
     bins, iterations = TimeBins.of(run), run.iterations
+    (_windows_used if run.windows else _blocks_used)(blocks, bins, run)
+    paused = iterations["pauses"].to_numpy(dtype=float)
+    counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
+    pauses.stairs(counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
+    pauses.set_ylabel(f"pauses{bins.per_bin}")
+    pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
+    pauses.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+    if not paused.any():
+        pauses.text(0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center",
+                    color=MUTED)  # fmt: skip
+    bins.label(pauses)
+    heading(blocks, "KV cache", run, legend=bool(run.windows))
+    figure.align_ylabels()
+    return figure
+
+
+def _windows_used(axes: Axes, bins: TimeBins, run: RunData) -> None:
+    """The share of the blocks of each attention window that are in use, a line a window."""
+    for size, how in zip(run.windows, line_styles(len(run.windows)), strict=True):
+        used, pool = run.window_blocks(size)
+        label = f"{window_name(size)}: {pool:,} blocks"
+        axes.stairs(bins.peaks(used) / max(pool, 1), bins.edges, baseline=None, label=label, **how)
+    axes.axhline(1, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
+    axes.set(ylabel="KV blocks used\n(share of the window's)", ylim=(0, 1.08))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    legend_above(axes, len(run.windows))
+
+
+def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
+    """The blocks in use, and the size of the pool."""
+    iterations = run.iterations
     pool, size = (iterations[name].max() for name in ("max_kv_cache_blocks", "tokens_per_kv_cache_block"))
     used = bins.peaks(iterations["used_kv_cache_blocks"].to_numpy(dtype=float))
     blocks.stairs(used, bins.edges, fill=True, color=SERIES[0], alpha=0.25, linewidth=0)
@@ -194,19 +228,6 @@ def draw_kv_cache(run: RunData) -> Figure:
     share.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]) if near else MaxNLocator(nbins=4))
     share.spines["right"].set_visible(False)
     share.tick_params(length=0)
-    paused = iterations["pauses"].to_numpy(dtype=float)
-    counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
-    pauses.stairs(counts, bins.edges, fill=True, color=SERIES[1], linewidth=0)
-    pauses.set_ylabel(f"pauses{bins.per_bin}")
-    pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
-    pauses.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
-    if not paused.any():
-        pauses.text(0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center",
-                    color=MUTED)  # fmt: skip
-    bins.label(pauses)
-    heading(blocks, "KV cache", run)
-    figure.align_ylabels()
-    return figure
 
 
 @dataclass(frozen=True)

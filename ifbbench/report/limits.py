@@ -1,6 +1,6 @@
 """The limits that bind iterations and hold requests: how each is named, and its colour."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -43,6 +43,18 @@ def limit_name(limit: str) -> str:
 def waits_for(limit: str | None) -> str:
     """What follows "waits for" of a request that `limit` holds."""
     return LIMITS[limit].waits_for if limit in LIMITS else limit or "a decision that is not recorded"
+
+
+def window_name(size: str) -> str:
+    """An attention window in a table or a legend. size: its tokens."""
+    return f"window of {int(size):,} tokens"
+
+
+def fullest_window(blocks: Mapping[str, tuple[float, float]]) -> str:
+    """The attention window with the largest share of its blocks in use, which is the one that requests wait for.
+
+    blocks: used blocks and all blocks, by the tokens of the window."""
+    return max(blocks, key=lambda size: blocks[size][0] / max(blocks[size][1], 1))
 
 
 def limit_colours(limits: Iterable[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from ifbbench.files import is_part
 from ifbbench.recording.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.checking import as_object, check_line, read_object
+from ifbbench.report.limits import fullest_window
 
 Floats = NDArray[np.float64]
 
@@ -40,6 +41,8 @@ REQUEST_COLUMNS = tuple(
     field.name for field in fields(RequestLine)
     if field.name != "attribution_s" and UnsetType not in get_args(field.type)
 )  # fmt: skip
+# The prefix of columns of each of several attention windows.
+KV_STATISTICS = "kv_cache_iteration_stats"
 NOT_NUMBERS = frozenset({
     "timestamp", "request_id", "outcome", "error", "bound_by", "first_left_out_request", "first_left_out_reason",
     "paused", "phase", "cause", "chunks", "steps",
@@ -100,6 +103,33 @@ class RunData:
     def num_micro_batches(self) -> int:
         """Parts that the requests were divided into; each ran in one of so many iterations."""
         return micro_batches_of(self.config)
+
+    @cached_property
+    def windows(self) -> list[str]:
+        """The tokens of each of several attention windows; empty with one window, and where older versions recorded
+        the sum of their blocks only."""
+        names = [name.split(".") for name in map(str, self.iterations) if name.startswith(f"{KV_STATISTICS}.")]
+        return list(dict.fromkeys(size for _, size, _ in names))
+
+    def window_blocks(self, size: str) -> tuple[Floats, int]:
+        """The blocks of an attention window that are in use, [iterations], and the size of its pool."""
+        used, pool = (
+            self.iterations[f"{KV_STATISTICS}.{size}.primary{which}NumBlocks"].to_numpy(dtype=float)
+            for which in ("Used", "Max")
+        )
+        return used, int(np.nanmax(pool))
+
+    def blocks_of_fullest(self) -> tuple[Floats, int, str]:
+        """As `window_blocks` of the attention window that is fullest at its peak, and its tokens; of the whole cache,
+        and an empty text, where there are not several windows."""
+        if not self.windows:
+            table = self.iterations
+            pool = table["max_kv_cache_blocks"].max()
+            used = table["used_kv_cache_blocks"].to_numpy(dtype=float)
+            return used, 0 if np.isnan(pool) else int(pool), ""
+        blocks = {size: self.window_blocks(size) for size in self.windows}
+        size = fullest_window({size: (float(np.nanmax(used)), pool) for size, (used, pool) in blocks.items()})
+        return *blocks[size], size
 
     @cached_property
     def iterations(self) -> pd.DataFrame:
@@ -223,9 +253,10 @@ def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str
 def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
     details = row.pop("ifbbench")
     left_out = details.pop("first_left_out", None) or {}
-    drafts = details.pop("spec_decoding", None) or {}
+    drafts, windows = (details.pop(name, None) or {} for name in ("spec_decoding", KV_STATISTICS))
     flat: dict[str, Any] = documented_fields(row) | details
     flat |= {f"spec_decoding.{name}": value for name, value in drafts.items()}
+    flat |= {f"{KV_STATISTICS}.{size}.{name}": value for size, of in windows.items() for name, value in of.items()}
     flat["first_left_out_request"] = left_out.get("request_id")
     flat["first_left_out_reason"] = left_out.get("reason")
     flat["pauses"] = len(details.get("paused") or ())

@@ -18,6 +18,7 @@ from ifbbench.report.style import (
     INK,
     MAX_BINS,
     MUTED,
+    PAUSE,
     SERIES,
     TimeBins,
     legend_above,
@@ -27,7 +28,7 @@ from ifbbench.report.style import (
     thousands,
     title,
 )
-from ifbbench.report.timeline import MAX_ROWS_WITH_MARKS, PAUSE_MARK, draw_bars, draw_population, phase_handles
+from ifbbench.report.timeline import MAX_ROWS_WITH_MARKS, draw_bars, draw_population, phase_handles
 
 # Settings that name a place or a clean-up rather than what was run.
 NOT_COMPARED = frozenset({"output", "overwrite", "quiet", "output_csv", "responses_json", "recording_format"})
@@ -91,8 +92,8 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     for place, (run, label, own) in enumerate(zip(runs, labels, bins, strict=True)):
         style: dict[str, Any] = {"color": COLOURS[place], "linestyle": LINES[place // len(SERIES)], "linewidth": 1.3}
         table = run.iterations
-        pool = table["max_kv_cache_blocks"].max()
-        used = own.peaks(table["used_kv_cache_blocks"].to_numpy(dtype=float)) / pool if pool > 0 else None
+        blocks, pool, _ = run.blocks_of_fullest()
+        used = own.peaks(blocks) / pool if pool > 0 else None
         series = (own.rates(output_tokens(run)), own.means(table["scheduled_requests"].to_numpy(dtype=float)),
                   own.means(table["waiting"].to_numpy(dtype=float)), used)  # fmt: skip
         ended = own.edges_s[:-1] >= own.clock.end_s.max()
@@ -198,10 +199,10 @@ def _pause_marks(axes: Axes, bins: TimeBins, run: RunData) -> None:
     paused = run.iterations["pauses"].to_numpy(dtype=float) > 0
     if paused.any():
         times = bins.scaled(bins.clock.start_s[paused])
-        axes.plot(times, np.full(len(times), 0.94), "|", transform=axes.get_xaxis_transform(), color=PAUSE_MARK,
+        axes.plot(times, np.full(len(times), 0.94), "|", transform=axes.get_xaxis_transform(), color=PAUSE,
                   markersize=6, markeredgewidth=0.8)  # fmt: skip
         axes.annotate("pauses", (1, 0.94), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points",
-                      color=PAUSE_MARK, fontsize=8, va="center")  # fmt: skip
+                      color=PAUSE, fontsize=8, va="center")  # fmt: skip
 
 
 def _facts(run: RunData) -> str:

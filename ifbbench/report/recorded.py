@@ -34,7 +34,11 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
     if window is not None or not run.has_only_summary:
         iterations = run.iterations
         ends_s = (iterations["start_s"] + iterations["latency_ms"] / 1000).to_numpy(dtype=float)
-        of_iterations = _of_iterations(iterations[window.holds(ends_s)] if window else iterations, requests, thinned)
+        chosen = window.holds(ends_s) if window else np.full(len(ends_s), True)
+        blocks = {size: run.window_blocks(size) for size in run.windows}
+        windows = {size: {"max": pool, "peak_used": int(np.nanmax(used[chosen], initial=0))}
+                   for size, (used, pool) in blocks.items()}  # fmt: skip
+        of_iterations = _of_iterations(iterations[chosen], requests, thinned, windows)
     done, failed = (requests[requests["outcome"] == outcome] for outcome in ("completed", "failed"))
     if window is not None:
         span_s = window.end_s - window.start_s
@@ -87,8 +91,11 @@ def restrict_summary(run: RunData) -> dict[str, Any]:
     return figures
 
 
-def _of_iterations(iterations: pd.DataFrame, requests: pd.DataFrame, thinned: bool) -> dict[str, Any]:
-    """What the iterations did and what bound them. thinned: whether only some of them were recorded."""
+def _of_iterations(
+    iterations: pd.DataFrame, requests: pd.DataFrame, thinned: bool, windows: dict[str, dict[str, int]]
+) -> dict[str, Any]:
+    """What the iterations did and what bound them. thinned: whether only some of them were recorded. windows: see
+    `kv_blocks.per_window_size` of `summary.json`."""
     recomputed = _total(requests if thinned else iterations, "recomputed_tokens" if thinned else "tokens_recomputed")
     computed, empty, padding = (
         _total(iterations, name) for name in ("budget_used", "empty_generation_slots", "padding_tokens")
@@ -103,7 +110,7 @@ def _of_iterations(iterations: pd.DataFrame, requests: pd.DataFrame, thinned: bo
         "recomputed_share": recomputed / computed if computed else 0.0,
         "empty_generation_slots": None if thinned else empty,
         "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
-        **_of_cache(iterations),
+        **_of_cache(iterations, windows),
         "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
         **shares_of_limits(limits, numbers, iterations["latency_ms"].to_numpy(dtype=float)),
     }
@@ -169,7 +176,7 @@ def _waiting_by_limit(done: pd.DataFrame) -> dict[str, float]:
     return found
 
 
-def _of_cache(iterations: pd.DataFrame) -> dict[str, Any]:
+def _of_cache(iterations: pd.DataFrame, windows: dict[str, dict[str, int]]) -> dict[str, Any]:
     """`kv_blocks` and `kv_tokens`; those of a cache without blocks are unknown."""
     columns = ("max_kv_cache_blocks", "used_kv_cache_blocks", "tokens_per_kv_cache_block")
     most, peak, size = (None if np.isnan(value := iterations[name].max()) else int(value) for name in columns)
@@ -177,7 +184,8 @@ def _of_cache(iterations: pd.DataFrame) -> dict[str, Any]:
     filled = (held * (1 - iterations["kv_fragmentation"])).max()
     tokens = {} if most is None or peak is None or size is None else {
         "kv_tokens": {"max": most * size, "peak_held": peak * size, "peak_filled": round(filled)}}  # fmt: skip
-    return {"kv_blocks": {"max": most, "peak_used": peak, "tokens_per_block": size}, **tokens}
+    of_windows = {"per_window_size": windows} if windows else {}
+    return {"kv_blocks": {"max": most, "peak_used": peak, "tokens_per_block": size, **of_windows}, **tokens}
 
 
 def _total(table: pd.DataFrame, column: str) -> int:

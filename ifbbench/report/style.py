@@ -33,7 +33,12 @@ LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
 # Up to this ratio of the ends of a logarithmic axis, powers of ten alone are too few ticks.
 FEW_POWERS = 300
+# Marks of pauses.
+PAUSE = "#B0006A"
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+# Of the lines of one set of axes, the first is solid and widest.
+DASHES = ("-", "--", ":", "-.")
+WIDEST_LINE = 2.6
 FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None, "Creator": "ifbbench"}, ".pdf": {"CreationDate": None},
@@ -118,6 +123,18 @@ def retitle(figure: Figure, text: str) -> None:
     for item in axes.get_children():
         if isinstance(item, Text) and item.get_text() == own:
             item.set_text(text)
+
+
+def line_styles(count: int, colours: Sequence[str] = SERIES) -> list[dict[str, Any]]:
+    """The style of each of several lines: each has another colour while there are any, then also other dashes. Later
+    lines are narrower, so that one that is equal to another one is seen on top of it."""
+    return [
+        {
+            "color": colours[place % len(colours)], "linestyle": DASHES[place % len(DASHES)],
+            "linewidth": max(WIDEST_LINE - 0.5 * place, 1.2),
+        }
+        for place in range(count)
+    ]  # fmt: skip
 
 
 def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None) -> Legend:

@@ -31,12 +31,21 @@ class RepeatCounts(Struct):
     completed: int
 
 
+class WindowBlocks(Struct):
+    """Blocks of one of several attention windows."""
+
+    max: int
+    peak_used: int
+
+
 class KvBlocks(Struct):
-    """Blocks of the paged KV cache; None for a contiguous one."""
+    """Blocks of the paged KV cache; None for a contiguous one. per_window_size: of each of several attention windows,
+    by its tokens; `max` is their sum, and `peak_used` the most that were in use in all of them at a time."""
 
     max: int | None
     peak_used: int | None
     tokens_per_block: int | None
+    per_window_size: dict[str, WindowBlocks] | UnsetType
 
 
 class KvTokens(Struct):

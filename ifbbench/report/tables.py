@@ -11,7 +11,7 @@ from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import NOTHING, bar, count, percent, plain_table, significant, time_unit
 from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
-from ifbbench.report.limits import BINDING, limit_name
+from ifbbench.report.limits import BINDING, fullest_window, limit_name
 from ifbbench.report.load import RunData
 from ifbbench.report.profile import print_profile
 
@@ -161,16 +161,27 @@ def expected_error_sentence(expected: dict[str, Any]) -> str:
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
     if name == "kv_blocks":
-        return f"the KV cache ({count(known['kv_blocks']['max'])} blocks)" if known.get("kv_blocks") else "the KV cache"
+        _, pool, of = peak_blocks(known)
+        return "the KV cache" if pool is None else f"the KV cache ({count(pool)} blocks{of})"
     if name == "lora_pages":
         return f"the cache of LoRA adapters ({count(known['lora']['device_pages'])} pages)"
     setting = LIMIT_SETTINGS.get(name, name)
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
 
+def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
+    """The most KV blocks in use, and all of them; with several attention windows those of the fullest one, which the
+    third value names."""
+    blocks = known.get("kv_blocks") or {}
+    if windows := blocks.get("per_window_size"):
+        used = {size: (window["peak_used"], window["max"]) for size, window in windows.items()}
+        size = fullest_window(used)
+        return *used[size], f", window {int(size):,}"
+    return blocks.get("peak_used"), blocks.get("max"), ""
+
+
 def _throughput_table(known: dict[str, Any]) -> Table:
-    requests, blocks = known["requests"], known.get("kv_blocks") or {}
-    peak, pool = blocks.get("peak_used"), blocks.get("max")
+    requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
     completed = f"{count(requests['completed'])} of {count(requests['total'])}"
     if requests["failed"]:
         completed += f" ([red]{count(requests['failed'])} failed[/red])"
@@ -185,7 +196,8 @@ def _throughput_table(known: dict[str, Any]) -> Table:
         ("Output throughput", f"[bold]{significant(known['output_throughput_tokens_per_s'])} tokens/s[/bold]",
          "Prefix hit rate", percent(known.get("prefix_hit_rate"))),
         ("Total throughput", f"{significant(known['total_throughput_tokens_per_s'])} tokens/s", "KV blocks, peak use",
-         f"{count(peak)} of {count(pool)} ({percent(peak / pool)})" if peak is not None and pool else NOTHING),
+         f"{count(peak)} of {count(pool)} ({percent(peak / pool)}){of_window}" if peak is not None and pool
+         else NOTHING),
     ]  # fmt: skip
     if known.get("padding_waste"):
         rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",

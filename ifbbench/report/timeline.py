@@ -18,6 +18,7 @@ from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     INK,
     MUTED,
+    PAUSE,
     PHASE_COLOURS,
     TimeBins,
     draw_limit,
@@ -40,7 +41,6 @@ DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recom
 # From the axis up: what a request holds resources for, then what it does not.
 STACKING_ORDER = ("generation", "context", "recompute", "skipped", "paused", "waiting")
 BAR_HEIGHT = 0.03
-PAUSE_MARK = "#B0006A"
 # Up to so many requests, a gap between their rows is visible, and a pause is marked.
 MAX_NAMED_ROWS = 40
 MAX_ROWS_WITH_GAPS, MAX_ROWS_WITH_MARKS = 120, 400
@@ -135,7 +135,7 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
     if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
         paused = run.spans[run.spans["phase"] == "paused"]
         axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows), ">",
-                  color=PAUSE_MARK, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)  # fmt: skip
+                  color=PAUSE, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)  # fmt: skip
     axes.set(ylim=(max(len(requests), 1) - 0.5, -0.5), ylabel="request, in trace order")
     if len(requests) <= MAX_NAMED_ROWS:
         axes.set_yticks(range(len(requests)), requests, fontsize=7 if len(requests) > MAX_NAMED_ROWS // 2 else 8)

@@ -18,7 +18,7 @@ from ifbbench.errors import InputError
 from ifbbench.fields import printable
 from ifbbench.recording.run_directory import find_iterations, find_lines
 from ifbbench.report import bar, count, percent, significant, time_unit
-from ifbbench.report.limits import limit_name
+from ifbbench.report.limits import fullest_window, limit_name, window_name
 
 # So much of the end of iterations.jsonl is read: the last 30 to 50 iterations.
 TAIL_BYTES = 1 << 15
@@ -68,7 +68,8 @@ Line = TypeVar("Line", bound=Struct)
 @dataclass(frozen=True)
 class Snapshot:
     """The run now. time_s: on its clock. tokens: output tokens of completed requests. ttft_s: median of recent ones.
-    pauses: the last ones, (iteration, victim, beneficiary)."""
+    pauses: the last ones, (iteration, victim, beneficiary). window: of several attention windows, the tokens of the
+    fullest one, which used_blocks and blocks are of."""
 
     completed: int
     failed: int
@@ -88,6 +89,7 @@ class Snapshot:
     ttft_s: float | None
     pauses: tuple[tuple[int, Id, Id], ...]
     ended: bool
+    window: str = ""
 
     @property
     def line(self) -> str:
@@ -139,14 +141,17 @@ class Follower:
         number, last = numbered[-1]
         begin, end = rows[0].details.start_s, last.details.start_s + last.details.latency_ms / 1000
         generated = sum(_composition(row)[1] for row in rows)
-        cache = last.cache or _Cache(last.used, last.blocks)
+        cache, window = last.cache or _Cache(last.used, last.blocks), ""
+        if windows := last.details.windows:
+            window = fullest_window({size: (one.used, one.blocks) for size, one in windows.items()})
+            cache = _Cache(windows[window].used, windows[window].blocks)
         recent = sorted(self._recent)
         return Snapshot(
             self._completed, self._failed, self._requests, self._tokens, self._planned_tokens(), end, number,
             *_composition(last), last.details.waiting, last.details.bound_by, last.details.budget_used, cache.used,
             cache.blocks, generated / (end - begin) if end > begin else None,
             recent[len(recent) // 2] if recent else None, tuple(self._pauses),
-            (self.directory / "summary.json").exists(),
+            (self.directory / "summary.json").exists(), window,
         )  # fmt: skip
 
     def table(self, now: Snapshot) -> Table:
@@ -168,7 +173,8 @@ class Follower:
             rows.append(("token budget", now.budget / budget, f"{now.budget:,} of {budget:,}"))
         if now.blocks:
             used = now.used_blocks or 0
-            rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}"))
+            of_window = f" of the {window_name(now.window)}" if now.window else ""
+            rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}{of_window}"))
         limit = "" if now.bound_by == "none" else f", for {limit_name(now.bound_by)}"
         rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
         ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"

@@ -16,7 +16,7 @@ from ifbbench.analysis.recorded import Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span, single_steps
 from ifbbench.report.figures import figures
 from ifbbench.report.limits import LIMITS, limit_colours, limit_name, waits_for
-from ifbbench.report.tables import settings_line
+from ifbbench.report.tables import peak_blocks, settings_line
 from ifbbench.views.perfetto import batch_composition
 
 PHASES = ("context", "generation", "recompute", "paused", "waiting", "skipped")
@@ -74,11 +74,14 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
     ]  # fmt: skip
     index, data = block.encoded()
     trace, model = run.data.run.get("trace") or {}, run.data.run.get("model") or {}
+    summary = figures(run.data)
     return {
         "name": run.data.name, "settings": settings_line(run.data), "partial": run.data.partial,
         "trace": trace.get("name"), "model": model.get("name"), "device": model.get("device"),
-        "config": run.config, "versions": run.data.run.get("versions") or {}, "summary": figures(run.data),
-        "num_kv_blocks": run.data.run.get("num_kv_blocks"), "recorded_every": run.data.recorded_every,
+        "config": run.config, "versions": run.data.run.get("versions") or {}, "summary": summary,
+        "num_kv_blocks": run.data.run.get("num_kv_blocks"),
+        "windows": {size: pool for size, (_, pool) in run.iterations.blocks_of_window.items()},
+        "kv_peak": peak_blocks(summary), "recorded_every": run.data.recorded_every,
         "ids": [str(one) for one in ids], **names, "phases": PHASES, "causes": causes, "head_limits": limits,
         "limits": run.iterations.limits, "limit_texts": _limit_texts(run, causes),
         "waited": findings.waiting_text, "by_time": findings.by_time, "by_iterations": findings.by_iterations,
@@ -127,6 +130,8 @@ def _add_iterations(block: Block, run: RecordedRun) -> None:
     duration = np.round((iterations.end_s - iterations.start_s) * MICROSECONDS).astype(np.int64)
     block.add("iteration.duration_us", duration)
     block.add("iteration.used_blocks", np.nan_to_num(iterations.used_blocks).astype(np.int64))
+    for size, (used, _) in iterations.blocks_of_window.items():
+        block.add(f"iteration.used_blocks.{size}", np.nan_to_num(used).astype(np.int64))
     block.add("iteration.budget", iterations.budget_used)
     block.add("iteration.waiting", iterations.waiting)
     block.add("iteration.bound", iterations.limit)

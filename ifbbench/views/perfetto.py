@@ -16,7 +16,7 @@ from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.files import new_file
 from ifbbench.report.client_side import load_gauges
-from ifbbench.report.limits import limit_name, waits_for
+from ifbbench.report.limits import limit_name, waits_for, window_name
 from ifbbench.report.load import cumulated
 
 FILE = "trace.perfetto-trace"
@@ -54,7 +54,8 @@ def _packets(run: RecordedRun) -> Iterator[bytes]:
     yield _track(ENGINE, "", _part(3, engine))
     yield _track(REQUESTS, "", _part(3, requests) + _number(11, 3))  # children in the order of their rank
     yield _track(ITERATIONS, "iterations", _number(5, ENGINE))
-    for place, name in enumerate(COUNTERS):
+    windows = [f"KV blocks used, {window_name(size)}" for size in run.iterations.blocks_of_window]
+    for place, name in enumerate((*COUNTERS, *windows)):
         yield _track(FIRST_COUNTER + place, name, _number(5, ENGINE) + _part(8, _number(3, 2)))  # unit: a count
     yield from _iterations(run)
     yield from _counters(run)
@@ -177,8 +178,9 @@ def _counters(run: RecordedRun) -> Iterator[bytes]:
     """A value where a counter changes."""
     iterations = run.iterations
     context, generation = batch_composition(run)
-    blocks = np.nan_to_num(iterations.used_blocks).astype(np.int64)
-    series = (blocks, iterations.budget_used, context, generation, iterations.waiting, iterations.queued)
+    used_blocks = [iterations.used_blocks, *(used for used, _ in iterations.blocks_of_window.values())]
+    blocks, *of_windows = (np.nan_to_num(used).astype(np.int64) for used in used_blocks)
+    series = (blocks, iterations.budget_used, context, generation, iterations.waiting, iterations.queued, *of_windows)
     times = np.array(_nanoseconds(iterations.start_s))
     for place, values in enumerate(series):
         changes = np.flatnonzero(np.diff(values, prepend=NO_REQUEST))

@@ -94,6 +94,8 @@ class Run {
     this.bound = get("iteration.bound");
     const series = (values, holds) => new Series(this, values, holds);
     this.blocks = series(get("iteration.used_blocks"), true);
+    // Of several attention windows: its tokens, the blocks in use, and all of them.
+    this.windows = Object.entries(header.windows).sort((a, b) => b[0] - a[0]).map(([size, pool]) => ({ size, pool, blocks: series(get(`iteration.used_blocks.${size}`), true) }));
     this.waiting = series(get("iteration.waiting"), true);
     this.budget = series(get("iteration.budget"), false);
     this.context = series(get("iteration.context"), false);

@@ -30,7 +30,10 @@ const LEFT = 74, RIGHT = 12, STRIP = 54, GAP = 12, AXIS = 24;
 /** The strips below the timeline, top to bottom: name, layers of [series, colour], limit. */
 function strips(run) {
   const config = run.header.config, list = [];
-  if (run.header.num_kv_blocks) {
+  for (const { size, pool, blocks } of run.windows) {
+    list.push({ name: ["KV blocks", `window ${grouped(+size)}`], layers: [[blocks, "#009e73"]], peak: blocks, limit: pool });
+  }
+  if (run.header.num_kv_blocks && !run.windows.length) {
     list.push({ name: ["KV blocks", "used"], layers: [[run.blocks, "#009e73"]], peak: run.blocks, limit: run.header.num_kv_blocks });
   }
   list.push({ name: ["requests in", "the batch"], layers: [[run.generation, PHASE_COLOURS[1]], [run.context, PHASE_COLOURS[0]]], limit: config.max_batch_size });

@@ -22,9 +22,10 @@ function inWords(value, kind) {
 function tilesOf(runs) {
   const tiles = element("div", { class: "tiles" });
   for (const [label, path, kind] of TILES) {
-    const values = runs.map(run => figure(run.header.summary, path));
+    const isPool = path === "kv_blocks.peak_used";
+    const values = runs.map(run => (isPool ? run.header.kv_peak[0] : figure(run.header.summary, path)));
     if (values.every(value => value === null || value === undefined)) continue;
-    const rest = path === "requests.completed" ? ` of ${grouped(figure(runs[0].header.summary, "requests.total"))}` : kind.includes("/") ? ` ${kind}` : "";
+    const rest = isPool ? ` of ${grouped(runs[0].header.kv_peak[1])}${runs[0].header.kv_peak[2]}` : path === "requests.completed" ? ` of ${grouped(figure(runs[0].header.summary, "requests.total"))}` : kind.includes("/") ? ` ${kind}` : "";
     tiles.append(element("div", { class: "tile" }, element("div", { class: "label" }, label),
       element("div", { class: "value", "data-figure": path, "data-value": values[0] }, inWords(values[0], kind), element("small", {}, rest)),
       runs.length > 1 ? element("div", { class: "second", "data-figure-b": path, "data-value": values[1] }, `${inWords(values[1], kind)} in ${runs[1].label}`) : null));
