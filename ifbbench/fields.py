@@ -253,11 +253,17 @@ def declare(group: str, default: Any, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"help": help, "group": group, **facts})
 
 
+def as_text(value: Any) -> str:
+    """The value of a setting as it is given on the command line: true, none, 512."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One field of `RunConfig`: its names, default, help text and the values it takes.
 
-    is_optional: None is a value, resolved by what the model, the device and the other settings allow.
+    is_optional: None is a value. Where it is the command line's default, the model, the device and the other settings
+    resolve it; elsewhere it is a choice of its own, which is given as none (see `takes_none`).
     default: that of the library. command_line_default: that of commands and config files.
     choices, value_aliases, other_texts, others: see `choice`. convert: applied to a value before it is checked.
     is_list: an option may be given several times; `convert` makes one value of them.
@@ -285,6 +291,12 @@ class Setting:
     aliases: tuple[str, ...] = ()
     elsewhere: str = ""
     opposites: str = ""
+
+    @property
+    def takes_none(self) -> bool:
+        """Whether None is another choice than the default, so that a None that was recorded is not a setting left
+        out."""
+        return self.is_optional and self.command_line_default is not None
 
     def check(self, value: Any) -> Any:
         """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""

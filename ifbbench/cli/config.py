@@ -80,6 +80,8 @@ def _resolved(asked: RunConfig) -> RunConfig:
     from ifbbench.api.resolve import resolve_limits
     from ifbbench.model.named_models import load_model_config
 
+    if asked.endpoint is not None:  # the server has settings of its own
+        return asked
     if asked.makes_no_tokens:
         return build_engine(asked).config
     from ifbbench.execution.build import choose_device
@@ -102,7 +104,9 @@ def _print_settings(rows: list[dict[str, Any]], keys: dict[str, Any], console: "
         for row in rows:
             if row["group"] == group:
                 default = _text(row["default"]) if row["value"] != row["default"] else ""
-                cells = (escape(_text(row["value"])), row["unit"], escape(row["source"]), default)
+                is_none = row["value"] is None and row["default"] is not None  # a choice, as in `max_num_tokens: none`
+                value = "none" if is_none else _text(row["value"])
+                cells = (escape(value), row["unit"], escape(row["source"]), default)
                 table.add_row(f"  {row['name']}", *cells)
     console.print(table)
 

@@ -313,8 +313,9 @@ def config_table(path: Path) -> dict[str, Any]:
         derived = table.get("derived", [])
         if not isinstance(derived, list):
             raise unexpected("derived", derived, "a list of names of settings")
-        left_out = [*PLACES, *derived]
-        of_run = {name: value for name, value in table["config"].items() if name not in left_out and value is not None}
+        left_out, with_none = [*PLACES, *derived], [item.name for item in settings() if item.takes_none]
+        of_run = {name: value for name, value in table["config"].items()
+                  if name not in left_out and (value is not None or name in with_none)}  # fmt: skip
         source = table["trace"].get("source")
         return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) else {})
 

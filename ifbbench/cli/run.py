@@ -129,7 +129,7 @@ class SweepKeys:
         asked["over"] = {name.strip(): values for name, _, values in (text.partition("=") for text in self.over)}
         usual = from_mapping({}, command_line=True).as_dict()
         changed = {name: value for name, value in config.as_dict().items()
-                   if value not in (None, usual[name]) and name not in (*PLACES, "quiet")}  # fmt: skip
+                   if value != usual[name] and name not in (*PLACES, "quiet")}  # fmt: skip
         asked = {name: value for name, value in asked.items() if value is not None}
         return "# ifbbench sweep --config sweep.yaml\n" + yaml.safe_dump(asked | changed, sort_keys=False)
 

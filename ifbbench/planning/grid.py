@@ -12,7 +12,7 @@ from urllib.parse import quote
 from ifbbench.config import settings
 from ifbbench.engine.policies import find_policy
 from ifbbench.errors import InputError
-from ifbbench.fields import Setting, did_you_mean
+from ifbbench.fields import Setting, as_text, did_you_mean
 from ifbbench.settings import same_elsewhere, setting
 
 TRACE = "trace"
@@ -63,7 +63,7 @@ def axis_text(name: str, values: Any) -> str:
     """The text that `parse_axis` takes, of the values of a config file: one text, or a list."""
     if not isinstance(values, list | tuple):
         return f"{name}={values}"
-    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    texts = [as_text(value) for value in values]
     return f"{name}={';'.join(texts)};" if any("," in text for text in texts) else f"{name}={','.join(texts)}"
 
 
@@ -135,8 +135,7 @@ def grid(axes: Axes, is_paired: bool = False) -> list[Point]:
 
 def point_label(point: Point) -> str:
     """`key=value[,…]`, unique for each point and valid as the name of a directory."""
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in point.items()}
-    label = ",".join(f"{name}={quote(text, safe='')}" for name, text in texts.items())
+    label = ",".join(f"{name}={quote(as_text(value), safe='')}" for name, value in point.items())
     if len(label) <= MAX_LABEL:
         return label
     return f"{label[:MAX_LABEL]}-{hashlib.sha256(label.encode()).hexdigest()[:12]}"

@@ -34,6 +34,8 @@ def config_schema() -> dict[str, Any]:
             found["description"] += f" [{item.unit}]"
         if item.value_aliases and "enum" in found:
             found["enum"] = [*found["enum"], *item.value_aliases]
+        if item.takes_none:
+            found = {"description": found["description"], "anyOf": [found, {"enum": ["none", None]}]}
         if item.is_list:
             found = {"description": found["description"], "anyOf": [found, {"type": "array", "items": found}]}
         if item.command_line_default is not None:

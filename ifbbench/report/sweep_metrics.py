@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.fields import as_text
 from ifbbench.report import time_unit
 from ifbbench.report.limits import limit_colours
 from ifbbench.report.load import Floats
@@ -122,7 +123,7 @@ def ticks_of(rows: Sequence[SweepRow], name: str) -> list[Any]:
 def text_of(value: Any) -> str:
     """A value of a setting: 250000 as 250k, 64000000 as 64M; five digits and fewer as they are, the end of a path."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value).rpartition("/")[2]
+        return as_text(value).rpartition("/")[2]
     if abs(value) < LONG_FROM:
         return f"{value:g}"
     size, letter = next(pair for pair in LETTERS if float(f"{abs(value):.3g}") >= pair[0])

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from ifbbench.fields import as_text
 from ifbbench.report import NOTHING, count, percent, plain_table, significant, time_unit
 
 SweepRow = Mapping[str, Any]
@@ -49,7 +50,7 @@ def print_sweep(
     table.padding = (0, 1)
     for name in over:
         table.add_column(name, style="bold", justify="right")
-    cells = [[str(NOTHING if row.get(name) is None else row[name]) for row in rows] for name in over]
+    cells = [[as_text(row.get(name)) for row in rows] for name in over]
     cells += [[largest_share(row, key) for row in rows] for key in SHARES]
     for heading in SHARES.values():
         table.add_column(heading)
@@ -127,7 +128,7 @@ def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[s
 
 def point_of(row: SweepRow, over: Sequence[str]) -> str:
     """The values of the swept settings: `max_batch_size=8,seed=1`."""
-    return ",".join(f"{name}={row.get(name)}" for name in over)
+    return ",".join(f"{name}={as_text(row.get(name))}" for name in over)
 
 
 def number_in(row: SweepRow, key: str) -> float | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.config import settings
+from ifbbench.fields import as_text
 from ifbbench.report.limits import BINDING, limit_colours, limit_name
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
 from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, number_in, shares
@@ -23,6 +24,7 @@ def write_sweep_page(
     runs: the name of a run directory to the addresses of its run pages, relative to this page. InputError if the file
     cannot be written.
     """
+    rows = [{**row, **{key: as_text(None) for key in over if row.get(key) is None}} for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     known = {item.name for item in settings()} | {"trace"}
     varied = varied_in(rows, over)
@@ -85,7 +87,7 @@ def command_of(row: SweepRow) -> str:
     words = ["ifbbench", "run", str(row.get("trace"))]
     for item in settings():
         value = row.get(item.name)
-        if value is None or value == item.command_line_default or item.group == "recording":
+        if value == item.command_line_default or (value is None and not item.takes_none) or item.group == "recording":
             continue
-        words += [f"--{'' if value else 'no_'}{item.name}"] if item.type is bool else [f"--{item.name}", str(value)]
+        words += [f"--{'' if value else 'no_'}{item.name}"] if item.type is bool else [f"--{item.name}", as_text(value)]
     return shlex.join(words)

@@ -9,7 +9,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
+from ifbbench.cli.options import PLACES, given_config
+from ifbbench.cli.run import SweepKeys
 from ifbbench.config import settings
+from ifbbench.settings import from_mapping
 
 SIMULATED = ["--device", "h100-sxm", "--model", "llama-3.1-8b", "--max_num_samples", "12", "--request_rate", "20"]
 SWEEP = """
@@ -84,9 +87,105 @@ def test_the_schema_takes_config_files_and_refuses_others() -> None:
     names = {name for item in settings() for name in (item.name, *item.aliases)}
     assert names < set(schema["properties"])
     jsonschema.validate(yaml.safe_load(SWEEP), schema)
+    jsonschema.validate(yaml.safe_load("max_num_tokens: none"), schema)
+    jsonschema.validate(yaml.safe_load("max_num_tokens: null"), schema)
     for bad in ({"max_batch": 8}, {"max_batch_size": 0}, {"policy": 3}, {"keep": "all"}, {"seed": "x"}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
+
+
+# A value of each setting that differs from its default; those that runs need besides. Settings of a run against an
+# endpoint, of other devices, and of where results go are not among them.
+OTHER_VALUES: dict[str, Any] = {
+    "max_num_samples": 5, "time_scale": 0.5, "request_rate": 90.0, "enable_exp_delays": True, "burstiness": 0.5,
+    "arrival": "all_at_once", "rate_schedule": "rates.csv", "duration": 0.2, "reserve": "factor:1.5",
+    "max_prompt_len": 200, "skip_bad_rows": True, "trace_format": "ifbbench", "characters_per_token": 3.0,
+    "default_output_len": 3, "concurrency": 2, "wait_sleep": 3, "beam_width": 2, "streaming": True,
+    "normalize_log_probs": True, "exclude_input_in_output_seq": True, "eos_id": 7, "pad_id": 5, "warm_up": 1, "seed": 4,
+    "slo": "ttft=1s", "type": "v1", "policy": "max_utilization", "max_batch_size": 3, "max_queue_size": 3,
+    "max_num_tokens": "none", "enable_batch_size_tuning": True, "enable_max_num_tokens_tuning": True,
+    "dynamic_batch_moving_average_window": 3, "enable_chunked_context": True,
+    "context_chunking_policy": "equal_progress", "context_chunk_unit": 64, "max_seq_len": 2000, "max_input_len": 300,
+    "max_beam_width": 2, "enable_trt_overlap": True, "overlap": "async", "static_emulated_batch_size": 3,
+    "static_emulated_timeout": 5, "tokens_per_block": 16, "max_tokens_in_paged_kvcache": 9000,
+    "kv_cache_free_gpu_mem_fraction": 0.5, "enable_kv_cache_reuse": True, "enable_partial_reuse": False,
+    "copy_on_partial_reuse": False, "max_attention_window": "64,128", "sink_token_len": 3, "window_mode": "linear",
+    "kv_host_cache_bytes": 200_000, "kv_cache_dtype": "fp8", "kv_cache_type": "contiguous", "num_loras": 3,
+    "lora_rank": 4, "max_lora_rank": 16, "lora_device_mem_fraction": 0.1, "lora_num_device_mod_layers": 5000,
+    "lora_host_cache_bytes": 90_000_000, "dtype": "fp8", "cpu_threads": 1, "tp_size": 2, "pp_size": 2, "check_ranks": 7,
+    "rank_timeout": 60.0, "engine_overhead": "vllm", "draft_model": "tiny", "draft_ngram": 3, "draft_len": 3,
+    "acceptance_rate": "0.9,0.5", "temperature": 0.7, "top_k": 5, "top_p": 0.3, "repetition_penalty": 1.3,
+    "presence_penalty": 1.5, "frequency_penalty": 0.3, "min_length": 3, "length_penalty": 2.0,
+    "early_stopping": "never", "save_detailed": True, "result_format": "vllm",
+    "recording": "summary", "recording_format": "jsonl.gz", "iteration_stats_format": "trtllm",
+    "iteration_stats_every": 3, "enable_steady_state": True,
+}  # fmt: skip
+NEEDS: dict[str, dict[str, Any]] = {
+    "enable_exp_delays": {"request_rate": 90.0}, "burstiness": {"request_rate": 90.0},
+    "sink_token_len": {"max_attention_window": "64"}, "kv_cache_type": {"enable_chunked_context": False},
+    "lora_rank": {"num_loras": 3}, "lora_device_mem_fraction": {"num_loras": 3},
+    "lora_num_device_mod_layers": {"num_loras": 3},
+    "draft_model": {"acceptance_rate": "0.6", "model": "tiny"}, "draft_ngram": {"acceptance_rate": "0.6"},
+    "draft_len": {"draft_ngram": 3, "acceptance_rate": "0.6"},
+}  # fmt: skip
+NOT_CHANGED = {
+    *PLACES, "columns", "tokenizer", "lora_dir", "return_log_probs", "return_context_logits",
+    "return_generation_logits", "device", "model", "profile", "log_iteration_data", "quiet",
+    "stop_at_end_token",
+}  # fmt: skip
+
+
+def test_every_setting_has_another_value_below() -> None:
+    assert OTHER_VALUES.keys() | NOT_CHANGED == {item.name for item in settings() if item.group != "endpoint"}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -> None:
+    Path("rates.csv").write_text("start_s,rate\n0,50\n0.2,0\n0.4,200\n")
+    given = {"model": "llama-3.1-8b", "max_num_samples": 8, name: OTHER_VALUES[name], **NEEDS.get(name, {})}
+    options = [f"--{'' if value else 'no_'}{one}" if isinstance(value, bool) else f"--{one}={value}"
+               for one, value in given.items()]  # fmt: skip
+    made = CliRunner().invoke(main, ["run", "chat", "--device", "h100-sxm", *options, "--quiet", "--output", "first"])
+    assert made.exit_code in (0, 1), made.output  # 1: requests that are too long
+    ifbbench("run", "--config", "first", "--output", "second", "--quiet", status=made.exit_code)
+    first, second = (json.loads(Path(one, "run.json").read_text()) for one in ("first", "second"))
+    assert first["config"][name] != usual()[name]
+    for part in ("derived", "schedule_digest", "trace", "num_kv_blocks"):
+        assert first[part] == second[part]
+    configs = [{one: value for one, value in run["config"].items() if one not in PLACES} for run in (first, second)]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_the_file_of_a_sweep_has_this_setting(name: str) -> None:
+    config = from_mapping({name: OTHER_VALUES[name], **NEEDS.get(name, {})}, command_line=True)
+    Path("sweep.yaml").write_text(SweepKeys("chat", ["max_batch_size=1,2"]).described(config))
+    read = given_config(Path("sweep.yaml"), {})
+    assert getattr(read, name) != usual()[name]
+    assert read == config
+
+
+def usual() -> dict[str, Any]:
+    return from_mapping({}, command_line=True).as_dict()
+
+
+def test_no_limit_of_tokens_is_not_the_default_limit() -> None:
+    """None is a value of max_num_tokens, which a config file keeps apart from a setting that was left out."""
+    at_once = [*SIMULATED[:-2], "--time_scale", "0"]
+    ifbbench("run", "chat", *at_once, "--max_num_tokens", "none", "--output", "first", "--quiet")
+    ifbbench("run", "chat", *at_once, "--output", "other", "--quiet")
+    assert digest("first") != digest("other")
+    assert "none" in ifbbench("config", "show", "first", "--changed").stdout
+    for text in ("max_num_tokens: none", "max_num_tokens: null"):
+        Path("run.yaml").write_text(text)
+        assert shown("run.yaml", *SIMULATED)["settings"]["max_num_tokens"]["value"] is None
+    ifbbench("sweep", "--config", "first", "--over", "max_num_tokens=512,none", "--output", "sweep", "--quiet")
+    assert digest("sweep/max_num_tokens=none") == digest("first")
+    over = ["--max_num_tokens", "none", "--over", "max_batch_size=8"]
+    ifbbench("sweep", "chat", *at_once, *over, "--output", "a", "--quiet")
+    ifbbench("sweep", "--config", "a", "--output", "b", "--quiet")
+    assert digest("a/max_batch_size=8") == digest("b/max_batch_size=8")
+    assert Path("a/sweep.yaml").read_text() == Path("b/sweep.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["first", "first/run.json"])
