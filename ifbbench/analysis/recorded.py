@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import convert
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
@@ -15,7 +16,6 @@ from ifbbench.compressed import is_compressed
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
-from ifbbench.report.confidence import RunSample
 from ifbbench.report.load import REQUEST_FIELDS, RunData, load_run, read_lines
 
 Floats = NDArray[np.float64]
@@ -38,15 +38,17 @@ class PauseEvent:
 class Iterations:
     """The recorded iterations, one element each: every one, unless the statistics were thinned.
 
-    number: the iteration's. start_s, end_s, host_s: seconds. limit: position in `limits` of what bound it.
-    left_out: position in `left_out_pairs` of the first request that was left out and the reason; NO_REQUEST if none.
-    used_blocks: NaN for a cache without blocks. blocks_of_window: by the tokens of each of several attention windows,
-    the blocks of it that are in use (NaN where a line lacks them), and all of them.
+    number: the iteration's. start_s, end_s, host_s: seconds. delivered_s: when its tokens reached their clients.
+    limit: position in `limits` of what bound it. left_out: position in `left_out_pairs` of the first request that was
+    left out and the reason; NO_REQUEST if none. used_blocks: NaN for a cache without blocks. blocks_of_window: by the
+    tokens of each of several attention windows, the blocks of it that are in use (NaN where a line lacks them), and all
+    of them.
     """
 
     number: Integers
     start_s: Floats
     end_s: Floats
+    delivered_s: Floats
     host_s: Floats
     limit: Integers
     limits: list[str]
@@ -104,8 +106,9 @@ def read_iterations(path: Path) -> Iterations:
         details = [row.details for row in rows]
         left_out = [one.first_left_out for one in details]
         start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
+        delivered_ms = latency_ms + np.array([one.delivery_ms for one in details])
         pieces.append((
-            np.array([row.number for row in rows]), start_s, start_s + latency_ms / 1000,
+            np.array([row.number for row in rows]), start_s, start_s + latency_ms / 1000, start_s + delivered_ms / 1000,
             np.array([one.host_ms for one in details]) / 1000, np.array([limits[one.bound_by] for one in details]),
             np.array([NO_REQUEST if one is None else pairs[one.request_id, one.reason] for one in left_out]),
             np.array([one.queued for one in details]), np.array([one.waiting for one in details]),
@@ -120,12 +123,12 @@ def read_iterations(path: Path) -> Iterations:
         for row in rows:
             for pause in row.details.paused:
                 pauses.append(PauseEvent(row.number, pause.request_id, pause.beneficiary))
-    columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)] or [np.empty(0)] * 11
-    number, start_s, end_s, host_s, limit, first, queued, waiting, active, budget, used = columns
+    columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)] or [np.empty(0)] * 12
+    number, start_s, end_s, delivered_s, host_s, limit, first, queued, waiting, active, budget, used = columns
     of_window = {size: (np.concatenate(parts), pools[size]) for size, parts in used_of_window.items()}
     return Iterations(
-        number, start_s, end_s, host_s, limit, list(limits), first, list(pairs), queued, waiting, active, budget, used,
-        of_window, pauses,
+        number, start_s, end_s, delivered_s, host_s, limit, list(limits), first, list(pairs), queued, waiting, active,
+        budget, used, of_window, pauses,
     )  # fmt: skip
 
 
@@ -176,10 +179,6 @@ class RecordedRun:
         return f"no iteration is recorded ({why or 'no request ran yet'})"
 
     @property
-    def path(self) -> Path:
-        return self.data.path
-
-    @property
     def config(self) -> dict[str, Any]:
         return self.data.config
 
@@ -222,12 +221,27 @@ class RecordedRun:
 
     @cached_property
     def trace(self) -> "dict[Id, TraceRow]":
-        """The requests as replayed, in order of arrival. InputError if the file is missing."""
+        """The requests as replayed, in order of arrival. InputError if the file is missing.
+
+        A server writes the row of a request when the request ends. Those that the file of a killed one lacks are made
+        from the other files."""
         path = find_lines(self.data.path, "trace")
         if not path.exists():
             raise InputError(f"{path}: missing; expected the requests as replayed. Restore the file, or run again.")
-        rows = read_rows(path, Decoder(TraceRow))
-        return _TraceRows(path, {row.request_id: row for row in chain.from_iterable(rows)})
+        rows = {row.request_id: row for row in chain.from_iterable(read_rows(path, Decoder(TraceRow)))}
+        if self.data.partial and (missing := (self.row_of.keys() | self.spans.keys()) - rows.keys()):
+            found = (*rows.values(), *map(self._row_without_trace, missing))
+            rows = {row.request_id: row for row in sorted(found, key=lambda row: (row.arrival_s, str(row.request_id)))}
+        return _TraceRows(path, rows)
+
+    def _row_without_trace(self, request_id: Id) -> TraceRow:
+        """The row of a request that the trace lacks, from its line of `requests.jsonl`; if it has not ended, from its
+        spans, which do not have the length of its prompt."""
+        if (line := self.row_of.get(request_id)) is not None:
+            return convert({name: line[name] for name in TraceRow.__struct_fields__ if name in line}, TraceRow)
+        spans = self.spans[request_id]
+        arrival_s = self.iterations.start_of(spans[0].first) if len(self.iterations) else 0.0
+        return TraceRow(request_id, arrival_s, max_new_tokens=max(sum(span.produced for span in spans), 1))
 
     @cached_property
     def rank(self) -> dict[Id, int]:
@@ -240,12 +254,6 @@ class RecordedRun:
         """The line of `requests.jsonl` of each request that ended."""
         lines = read_lines(find_lines(self.data.path, "requests"), REQUEST_FIELDS)
         return {line["request_id"]: line for line in lines}
-
-    @cached_property
-    def sample(self) -> RunSample:
-        """The requests that the figures of the run cover."""
-        window = (self.data.summary or {}).get("steady_state")
-        return RunSample(self.row_of.values(), (window["start_s"], window["end_s"]) if window else None)
 
     def arrival_s(self, request_id: Id) -> float:
         """When a request arrived, on the clock of the run."""

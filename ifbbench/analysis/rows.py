@@ -54,6 +54,7 @@ class IterationDetails(Struct, gc=False):
     budget_used: Number
     host_ms: float = 0.0
     windows: dict[str, WindowRow] = field(name="kv_cache_iteration_stats", default_factory=dict)
+    delivery_ms: float = 0.0
 
 
 class IterationRow(Struct, gc=False):

@@ -70,6 +70,8 @@ class IterationDetails(Struct, gc=False):
     looked up and not found, since the start. first_step, last_step: of a whole static batch, its first and last line of
     `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
     with draft tokens. kv_cache_iteration_stats: of runs with several attention windows, by the tokens of each.
+    delivery_ms: from the end of the iteration until its tokens reach the clients, behind a serving process
+    (`--engine_overhead`).
     """
 
     start_s: float
@@ -100,6 +102,7 @@ class IterationDetails(Struct, gc=False):
     lora_loads: list[int] | UnsetType = UNSET
     spec_decoding: SpecDecodingStats | UnsetType = UNSET
     kv_cache_iteration_stats: dict[str, KvCacheIterationStats] | UnsetType = UNSET
+    delivery_ms: float | UnsetType = UNSET
 
 
 class IterationLine(Struct, gc=False, rename={snake_case(name): name for name in COMMON_FIELDS}):

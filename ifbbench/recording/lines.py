@@ -136,17 +136,19 @@ class IterationLines:
 
     statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
     that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
-    of each iteration went. as_executor: in the form of ExecutorLine.
+    of each iteration went. as_executor: in the form of ExecutorLine. delivered_s: of each iteration so far, when its
+    tokens reach the clients; None where they do so at its end.
     """
 
     def __init__(
         self, statistics: IterationStatistics, every: int = 1, profile: StepProfile | None = None,
-        as_executor: bool = False,
+        as_executor: bool = False, delivered_s: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         self._statistics = statistics
         self._line_type = InflightLine if statistics.names[-1] == INFLIGHT_FIELDS[-1] else StaticLine
         self._profile = profile
         self._as_executor = as_executor
+        self._delivered_s = delivered_s
         self._every = every
         self._bound_by = ""
         # The latest iterations, if the last of them was left out.
@@ -194,6 +196,8 @@ class IterationLines:
             details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
             details.host_ms = number((submit_s - start_s) * 1000)
             details.device_ms = number((end_s - submit_s) * 1000)
+            if self._delivered_s is not None:
+                details.delivery_ms = number((self._delivered_s[iteration] - end_s) * 1000)
             details.kv_fragmentation = share_of(max(0.0, 1.0 - (filled + tokens) / (held + more * size)))
             if self._as_executor:
                 completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
@@ -238,6 +242,8 @@ class IterationLines:
         if record.steps is not None:
             details.first_step, details.last_step = record.steps
             return details
+        if self._delivered_s is not None:
+            details.delivery_ms = number((self._delivered_s[record.iteration] - end_s) * 1000)
         if record.loads:
             details.lora_loads = [load.task_id for load in record.loads]
         if (drafts := record.drafts) is not None:

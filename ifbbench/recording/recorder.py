@@ -301,7 +301,8 @@ class Recorder(SummaryRecorder):
         self._iterations = self._writers.get(STEPS, self._batches)
         if "spans" in self._writers:
             self._tracker.writer = self._writers["spans"]
-        self._lines = IterationLines(statistics, iteration_stats_every, profile, as_executor)
+        delivered_s = None if delivery is None else self._ends
+        self._lines = IterationLines(statistics, iteration_stats_every, profile, as_executor, delivered_s)
         self._batch_lines = IterationLines(statistics, as_executor=as_executor)
         self._clock, self._flushed_s = clock or WallClock(), 0.0
 

@@ -110,6 +110,7 @@ def draw_cells(run: RunData, exact: bool = False) -> Figure:
         )
     cells, iterations = timeline_cells(run), run.iterations["iteration_counter"]
     first, last = int(iterations.min()), int(iterations.max())
+    cells = cells[cells["iteration"] <= last]  # spans of a killed run may be known for longer than its iterations
     letters = int(cells["label"].str.len().max()) if len(cells) else 1
     cell_width = 0.1 + 0.065 * max(letters, 4) if columns > WIDE else 0.17 + 0.085 * max(letters, 3)
     height = CELL_HEIGHT * max(len(requests), 1)

@@ -37,6 +37,7 @@ from ifbbench.report.style import (
     heading,
     legend_above,
     line_styles,
+    nothing_to_draw,
     retitle,
     save,
     styled,
@@ -88,11 +89,10 @@ def plot_run(
             only = SUMMARY_CHARTS
             _log.warning("%s: %s the charts other than %s need.", run.path, needs, " and ".join(only))
     elif run.iterations.empty:
-        problem = f"{find_lines(run.path, 'iterations')}: no iterations, so there is nothing to draw"
         if run.partial:
-            _log.warning("%s.", problem)
+            _log.warning("%s: no iterations, so there is nothing to draw.", run.path)
             return []
-        raise InputError(f"{problem}; expected those of a run that began its work. Run again, or name another run.")
+        raise nothing_to_draw(run)
     output = output or Output(directory)
     charts = {name: chart.draw for name, chart in CHARTS.items() if name in (only or set(CHARTS) - {"server"})}
     if run.endpoint and "throughput" in charts:

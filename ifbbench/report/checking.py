@@ -190,8 +190,8 @@ def _check_config(config: Any) -> None:
 
 @cache
 def _as_read(kind: Any, name: str = "", figure: Any = None) -> Any:
-    """The type that a value of `kind`, of the field `name`, may have when it is read. figure: what is in the place of
-    each number, or None; nothing is required then."""
+    """The type that a value of `kind`, of the field `name`, may have when it is read. figure: what may be in the place
+    of each number, which may also be None; nothing is required then."""
     if inspect.isclass(kind) and issubclass(kind, Struct):
         required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and figure is None else frozenset()
         parts = [(item.name, item.encode_name, _as_read(item.type, item.name, figure)) for item in fields(kind)]
@@ -203,7 +203,7 @@ def _as_read(kind: Any, name: str = "", figure: Any = None) -> Any:
         ]
         return defstruct(kind.__name__, members, rename={one: encoded for one, encoded, _ in parts}, kw_only=True)
     if figure is not None and kind in (int, float):
-        return figure
+        return figure | None
     if kind is int:
         return KINDS.get(name, Count)
     if kind is float:

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from ifbbench.files import replace_file
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.checking import decode_request
-from ifbbench.report.load import REQUEST_FIELDS, Floats, RunData, covering, parse_line, parsed_lines
+from ifbbench.report.load import REQUEST_FIELDS, Floats, RunData, covering, delivered_s, parse_line, parsed_lines
 from ifbbench.report.recorded import producing_spans, recorded_figures
 
 Integers = NDArray[np.int64]
@@ -38,21 +38,26 @@ def figures(run: RunData) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class IterationClock:
-    """Iteration number to seconds from run start. Iterations that were not recorded are interpolated."""
+    """Iteration number to seconds from run start. Iterations that were not recorded are interpolated.
+
+    delivered_s: when the tokens of an iteration reached their clients, which a serving process delays.
+    """
 
     numbers: Floats
     start_s: Floats
     end_s: Floats
+    delivered_s: Floats
 
     @classmethod
     def of(cls, run: RunData) -> "IterationClock":
         """The clock of `run`. Against an endpoint, spans have seconds in the place of iterations."""
         if run.endpoint:
             seconds = np.linspace(0.0, max(float(run.spans["last_iteration"].max()), 1e-3), SECONDS_OF_A_CLIENT)
-            return cls(seconds, seconds, seconds)
+            return cls(seconds, seconds, seconds, seconds)
         start = run.iterations["start_s"].to_numpy(dtype=float)
         end = start + run.iterations["latency_ms"].to_numpy(dtype=float) / 1000
-        return cls(run.iterations["iteration_counter"].to_numpy(dtype=float), start, end)
+        numbers = run.iterations["iteration_counter"].to_numpy(dtype=float)
+        return cls(numbers, start, end, delivered_s(run.iterations))
 
     def starts(self, iterations: ArrayLike) -> Floats:
         """When these iterations started, in seconds."""
@@ -61,6 +66,10 @@ class IterationClock:
     def ends(self, iterations: ArrayLike) -> Floats:
         """When these iterations ended, in seconds."""
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.end_s))
+
+    def tokens(self, iterations: ArrayLike) -> Floats:
+        """When the output tokens of these iterations reached their clients, in seconds."""
+        return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.delivered_s))
 
 
 def span_ends(run: RunData) -> "pd.Series[float]":
@@ -110,7 +119,7 @@ class TokenGaps:
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         iterations = np.repeat(last, counts) - run.num_micro_batches * (np.repeat(ends - 1, counts) - np.arange(total))
-        times_s = clock.ends(iterations)
+        times_s = clock.tokens(iterations)
         request = np.repeat(pd.factorize(spans["request_id"])[0], counts)
         begins = np.zeros(total, bool)
         begins[(ends - counts)[counts > 0]] = True

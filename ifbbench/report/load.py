@@ -37,6 +37,7 @@ ITERATION_COLUMNS = (
     "first_left_out_request", "first_left_out_reason", "pauses",
 )  # fmt: skip
 SPAN_COLUMNS = SpanLine.__struct_fields__
+CLIENT_SPAN_COLUMNS = ("start_s", "end_s")  # of a run against an endpoint
 REQUEST_COLUMNS = tuple(
     field.name for field in fields(RequestLine)
     if field.name != "attribution_s" and UnsetType not in get_args(field.type)
@@ -149,9 +150,10 @@ class RunData:
 
         Against an endpoint, the columns of iterations have seconds."""
         paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
-        table = _table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), SPAN_COLUMNS)
+        columns = (*SPAN_COLUMNS, *CLIENT_SPAN_COLUMNS) if self.endpoint else SPAN_COLUMNS
+        table = _table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), columns)
         table["request_id"] = table["request_id"].astype(str)
-        if self.endpoint and len(table):
+        if self.endpoint:
             table["first_iteration"], table["last_iteration"] = table["start_s"], table["end_s"]
         # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
@@ -169,6 +171,15 @@ class RunData:
     def completed(self) -> pd.DataFrame:
         """The requests that have all their tokens: latencies cover these."""
         return self.requests[self.requests["outcome"] == "completed"]
+
+
+def delivered_s(iterations: pd.DataFrame) -> Floats:
+    """When the tokens of each iteration reached their clients, in seconds: at its end, or when a serving process had
+    delivered them."""
+    latency_ms = iterations["latency_ms"]
+    if "delivery_ms" in iterations:
+        latency_ms = latency_ms + iterations["delivery_ms"].fillna(0.0)
+    return (iterations["start_s"] + latency_ms / 1000).to_numpy(dtype=float)
 
 
 def micro_batches_of(config: Mapping[str, Any]) -> int:

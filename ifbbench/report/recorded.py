@@ -6,14 +6,15 @@ import numpy as np
 import pandas as pd
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.engine.drafts import DraftCounts
 from ifbbench.objectives import parse_objectives
 from ifbbench.recording.client_side import UNKNOWN_FIGURES
-from ifbbench.recording.drafts import stretches_of
+from ifbbench.recording.drafts import DraftTotals, stretches_of
 from ifbbench.recording.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
 from ifbbench.recording.run_directory import write_json
 from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
 from ifbbench.report.client_side import client_figures
-from ifbbench.report.load import RunData
+from ifbbench.report.load import RunData, delivered_s
 
 PART_OF_ATTRIBUTION = "attribution_s."
 
@@ -27,18 +28,19 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
     if run.endpoint:
         return client_figures(run, window)
     requests, thinned, ends_s = run.requests, run.recorded_every > 1, np.empty(0)
-    of_iterations = UNKNOWN_FIGURES
+    of_iterations, drafts = UNKNOWN_FIGURES, dict[str, Any]()
     if window is not None:
         # Failed requests have no end.
         requests = requests[window.holds(requests["end_s"].fillna(requests["arrival_s"]).to_numpy(dtype=float))]
     if window is not None or not run.has_only_summary:
         iterations = run.iterations
-        ends_s = (iterations["start_s"] + iterations["latency_ms"] / 1000).to_numpy(dtype=float)
+        ends_s = delivered_s(iterations)
         chosen = window.holds(ends_s) if window else np.full(len(ends_s), True)
         blocks = {size: run.window_blocks(size) for size in run.windows}
         windows = {size: {"max": pool, "peak_used": int(np.nanmax(used[chosen], initial=0))}
                    for size, (used, pool) in blocks.items()}  # fmt: skip
         of_iterations = _of_iterations(iterations[chosen], requests, thinned, windows)
+        drafts = _of_drafts(iterations[chosen], thinned)
     done, failed = (requests[requests["outcome"] == outcome] for outcome in ("completed", "failed"))
     if window is not None:
         span_s = window.end_s - window.start_s
@@ -65,6 +67,7 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
         arrival_s, queue_time_s, ttft_s = (done[name].to_numpy(dtype=float) for name in TRAFFIC_COLUMNS)
         found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(objectives))
     found |= by_group(populations, span_s, ends_s, objectives, window)
+    found |= drafts
     summary = run.summary or {}
     # These are in no other file, and stay those of the whole run.
     found |= {name: summary[name] for name in ("arrivals", "expected_error", "lora") if name in summary}
@@ -112,8 +115,21 @@ def _of_iterations(
         "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
         **_of_cache(iterations, windows),
         "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
-        **shares_of_limits(limits, numbers, iterations["latency_ms"].to_numpy(dtype=float)),
+        **shares_of_limits(limits, numbers, delivered_s(iterations) - iterations["start_s"].to_numpy(dtype=float)),
     }
+
+
+def _of_drafts(iterations: pd.DataFrame, thinned: bool) -> dict[str, Any]:
+    """`speculative_decoding`, where iterations had draft tokens; unknown where only some of them were recorded."""
+    known = iterations.filter(like="spec_decoding.").dropna()
+    if thinned or known.empty:
+        return {}
+    names = ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")
+    drafted, accepted, requests = (int(known[f"spec_decoding.{name}"].sum()) for name in names)
+    draft_s = float(known["spec_decoding.iterLatencyMS"].sum()) / 1000
+    totals = DraftTotals()
+    totals.add(DraftCounts(drafted, accepted, requests, draft_s=draft_s))
+    return {"speculative_decoding": totals.figures()}
 
 
 def _populations(
@@ -138,8 +154,6 @@ def _populations(
     if not num_iterations:
         return populations
     spans = producing_spans(run)
-    # A killed run may lack the last iterations of a span.
-    spans = spans[spans["last_iteration"] < num_iterations]
     firsts = spans["last_iteration"] - (spans["produced"].astype(int) - 1) * run.num_micro_batches
     stretches: dict[str, list[tuple[int, int]]] = {}
     columns = (spans["request_id"].tolist(), firsts.tolist(), spans["last_iteration"].tolist())
@@ -196,8 +210,10 @@ def _total(table: pd.DataFrame, column: str) -> int:
 def producing_spans(run: RunData) -> pd.DataFrame:
     """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
 
-    Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds."""
-    spans = run.spans[run.spans["produced"].fillna(0) > 0]
+    Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds. Spans
+    that end after the last iteration of the table are left out: a killed run may lack iterations."""
+    has_iterations = run.spans["last_iteration"] <= run.iterations["iteration_counter"].max()
+    spans: pd.DataFrame = run.spans[(run.spans["produced"].fillna(0) > 0) & has_iterations]
     is_step = (spans["phase"] == "generation").to_numpy()
     has_several = np.where(is_step, spans["steps"].notna(), spans["produced"] > 1)
     if not has_several.any():

@@ -17,6 +17,7 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.report import significant, time_unit
 from ifbbench.report.figures import IterationClock
@@ -181,6 +182,12 @@ def ticks_of_log(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
 
 
+def nothing_to_draw(run: RunData) -> InputError:
+    """The error for a run without iterations."""
+    return InputError(f"{run.path}: no iterations, so there is nothing to draw; expected those of a run that began its "
+                      "work. Run again, or name another run.")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TimeBins:
     """Consecutive bins of a run's time: its iterations and the gaps between them, or even bins if there are many.
@@ -193,8 +200,10 @@ class TimeBins:
 
     @classmethod
     def of(cls, run: RunData) -> "TimeBins":
-        """The bins for the charts of `run`, which has iterations."""
+        """The bins for the charts of `run`. InputError if it has no iterations."""
         clock = IterationClock.of(run)
+        if not len(clock.numbers):
+            raise nothing_to_draw(run)
         if len(clock.numbers) <= MAX_SINGLE_ITERATIONS:
             edges = np.unique(np.concatenate([clock.start_s, clock.end_s]))
         else:

@@ -210,7 +210,7 @@ class Summary(RequestFigures):
     arrivals: Arrivals | UnsetType
     by_class: dict[str, GroupFigures] | UnsetType
     by_priority: dict[str, GroupFigures] | UnsetType
-    fairness_index: float | UnsetType
+    fairness_index: float | UnsetType | None
     overloaded: bool | UnsetType
     queue_growth_requests_per_s: float | UnsetType
     bursts: list[Burst] | UnsetType

@@ -164,7 +164,8 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
         _, pool, of = peak_blocks(known)
         return "the KV cache" if pool is None else f"the KV cache ({count(pool)} blocks{of})"
     if name == "lora_pages":
-        return f"the cache of LoRA adapters ({count(known['lora']['device_pages'])} pages)"
+        pages = f" ({count(known['lora']['device_pages'])} pages)" if known.get("lora") else ""
+        return f"the cache of LoRA adapters{pages}"
     setting = LIMIT_SETTINGS.get(name, name)
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 

@@ -75,13 +75,16 @@ def _burstiness(config: dict[str, Any]) -> float | str:
 
 
 def _gaps(run: RunData) -> dict[str, Floats] | None:
-    """Request id to its gaps between tokens, in seconds; None where statistics were thinned."""
-    if run.recorded_every > 1:
+    """Request id to its gaps between tokens, in seconds, of the requests that completed; None where they are unknown,
+    because statistics were thinned or, of a killed run, no iteration was written yet."""
+    if run.recorded_every > 1 or (run.endpoint is None and run.iterations.empty):
         return None
     if run.endpoint:
         return {request: np.diff(times_s) for request, times_s in token_times(run).items()}
     clock = IterationClock.of(run)
-    return {request: np.diff(clock.ends(produced)) for request, produced in token_iterations(run).items()}
+    completed = set(run.completed["request_id"])
+    return {request: np.diff(clock.tokens(produced)) for request, produced in token_iterations(run).items()
+            if request in completed}  # fmt: skip
 
 
 def _distribution(name: str, seconds: pd.Series | Floats) -> dict[str, float]:
@@ -132,7 +135,8 @@ def _max_tokens_per_second(done: pd.DataFrame, gaps: dict[str, Floats] | None) -
     if not len(done):
         return 0.0
     firsts = dict(zip(done["request_id"], done["first_token_s"] - done["arrival_s"].min(), strict=True))
-    times = [first + np.concatenate([[0.0], gaps[request].cumsum()]) for request, first in firsts.items()]
+    none = np.empty(0)  # of a killed run, the spans of a request may be missing
+    times = [first + np.concatenate([[0.0], gaps.get(request, none).cumsum()]) for request, first in firsts.items()]
     return float(np.bincount(np.concatenate(times).astype(np.int64)).max())
 
 

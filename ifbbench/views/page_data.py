@@ -183,7 +183,7 @@ def _itl_quantiles(run: RecordedRun, of_request: list[list[Span]]) -> Floats:
     request = np.repeat(np.arange(len(of_request)), tokens_of)
     every = run.data.num_micro_batches
     iterations = np.repeat(last, counts) - every * (np.repeat(ends - 1, counts) - np.arange(total))
-    times_s = np.interp(iterations, run.iterations.number, run.iterations.end_s)
+    times_s = np.interp(iterations, run.iterations.number, run.iterations.delivered_s)
     gaps = np.diff(times_s)[request[1:] == request[:-1]]
     return np.quantile(gaps, np.linspace(0, 1, ITL_QUANTILES)) if len(gaps) else np.empty(0)
 

@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a policy with its own reason": {"policy": "tests.engine.odd_policies:LeavesOutForFairness"},
     "a policy that pauses for its own reason": {"policy": "tests.engine.odd_policies:PausesForFairness"},
     "some refused": {"max_seq_len": 700},
+    "no limit of tokens": {"max_num_tokens": None},
 }
 
 
@@ -151,8 +152,8 @@ def test_a_run_in_which_every_request_was_refused(trace: Path, normal: Path, tmp
     run_trace(str(trace), RunConfig(device="null", max_seq_len=2, output=str(tmp_path / "run"), quiet=True))
     text = "no iteration is recorded (40 requests failed"
     assert f"There is nothing to explain: {text}" in run("why", tmp_path / "run")
-    for words in (("compare", normal, tmp_path / "run"), ("why", tmp_path / "run", "--iteration", "0")):
-        assert text in error_of(*words)
+    assert f"Decisions are not compared: of {tmp_path / 'run'} {text}" in run("compare", normal, tmp_path / "run")
+    assert text in error_of("why", tmp_path / "run", "--iteration", "0")
 
 
 def test_lines_without_the_fields_of_this_version_are_named(normal: Path, tmp_path: Path) -> None:

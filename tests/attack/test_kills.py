@@ -1,5 +1,5 @@
 """Kill -9, and a full disk, at each change of a file: every line is valid but the last, every finished request is
-reported, and report, plot and the run of the directory answer."""
+reported, and every command reads the directory, and runs it again."""
 
 import asyncio
 import gzip
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +26,13 @@ from ifbbench.clock import Progress
 from ifbbench.compressed import read_pieces
 from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.files import is_part
-from ifbbench.report.charts import CHARTS
+from ifbbench.recording.run_directory import REPEATS_FILE
 from ifbbench.report.figures import figures
 from ifbbench.report.load import load_run
 from ifbbench.serving import server
 from ifbbench.serving.config import ServerConfig
 from tests.attack.file_layer import KILLED, command, in_fork, status_of
+from tests.attack.readers import read_by_every_command
 from tests.replay.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token, usage
 
 REQUESTS = 12
@@ -99,29 +99,25 @@ def check_lines(directory: Path) -> int:
     return finished
 
 
-def check_run(directory: Path, chart: str = "") -> None:
-    """Check what was left of a run: nothing, or a directory that report, plot and run read. chart: all if empty."""
+def check_run(directory: Path, number: int) -> None:
+    """Check what was left of a run: nothing, or a directory that every command reads, and runs again. number: of the
+    try, which decides what is drawn."""
     if not directory.exists():
         return
     finished = check_lines(directory)
     run = load_run(directory)
     assert figures(run)["requests"]["completed"] == finished
     assert run.partial == (run.summary is None or bool(run.run["partial"]))
-    answers = CliRunner().invoke(main, ["report", str(directory)])
-    assert answers.exit_code == 0, answers.output
     again = ["run", str(directory), "--device", "null", "--time_scale", "0", "--quiet", "--json", "--output",
              str(directory.with_name("again"))]  # fmt: skip
     answers = CliRunner().invoke(main, again)
     assert answers.exit_code == 0, answers.output
     assert json.loads(answers.stdout)["requests"]["completed"] == REQUESTS
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        only = ["--only", chart] if chart else []
-        drawn = CliRunner().invoke(main, ["plot", str(directory), "--format", "svg", *only])
-    assert drawn.exit_code == 0, drawn.output
+    charts = int(number % CHARTED == 0)
+    read_by_every_command(directory, directory.with_name("again"), random.Random(number), charts)
 
 
-CHART_NAMES = tuple(name for name in CHARTS if name != "server")  # which is of runs against an endpoint
+CHARTED = 4  # of so many tries, one has a chart drawn
 ENDPOINT = "http://endpoint"
 # Commands that take seconds, and write few files.
 SLOW = ("real", "tune")
@@ -176,7 +172,7 @@ def test_a_run_that_is_stopped_at_each_change_of_a_file(
 ) -> None:
     tries = 0
     for place, number, status, printed in each_change(run_in, tmp_path, step, is_full):
-        check_run(place / "run", CHART_NAMES[number % len(CHART_NAMES)])
+        check_run(place / "run", number)
         assert status != 1 or "No space left on device" in printed
         tries += 1
     record_property("tries", f"a run on a {'full disk' if is_full else 'file layer that kills'}: {tries} tries")
@@ -300,7 +296,11 @@ def check_files(directory: Path) -> None:
     for run in {path.parent for path in directory.rglob("run.json")}:
         if not is_part(run):
             check_lines(run)
-            assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
+            read_by_every_command(run, run, random.Random(0))
+    for table in directory.rglob(REPEATS_FILE):
+        for words in (["report"], ["report", "--json"]):
+            done = CliRunner().invoke(main, [words[0], str(table.parent), *words[1:]])
+            assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize("tries", [3, pytest.param(100, marks=pytest.mark.slow),
@@ -322,6 +322,6 @@ def test_kill_9_of_a_process_at_any_time(
         running.kill()
         running.wait()
         left += (place / "run").exists()
-        check_run(place / "run", CHART_NAMES[number % len(CHART_NAMES)])
+        check_run(place / "run", number)
         shutil.rmtree(place)
     record_property("tries", f"kill -9 of a process: {tries} kills, {left} left a directory, which is whole")

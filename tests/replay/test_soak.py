@@ -1,8 +1,11 @@
-"""Random settings of `run` with random traces: every run ends, answers each request once and leaves no block in use."""
+"""Random settings of `run` with random traces: every run ends, answers each request once and leaves no block in use;
+every command reads it, and what a kill would have left of it, and its directory is the config file of the same run."""
 
 import json
 import random
+import re
 import shlex
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from ifbbench.cli.main import main
+from ifbbench.cli.options import PLACES
 from ifbbench.compressed import read_pieces
 from ifbbench.config import (
     CHUNKING_POLICIES,
@@ -27,15 +33,30 @@ from ifbbench.config import (
     settings,
 )
 from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
+from ifbbench.planning.repeat import run_repeats
 from ifbbench.recording.line_types import documented_fields
 from ifbbench.recording.metrics import distribution
+from ifbbench.recording.recorder import Recorder
+from ifbbench.replay import run as run_module
 from ifbbench.replay.run import run_trace
+from ifbbench.report.figures import figures
 from ifbbench.report.load import load_run, micro_batches_of
 from ifbbench.report.outputs import write_outputs
+from tests.attack.readers import copied, cut_off, read_by_every_command
 
 LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
+# Of so many seeds, one has its run read by every command; in the slow tests with so many charts.
+READ_EACH, SLOW_READ_EACH, SLOW_CHARTS = 5, 4, 2
+REPEATED_SHARE = 0.2
+# Figures of a killed run that are unknown: those of iterations with `--recording summary`, and those of them that
+# thinned statistics leave out or interpolate. As the beginnings of dotted names.
+UNKNOWN_OF_SUMMARY = (
+    "iterations", "pauses", "recomputed", "empty_gen", "padding", "kv_", "peak_", "bound_by", "speculative", ".*itl",
+)  # fmt: skip
+UNKNOWN_WHERE_THINNED = ("recomputed", "empty_gen", "padding", "kv_", "bound_by_time", "speculative", ".*itl")
 DEVICES = ["null"] * 9 + ["sim:h100-sxm"] * 5 + ["sim:a100-40gb"] * 2 + ["sim:cpu"] * 2 + ["cpu"] * 2
 Draw = Callable[[random.Random], Any]
 
@@ -129,7 +150,7 @@ DRAWS: dict[str, Draw] = {
     "pp_size": sometimes(0.06, 2, 4),
     "check_ranks": sometimes(0.02, 1, 7),
     "rank_timeout": sometimes(0.02, 60.0),
-    "engine_overhead": sometimes(0.1, "vllm"),
+    "engine_overhead": sometimes(0.3, "vllm"),
     "draft_model": sometimes(0.06, "tiny"),
     "draft_ngram": sometimes(0.12, 1, 3),
     "draft_len": sometimes(0.06, 1, 3, 7),
@@ -158,7 +179,7 @@ DRAWS: dict[str, Draw] = {
     "recording_format": sometimes(0.2, *RECORDING_FORMATS),
     "iteration_stats_format": sometimes(0.1, "trtllm"),
     "iteration_stats_every": sometimes(0.15, 2, 7),
-    "enable_steady_state": on_or_off(0.05),
+    "enable_steady_state": on_or_off(0.15),
     "profile": on_or_off(0.03),
     "log_iteration_data": on_or_off(0.05),
     "quiet": lambda draw: True,
@@ -171,13 +192,16 @@ def test_every_setting_is_drawn() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_run(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    soak(seed, tmp_path, monkeypatch)
+    soak(seed, tmp_path, monkeypatch, is_read=seed % READ_EACH == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", SLOW_SEEDS[::100])
 def test_many_random_runs(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = [soak(seed, tmp_path / str(seed), monkeypatch) for seed in range(first, first + 100)]
+    outcomes = [
+        soak(seed, tmp_path / str(seed), monkeypatch, seed % SLOW_READ_EACH == 0, SLOW_CHARTS)
+        for seed in range(first, first + 100)
+    ]
     assert sum(outcomes) > 40, "most settings drawn should fit together, else only refusals are tested"
 
 
@@ -191,10 +215,20 @@ def fit_together(values: dict[str, Any]) -> None:
         values.setdefault("acceptance_rate", "0.6")
     if not values.keys() & {"draft_model", "draft_ngram", "acceptance_rate"}:
         values.pop("draft_len", None)
+    if not values["device"].startswith("sim:h") or "static_emulated_batch_size" in values:
+        values.pop("engine_overhead", None)
+    if "recording" in values:
+        for name in ("enable_steady_state", "profile", "iteration_log", "result_json", "result_format"):
+            values.pop(name, None)
 
 
-def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """One random run, checked. Returns whether it ran; settings that contradict each other raise InputError only."""
+def soak(
+    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool = False, charts: int = 0
+) -> bool:
+    """One random run, checked. Returns whether it ran; settings that contradict each other raise InputError only.
+
+    is_read: every command reads the run, and what a kill would have left of it; it is run again from its own directory,
+    and sometimes repeated. charts: how many are drawn of each."""
     draw = random.Random(seed)
     values = {name: value for name, rule in DRAWS.items() if (value := rule(draw)) is not None}
     fit_together(values)
@@ -220,6 +254,8 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     try:
         with monkeypatch.context() as patched, within(LIMIT_S):
             patched.setattr(TokenGenerationLoop, "__init__", noted)
+            if is_read:
+                patched.setattr(run_module, "Recorder", recorder_with_copy(folder / "killed", draw.choice((0, 2, 5))))
             config = RunConfig(**values)
             run_trace(str(trace), config, on_recorded=partial(written, config))
     except InputError:
@@ -231,10 +267,95 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     try:
         check_engine(loops[-1])
         check_files(folder / "run", config)
+        if is_read:
+            check_same_run_again(folder / "run", folder / "again", config)
+            read_by_every_command(folder / "run", folder / "again", draw, charts)
+            if (folder / "killed").exists():
+                check_killed(folder / "killed", folder / "run", config, draw, charts)
+            if draw.random() < REPEATED_SHARE:
+                check_repeats(str(trace), config, folder / "repeats")
     except (AssertionError, KeyError, FileNotFoundError) as error:
         error.add_note(f"Reproduce it with: {command_line(trace, values)}")
         raise
     return True
+
+
+def recorder_with_copy(directory: Path, number: int) -> type[Recorder]:
+    """A recorder that flushes its files when `number` further requests had ended, and copies the run directory, which
+    a kill would have left like that, to `directory`; with the figures up to there in `at_kill.json`."""
+
+    class CopyingRecorder(Recorder):
+        def _end(self, finished: list[Request], iteration: int) -> None:
+            super()._end(finished, iteration)
+            metrics = self.metrics
+            if finished and metrics.summary("", True, self._starts, self._ends)["requests"]["completed"] > number:
+                if directory.exists():
+                    return
+                self.flush()
+                shutil.copytree(self.directory, directory)
+                found = metrics.summary("", True, self._starts, self._ends)
+                (directory / "at_kill.json").write_text(json.dumps(found))
+
+    return CopyingRecorder
+
+
+def check_same_run_again(directory: Path, again: Path, config: RunConfig) -> None:
+    """A run directory is the config file of the same run: with the same settings and, on a simulated device, the same
+    schedule."""
+    done = CliRunner().invoke(main, ["run", "--config", str(directory), "--output", str(again), "--quiet"])
+    assert done.exit_code in (0, 1), done.output  # 1: requests that are too long fail again
+    first, second = (json.loads((one / "run.json").read_text()) for one in (directory, again))
+    for one in (first, second):
+        one["config"] = {name: value for name, value in one["config"].items() if name not in PLACES}
+        one["derived"].sort()
+    assert first["config"] == second["config"]
+    assert (first["derived"], first["trace"]["sha256"]) == (second["derived"], second["trace"]["sha256"])
+    assert config.hardware is None or first["schedule_digest"] == second["schedule_digest"]
+
+
+def check_killed(directory: Path, whole: Path, config: RunConfig, draw: random.Random, charts: int) -> None:
+    """The figures of a killed run are those of its part that was done, and every command reads it; also where its
+    files have come further or less far than the others."""
+    known, found = json.loads((directory / "at_kill.json").read_text()), figures(load_run(directory))
+    unknown: tuple[str, ...] = UNKNOWN_OF_SUMMARY if config.recording == "summary" else ()
+    if config.iteration_stats_every > 1:
+        unknown = UNKNOWN_WHERE_THINNED
+    known, found = ({name: value for name, value in flat(one) if not re.match("|".join(unknown) or "$", name)}
+                    for one in (known, found))  # fmt: skip
+    assert known.keys() == found.keys()
+    for name, value in known.items():
+        assert found[name] == (pytest.approx(value, rel=1e-6, abs=1e-9) if isinstance(value, float) else value), name
+    read_by_every_command(directory, whole, draw, charts)
+    cut = copied(directory, directory.with_name("cut"))
+    cut_off(cut, draw)
+    read_by_every_command(cut, whole, draw, charts)
+
+
+def flat(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested objects and lists, by dotted names; but for the digest, which a killed run has not."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else None
+    if items is None:
+        yield name, values
+        return
+    for key, value in items:
+        if key != "schedule_digest":
+            yield from flat(value, f"{name}.{key}" if name else str(key))
+
+
+def check_repeats(trace: str, config: RunConfig, directory: Path) -> None:
+    """Every command for repeats reads those of a run, and what a kill after the first one leaves."""
+    killed = directory.with_name("repeats-killed")
+
+    def copy(number: int, *_: Any) -> None:
+        if number == 1:
+            shutil.copytree(directory, killed)
+
+    sole = config.with_values(output=str(directory), overwrite=False, **dict.fromkeys(SIDE_OUTPUTS))
+    run_repeats(trace, sole, 2, lambda source, one: run_trace(source, one), copy)
+    for words in (["report"], ["report", "--json"], ["compare", str(directory)]):
+        for one in (directory, killed):
+            done = CliRunner().invoke(main, [words[0], str(one), *words[1:]])
+            assert done.exit_code == 0, done.output
 
 
 def written(config: RunConfig, directory: Path) -> None:
@@ -246,12 +367,13 @@ def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
     """A small trace: equal beginnings, several priorities, beams and adapters, reserved lengths beside actual ones."""
     kind = draw.choice(["lengths", "tokens", "prefixes"])
     common = [draw.randrange(4_096) for _ in range(60)]
-    has_beams, is_at_once = draw.random() < 0.1, draw.random() < 0.4
+    has_beams, is_at_once, has_classes = (draw.random() < share for share in (0.1, 0.4, 0.5))
+    too_long_share = draw.choice([0.0, 0.05, 0.05, 1.0])  # of most runs; with 1, no request may complete
     session_share = draw.choice([0.0, 0.0, 0.4, 0.9])
     arrival_s = 0.0
     for index in range(draw.randint(1, 4 if is_short else 14)):
         prompt_len = draw.choice([1, draw.randint(1, 12), draw.randint(1, 24 if is_short else 70)])
-        if not is_short and draw.random() < 0.04:
+        if not is_short and draw.random() < too_long_share:
             prompt_len = draw.randint(90, 400)
         output_len = draw.randint(1, 5 if is_short else 30)
         arrival_s += 0.0 if is_at_once or draw.random() < 0.4 else draw.expovariate(1_000.0)
@@ -265,6 +387,8 @@ def rows(draw: random.Random, is_short: bool) -> Iterator[dict[str, Any]]:
             row |= {"prefix_ids": [draw.randrange(2)], "prefix_lens": [draw.randint(1, min(prompt_len, 512))]}
         if draw.random() < 0.4:
             row["max_new_tokens"] = max(1, output_len + draw.randint(-4, 12))
+        if has_classes and draw.random() < 0.8:
+            row["class"] = draw.choice("abc")
         if draw.random() < 0.3:
             row["priority"] = draw.choice([0.0, 0.2, 0.5, 0.9, 1.0])
         if has_beams:

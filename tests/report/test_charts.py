@@ -215,7 +215,8 @@ def test_a_span_ends_with_its_last_iteration_where_the_engine_idles_after_it(tmp
 
 
 def test_iterations_that_overlap_are_counted_once() -> None:
-    clock = IterationClock(np.arange(3.0), np.array([0.0, 0.5, 1.5]), np.array([1.0, 2.0, 3.0]))
+    end_s = np.array([1.0, 2.0, 3.0])
+    clock = IterationClock(np.arange(3.0), np.array([0.0, 0.5, 1.5]), end_s, end_s)
     bins = TimeBins(clock, np.linspace(0.0, 4.0, 5))
     assert bins.means(np.array([2.0, 4.0, 6.0])) == pytest.approx([2, 4, 6, 0])
     assert bins.rates(np.array([10.0, 20.0, 30.0])) == pytest.approx([10, 20, 30, 0])

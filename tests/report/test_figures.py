@@ -68,9 +68,10 @@ def test_large_run_agrees_with_its_requests(tmp_path: Path) -> None:
 
 
 def test_thinned_iterations_are_interpolated() -> None:
-    clock = IterationClock(np.array([0.0, 2.0]), np.array([0.0, 2.0]), np.array([1.0, 3.0]))
+    clock = IterationClock(np.array([0.0, 2.0]), np.array([0.0, 2.0]), np.array([1.0, 3.0]), np.array([2.0, 4.0]))
     assert clock.starts([0, 1, 2]).tolist() == [0, 1, 2]
     assert clock.ends([1]).tolist() == [2]
+    assert clock.tokens([1]).tolist() == [3]
 
 
 def run_of_four(directory: Path, streaming: bool = True) -> RunData:

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from click.testing import CliRunner
 
+from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.report.figures import inter_token_gaps
 from ifbbench.report.load import RunData, load_run
 from ifbbench.report.recorded import recorded_figures, steady_figures
+from ifbbench.report.vllm_bench import result
 from tests.report.test_tables import printed
 
 SETTINGS: dict[str, Any] = {
@@ -45,15 +49,41 @@ def equal(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-def test_figures_from_files_are_those_of_the_summary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"engine_overhead": "vllm"}, {"draft_ngram": 2, "acceptance_rate": "0.7"}],
+    ids=["alone", "behind a serving process", "with draft tokens"],
+)
+def test_figures_from_files_are_those_of_the_summary(changes: dict[str, Any], tmp_path: Path) -> None:
     rows = closed_loop(60)
     for index, row in enumerate(rows):
         row |= {"arrival_s": index * 0.01, "priority": [0.5, 0.9][index % 2]}
     rows[7]["prompt_len"] = 9_999
-    run = recorded(tmp_path, rows, max_tokens_in_paged_kvcache=3_000, policy="max_utilization")
+    run = recorded(tmp_path, rows, max_tokens_in_paged_kvcache=3_000, policy="max_utilization", **changes)
     assert run.summary is not None
     assert run.summary["pauses"]
     equal(recorded_figures(run), run.summary)
+
+
+def test_gaps_between_tokens_are_those_that_clients_see(tmp_path: Path) -> None:
+    """A serving process delivers tokens later than their iteration ends: charts, and the results of other benchmarks,
+    have the same gaps as the summary."""
+    run = recorded(tmp_path, closed_loop(40), engine_overhead="vllm", concurrency=8)
+    assert run.summary is not None
+    assert (run.iterations["delivery_ms"] > 0).any()
+    gaps_s = inter_token_gaps(run)
+    assert [gaps_s.mean(), gaps_s.max()] == pytest.approx([run.summary["itl_s"][name] for name in ("mean", "max")])
+    assert result(run)["mean_itl_ms"] == pytest.approx(run.summary["itl_s"]["mean"] * 1000)
+
+
+def test_classes_of_which_no_request_completes_have_no_fairness(tmp_path: Path) -> None:
+    rows = [{"arrival_s": 0.0, "prompt_len": 9_999, "output_len": 5, "class": name} for name in "ab"]
+    run = recorded(tmp_path, rows)
+    assert run.summary is not None
+    assert run.summary["requests"] == {"total": 2, "completed": 0, "failed": 2}
+    assert run.summary["fairness_index"] is None
+    for words in (["report"], ["report", "--json"], ["why"], ["compare", str(run.path)]):
+        assert CliRunner().invoke(main, [words[0], str(run.path), *words[1:]]).exit_code == 0
 
 
 def test_the_steady_state_covers_what_ended_in_its_window(tmp_path: Path) -> None:
