@@ -7,10 +7,12 @@ from typing import Any
 
 from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.config import settings
 from ifbbench.recording.metrics import limit_waited_for
+from ifbbench.report.confidence import OF_BLOCKS, half_widths
 from ifbbench.report.limits import waits_for
 
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
@@ -59,10 +61,10 @@ class Change:
 
 
 class Comparison:
-    """Run `b` compared with run `a`."""
+    """Run `b` compared with run `a`. repeats: both with several seeds, from which the figures are then taken."""
 
-    def __init__(self, a: RecordedRun, b: RecordedRun) -> None:
-        self.a, self.b = a, b
+    def __init__(self, a: RecordedRun, b: RecordedRun, repeats: RepeatsComparison | None = None) -> None:
+        self.a, self.b, self.repeats = a, b, repeats
 
     @property
     def same_trace(self) -> bool:
@@ -106,7 +108,26 @@ class Comparison:
     @cached_property
     def figures(self) -> dict[str, Figure]:
         """Each number of `summary.json` that both runs have, by its dotted name."""
-        return compared_figures(self.a, self.b, self.same_trace)
+        if self.repeats is not None:
+            return self.repeats.figures
+        summaries = [run.data.summary or {} for run in (self.a, self.b)]
+        return compared_figures(summaries[0], summaries[1], half_widths(self.b.sample, self.a.sample))
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether there are no intervals because a run is too short."""
+        return self.repeats is None and bool(self.a.sample.too_short or self.b.sample.too_short)
+
+    @property
+    def interval_of(self) -> str:
+        """What the intervals are of, or why there are none, in words."""
+        if self.repeats is not None:
+            return self.repeats.interval_of
+        for run in (self.a, self.b):
+            if run.sample.too_short:
+                why = run.sample.too_short
+                return f"No intervals: {run.path} is too short to tell chance from a difference; {why}."
+        return OF_BLOCKS.format(min(self.a.sample.blocks, self.b.sample.blocks))
 
     @cached_property
     def first_divergence(self) -> Divergence | None:
@@ -184,6 +205,7 @@ class Comparison:
             "same_trace": self.same_trace,
             "settings": self.different_settings,
             "first_divergence": None if divergence is None else divergence.as_dict(),
+            "interval_of": self.interval_of,
             "figures": {name: figure.as_dict() for name, figure in self.figures.items()},
             "gained": [change.as_dict() for change in gained],
             "lost": [change.as_dict() for change in lost],

@@ -1,26 +1,13 @@
-"""The figures of two runs with the uncertainty of their difference, and conditions on them.
+"""The figures of two runs with the uncertainty of their difference, and conditions on them."""
 
-The uncertainty of a figure over requests is that of a bootstrap: requests are drawn again with replacement, the same
-ones in both runs where the traces are equal (paired), and the figure is computed anew each time.
-"""
-
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ifbbench.analysis.recorded import Floats, RecordedRun
 from ifbbench.errors import InputError
-
-DRAWS = 200
-CONFIDENCE = 95.0
-PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
-PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
-MIN_SAMPLES = 20
-Interval = tuple[float, float]
+from ifbbench.report.confidence import Interval
 
 
 @dataclass(frozen=True)
@@ -28,7 +15,7 @@ class Figure:
     """A figure of both runs.
 
     difference: b minus a. ratio: b over a; None if a is 0. low, high: confidence interval of the difference; None where
-    the figure is not one of the latencies of requests. is_noise: whether the interval holds 0, so that the runs do not
+    it is unknown. is_noise: whether the interval holds 0, so that the runs do not
     differ in it. expected_error: of a simulated figure, the relative limits of its error against real servers.
     is_undecided: whether the difference is within these, so that on real servers it may be the other way round.
     """
@@ -64,49 +51,29 @@ class Figure:
         return {"a": self.a, "b": self.b, "difference": self.difference, "ratio": self.ratio} | interval | expected
 
 
-def compared_figures(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, Figure]:
-    """Each number of `summary.json` that both runs have, by its dotted name. paired: the traces are equal."""
-    flat = [dict(numbers_of(run.data.summary or {})) for run in (a, b)]
-    intervals = _intervals(a, b, paired)
-    expected = [(run.data.summary or {}).get("expected_error") or {} for run in (a, b)]
+def compared_figures(
+    a: Mapping[str, Any], b: Mapping[str, Any], half_widths: Mapping[str, float]
+) -> dict[str, Figure]:
+    """Each number that the summaries `a` and `b` both have, by its dotted name.
+
+    half_widths: half of the confidence interval of the difference of each figure that has one."""
+    flat = [dict(numbers_of(summary)) for summary in (a, b)]
+    expected = [summary.get("expected_error") or {} for summary in (a, b)]
     found = {}
     for name, value in flat[0].items():
         if name in flat[1] and not name.startswith("expected_error."):
-            low, high = intervals.get(name, (None, None))
+            difference, half = flat[1][name] - value, half_widths.get(name)
+            low, high = (None, None) if half is None else (difference - half, difference + half)
             found[name] = Figure(value, flat[1][name], low, high, _wider(expected, name.partition(".")[0]))
     return found
 
 
 def _wider(expected: Sequence[Mapping[str, Any]], key: str) -> Interval | None:
     """The expected error of a figure that holds for both runs; None if it is not known of one."""
-    bands = [one[key] for one in expected if key in one]
+    bands = [band for one in expected if (band := one.get(key)) is not None]
     if len(bands) < len(expected):
         return None
     return min(low for low, _ in bands), max(high for _, high in bands)
-
-
-def _intervals(a: RecordedRun, b: RecordedRun, paired: bool) -> dict[str, Interval]:
-    generator = np.random.default_rng(0)
-    found: dict[str, Interval] = {}
-    draws: dict[tuple[bool, int], NDArray[np.int32]] = {}
-    for name in PER_REQUEST:
-        values = [
-            {one: row[name] for one, row in run.row_of.items() if row.get(name) is not None}
-            for run in (a, b)
-        ]
-        if paired:
-            common = [one for one in values[0] if one in values[1]]
-            values = [{one: side[one] for one in common} for side in values]
-        left, right = (np.array(list(side.values()), np.float64) for side in values)
-        if min(len(left), len(right)) < MIN_SAMPLES:
-            continue
-        sides = (False, len(left)), (not paired, len(right))
-        for side in sides:
-            if side not in draws:
-                draws[side] = _draws(side[1], generator)
-        for statistic, interval in _bootstrap(left, right, (draws[sides[0]], draws[sides[1]])).items():
-            found[f"{name}.{statistic}"] = interval
-    return found
 
 
 def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -116,46 +83,6 @@ def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield from numbers_of(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + name, float(value)
-
-
-def _draws(size: int, generator: np.random.Generator) -> NDArray[np.int32]:
-    """[size, DRAWS]: how many times each of `size` requests occurs in each draw with replacement."""
-    drawn = (np.bincount(generator.integers(0, size, size), minlength=size) for _ in range(DRAWS))
-    return np.array([*drawn], np.int32).T.copy()
-
-
-def _bootstrap(a: Floats, b: Floats, draws: tuple[NDArray[np.int32], NDArray[np.int32]]) -> dict[str, Interval]:
-    """Confidence intervals of the differences of mean and percentiles.
-
-    In sorted order, the percentile of a draw is the value at which the number of drawn requests passes the rank.
-    """
-    samples: list[dict[str, Floats]] = []
-    for values, counts in zip((a, b), draws, strict=True):
-        order = np.argsort(values, kind="stable")
-        ranked, sums = values[order], np.cumsum(counts[order], axis=0, dtype=np.int32)
-        of_draws = {"mean": values @ counts / len(values)}
-        for name, percentile in PERCENTILES.items():
-            places = _search(sums, percentile / 100 * (len(values) - 1))
-            of_draws[name] = ranked[np.minimum(places, len(values) - 1)]
-        samples.append(of_draws)
-    tail = (100 - CONFIDENCE) / 2
-    found: dict[str, Interval] = {}
-    for name in samples[0]:
-        low, high = np.percentile(samples[1][name] - samples[0][name], (tail, 100 - tail))
-        found[name] = (float(low), float(high))
-    return found
-
-
-def _search(sums: NDArray[np.int32], rank: float) -> NDArray[np.int64]:
-    """The first row of each column of ascending `sums` that is above `rank`, by bisection in all columns at once."""
-    columns = np.arange(sums.shape[1])
-    low, high = np.zeros(len(columns), np.int64), np.full(len(columns), len(sums), np.int64)
-    while (low < high).any():
-        middle = np.minimum((low + high) // 2, len(sums) - 1)
-        above = sums[middle, columns] > rank
-        high = np.where(above & (low < high), middle, high)
-        low = np.where(~above & (low < high), middle + 1, low)
-    return low
 
 
 # Conditions of a regression gate.
@@ -181,7 +108,7 @@ def failed_condition(text: str, figures: Mapping[str, Figure]) -> str | None:
         raise InputError(f"--fail-if {text!r}: {name} is no figure of both runs; expected one such as {known}.")
     bound = float(sign + amount) if sign else float(amount)
     if percent:
-        value = 0.0 if figure.difference == 0 else (figure.ratio - 1) * 100 if figure.ratio is not None else np.inf
+        value = 0.0 if figure.difference == 0 else (figure.ratio - 1) * 100 if figure.ratio is not None else math.inf
     else:
         value = figure.difference if sign else figure.b
     holds = value > bound if operator == ">" else value < bound

@@ -16,6 +16,7 @@ from ifbbench.compressed import is_compressed
 from ifbbench.engine.policies.policy import Limit
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.report.confidence import RunSample
 from ifbbench.report.load import REQUEST_FIELDS, RunData, load_run, read_lines
 
 Floats = NDArray[np.float64]
@@ -179,6 +180,10 @@ class RecordedRun:
         return f"no iteration is recorded ({why or 'no request ran yet'})"
 
     @property
+    def path(self) -> Path:
+        return self.data.path
+
+    @property
     def config(self) -> dict[str, Any]:
         return self.data.config
 
@@ -254,6 +259,12 @@ class RecordedRun:
         """The line of `requests.jsonl` of each request that ended."""
         lines = read_lines(find_lines(self.data.path, "requests"), REQUEST_FIELDS)
         return {line["request_id"]: line for line in lines}
+
+    @cached_property
+    def sample(self) -> RunSample:
+        """The requests that the figures of the run cover."""
+        window = (self.data.summary or {}).get("steady_state")
+        return RunSample(self.row_of.values(), (window["start_s"], window["end_s"]) if window else None)
 
     def arrival_s(self, request_id: Id) -> float:
         """When a request arrived, on the clock of the run."""

@@ -174,8 +174,8 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
             first, *others = (f"{significant(value, scale)}{unit}" for value in values)
             table.add_row(label, f"[bold]{first}[/bold]{between}", *others, "")
     console.print(table)
-    console.print("[dim]In brackets: 95 % intervals for other requests like these. Matters: the largest loss among the "
-                  "values beside the best one.[/dim]")  # fmt: skip
+    matters = "Matters: the largest loss among the values beside the best one."
+    console.print(" ".join(filter(None, (best["interval_of"], matters))), style="dim", markup=False)
     if binding := found["binding"]:
         console.print(f"\n{binding['advice']}", markup=False)
     if other := best["next_best"]:

@@ -1,6 +1,6 @@
 """`ifbbench run --repeat N`: the same run with N seeds, the mean of each figure and its confidence interval."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,12 @@ from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, sole_writer, writing
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
-from ifbbench.planning.points import FAILURES, in_one_line, prove
+from ifbbench.planning.points import FAILURES, in_one_line, prove, run_all, summarise
 from ifbbench.planning.sweep import OnPoint, check_free, remove_runs
 from ifbbench.recording.run_directory import REPEATS_FILE, RESULTS, write_json
 from ifbbench.replay.run import RunResult
 from ifbbench.report.confidence import summary_of
-from ifbbench.workload.load import load_trace
+from ifbbench.workload.load import in_memory, load_trace, read_source
 
 RunOne = Callable[[str | None, RunConfig], RunResult]
 """Runs one repeat, given the trace and the settings, `output` included."""
@@ -74,6 +74,21 @@ def run_repeats(source: str | None, base: RunConfig, count: int, run_one: RunOne
             write_table(directory / REPEATS_FILE, rows)
             on_point(number, count, f"repeat-{number}", row[ERROR_COLUMN])
         return RunResult(directory, summary_of(summaries, count), failed)
+
+
+def simulate_seeds(
+    source: str | None, base: RunConfig, seeds: Sequence[int], on_run: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """The summary of a simulated run with each of `seeds`; no file is written. on_run: called as each ends. InputError
+    if one fails."""
+    configs = [base.with_values(seed=seed) for seed in seeds]
+    found: dict[int, dict[str, Any]] = {}
+    for number, result in run_all(summarise, [(in_memory(read_source(source, one)), one) for one in configs]):
+        if result.error:
+            raise InputError(f"seed {seeds[number]}: {result.error}")
+        found[number] = result.summary
+        on_run()
+    return [found[number] for number in range(len(seeds))]
 
 
 def _run_one(source: str | None, trace: str, config: RunConfig, run_one: RunOne) -> tuple[Row, bool]:

@@ -14,7 +14,7 @@ from ifbbench.files import check_new_directory, replace_file
 from ifbbench.planning.sweep import check_free
 from ifbbench.planning.tune import Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
-from ifbbench.planning.tune_certainty import at_risk, intervals, is_undecided, next_best
+from ifbbench.planning.tune_certainty import at_risk, interval_of, intervals, is_undecided, next_best
 from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 from ifbbench.report import percent, time_unit
@@ -47,6 +47,7 @@ def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) ->
         "recommendation": {
             **described(best, goal),
             "intervals_95": found,
+            "interval_of": interval_of(findings.run) if findings else None,
             "expected_error": best.summary.get("expected_error"),
             "at_risk": at_risk(best.summary, goal.objectives),
             "next_best": next_best(best, tuning, found),

@@ -1,12 +1,167 @@
-"""The mean of each figure over runs with different seeds, and its confidence interval."""
+"""Confidence intervals: of means over repeats with different seeds, and of the figures of a single run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import cos, pi, sin, sqrt
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean, stdev, variance
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.recording.metrics import PER_REQUEST, PERCENTILES, distribution
 
 CONFIDENCE = 0.95
+Floats: TypeAlias = NDArray[np.float64]
+Interval: TypeAlias = tuple[float, float]
+
+
+def half_width(values: Sequence[float] | Floats) -> float | None:
+    """Half of the confidence interval of the mean of independent `values`, by Student's t distribution; None with fewer
+    than two."""
+    if len(values) < 2:
+        return None
+    return student_t(CONFIDENCE, len(values) - 1) * float(stdev(values)) / sqrt(len(values))
+
+
+def half_width_of_difference(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Half of the confidence interval of the difference of the means of two independent samples, of different variances
+    (Welch's); None with fewer than two values in either."""
+    if min(len(a), len(b)) < 2:
+        return None
+    parts = variance(a) / len(a), variance(b) / len(b)
+    total = sum(parts)
+    if not total:
+        return 0.0
+    degrees = total**2 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1))
+    return student_t(CONFIDENCE, max(int(degrees), 1)) * sqrt(total)
+
+
+OF_BLOCKS = "95 % intervals: for other requests like these, by Student's t over {} blocks of consecutive arrivals."
+# Blocks of a run: at least MIN_BLOCKS, at most MAX_BLOCKS. Each has MIN_REQUESTS requests or more, and is MIN_LENGTH
+# times as long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it.
+MIN_BLOCKS, MAX_BLOCKS = 5, 10
+MIN_REQUESTS, MIN_LENGTH, MIN_BEYOND = 20, 10.0, 8.0
+# The time after which the state of a server is forgotten, in mean latencies. Half of it on each side of an edge couples
+# two blocks.
+MEMORY = 2.0
+
+
+class RunSample:
+    """The figures of one run as a sample: how much they would vary with other requests like these.
+
+    Requests share batches and wait for each other, so that neighbours are not independent, but parts of the run that
+    are long against a request's latency nearly are. The run is cut into blocks of as many consecutive arrivals. Each
+    figure is computed without each block in turn (the jackknife with groups), which works for means, percentiles and
+    rates alike; the pseudo-values of the blocks have Student's t distribution.
+
+    blocks: 0 if the run is too short for MIN_BLOCKS. lengths: its arrivals last so many mean latencies. An overloaded
+    run, in which latencies grow with the run, is always too short.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], window: Interval | None = None) -> None:
+        """rows: lines of `requests.jsonl`. window: (start, end) in seconds, of a run with a steady state; only requests
+        that end in it count."""
+        counted = [row for row in rows if row["outcome"] in ("completed", "failed")]
+        if window is not None:
+            counted = [row for row in counted if row["end_s"] is not None and window[0] <= row["end_s"] <= window[1]]
+        counted.sort(key=lambda row: (row["arrival_s"], row["index"]))
+        completed = [row for row in counted if row["outcome"] == "completed"]
+        ranks = [rank for rank, row in enumerate(counted) if row["outcome"] == "completed"]
+        self._count, self._rank = len(counted), np.array(ranks, np.int64)
+        self._arrival_s = _column(counted, "arrival_s")
+        self._met = np.array([bool(row["slo_met"]) for row in counted]) if "slo_met" in (counted or [{}])[0] else None
+        self._latencies = {name: _column(completed, name) for name in PER_REQUEST}
+        self._prompt, self._output = _column(completed, "prompt_len"), _column(completed, "output_len")
+        self._reused = np.nan_to_num(_column(completed, "reused_tokens"))
+        self._span, self.lengths = (0.0, 0.0), 0.0
+        if completed:
+            self._span = window or (float(self._arrival_s[0]), max(row["end_s"] for row in completed))
+            latency_s = float(self._latencies["e2e_s"].mean())
+            self.lengths = float(self._arrival_s[-1] - self._arrival_s[0]) / latency_s if latency_s > 0 else np.inf
+
+    @property
+    def blocks(self) -> int:
+        blocks = int(min(MAX_BLOCKS, len(self._rank) // MIN_REQUESTS, self.lengths / MIN_LENGTH))
+        return blocks if blocks >= MIN_BLOCKS else 0
+
+    @property
+    def too_short(self) -> str:
+        """Why there are no blocks; empty if there are."""
+        if self.blocks:
+            return ""
+        if len(self._rank) < MIN_BLOCKS * MIN_REQUESTS:
+            return f"it completed {len(self._rank)} requests, and {MIN_BLOCKS * MIN_REQUESTS} are needed"
+        needed = MIN_BLOCKS * MIN_LENGTH
+        return f"its arrivals last {self.lengths:.2g} times the mean latency, and {needed:.0f} times are needed"
+
+    def pseudo_values(self, blocks: int) -> dict[str, Floats]:
+        """For each figure by its dotted name an array of shape [blocks], independent of each other."""
+        of_all = np.arange(self._count) * blocks // max(self._count, 1)
+        of_completed = of_all[self._rank]
+        found: dict[str, Floats] = {}
+        with np.errstate(divide="ignore"):
+            columns = self._latencies | {"per_user_output_speed_tokens_per_s": 1 / self._latencies["tpot_s"]}
+        for name, column in columns.items():
+            is_known = np.isfinite(column)
+            values, block = column[is_known], of_completed[is_known]
+            whole, parts = distribution(values), [distribution(values[block != one]) for one in range(blocks)]
+            for statistic in ("mean", *PERCENTILES):
+                beyond = len(values) * (1 - PERCENTILES.get(statistic, 0.0) / 100)
+                if beyond >= MIN_BEYOND and all(part[statistic] is not None for part in parts):
+                    left = np.array([part[statistic] for part in parts], np.float64)
+                    found[f"{name}.{statistic}"] = blocks * (whole[statistic] or 0.0) - (blocks - 1) * left
+
+        def ratio(name: str, over: Floats, under: Floats) -> None:
+            """over, under: their sums in each block."""
+            totals = over.sum(), under.sum()
+            if (under < totals[1]).all():
+                without = (totals[0] - over) / (totals[1] - under)
+                found[name] = blocks * totals[0] / totals[1] - (blocks - 1) * without
+
+        def sums(values: Floats) -> Floats:
+            return np.bincount(of_completed, values, minlength=blocks).astype(np.float64)
+
+        begins = self._arrival_s[np.searchsorted(of_all, np.arange(1, blocks))]
+        seconds = np.diff([self._span[0], *begins, self._span[1]])
+        ratio("request_throughput_per_s", sums(np.ones(len(self._rank))), seconds)
+        ratio("output_throughput_tokens_per_s", sums(self._output), seconds)
+        ratio("total_throughput_tokens_per_s", sums(self._prompt + self._output), seconds)
+        if self._met is not None:
+            met, requests = (np.bincount(of_all, each, minlength=blocks).astype(np.float64)
+                             for each in (self._met, np.ones(self._count)))  # fmt: skip
+            ratio("goodput_requests_per_s", met, seconds)
+            ratio("goodput_share", met, requests)
+        ratio("prefix_hit_rate", sums(self._reused), sums(self._prompt))
+        gaps = np.maximum(self._output - 1, 0)
+        ratio("itl_s.mean", sums(np.nan_to_num(self._latencies["tpot_s"]) * gaps), sums(gaps))
+        return found
+
+
+def half_widths(run: RunSample, than: RunSample | None = None) -> dict[str, float]:
+    """Half of the confidence interval of each figure of `run`, or of its difference from that of `than`: for other
+    requests like these. Empty if a run is too short to tell.
+
+    Blocks at the same position of two runs are paired: what both have in common, such as the requests themselves or a
+    rate that changes over the day, does not count as uncertainty."""
+    runs = [run] if than is None else [run, than]
+    blocks = min(one.blocks for one in runs)
+    if not blocks:
+        return {}
+    values, *others = (one.pseudo_values(blocks) for one in runs)
+    correlated = 1 / sqrt(1 - MEMORY * blocks / min(one.lengths for one in runs))
+    found = {}
+    for name in values:
+        if all(name in other for other in others):
+            difference = sum((-other[name] for other in others), values[name])
+            if (half := half_width(difference)) is not None:
+                found[name] = half * correlated
+    return found
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Floats:
+    """The values of a field, NaN where a row has none."""
+    return np.array([np.nan if (value := row.get(name)) is None else value for row in rows], np.float64)
 
 
 def summary_of(summaries: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
@@ -15,30 +170,29 @@ def summary_of(summaries: Sequence[Mapping[str, Any]], count: int) -> dict[str, 
     kept where all repeats agree."""
     return {
         "repeats": {"total": count, "completed": len(summaries)},
-        **_combined(summaries, fmean),
-        "confidence_interval_95": _combined(summaries, _interval),
+        **combined(summaries, fmean),
+        "confidence_interval_95": combined(summaries, _interval),
     }
 
 
-def _combined(tables: Sequence[Mapping[str, Any]], combine: Callable[[Sequence[float]], Any]) -> dict[str, Any]:
-    combined: dict[str, Any] = {}
+def combined(tables: Sequence[Mapping[str, Any]], combine: Callable[[Sequence[float]], Any]) -> dict[str, Any]:
+    """Each number of nested tables as `combine` makes one of those of all tables that have it."""
+    found: dict[str, Any] = {}
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [value for table in tables if (value := table.get(name)) is not None]
         if values and all(isinstance(value, Mapping) for value in values):
-            combined[name] = _combined(values, combine)
+            found[name] = combined(values, combine)
         elif values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            combined[name] = combine(values)
+            found[name] = combine(values)
         elif combine is fmean:
-            combined[name] = values[0] if values and all(value == values[0] for value in values) else None
-    return combined
+            found[name] = values[0] if values and all(value == values[0] for value in values) else None
+    return found
 
 
 def _interval(values: Sequence[float]) -> list[float] | None:
-    """The limits of the confidence interval of the mean of `values`, by Student's t distribution."""
-    if len(values) < 2:
-        return None
-    half_width = student_t(CONFIDENCE, len(values) - 1) * stdev(values) / sqrt(len(values))
-    return [fmean(values) - half_width, fmean(values) + half_width]
+    """The limits of the confidence interval of the mean of `values`."""
+    half = half_width(values)
+    return None if half is None else [fmean(values) - half, fmean(values) + half]
 
 
 @cache

@@ -33,7 +33,7 @@ def write_page(directories: Sequence[Path], into: Path) -> Path:
         return write_html(into / FILE, "nothing", ("common.js", "nothing.js"), empty["name"], empty)
     content: dict[str, Any] = {"runs": [page_data(run) for run in runs]}
     if len(runs) == 2:
-        comparison = Comparison(*runs)
+        comparison = Comparison(runs[0], runs[1])
         divergence = comparison.first_divergence
         content["divergence"] = None if divergence is None else divergence.as_dict()
         content["same_trace"] = comparison.same_trace

@@ -42,8 +42,9 @@ def test_the_run_has_the_figures_of_the_recommendation(directory):
     found = json.loads((directory / "tuned/tune.json").read_text())["recommendation"]
     summary = json.loads((directory / "tuned/run/summary.json").read_text())
     assert summary["goodput_share"] == found["figures"]["goodput_share"]
-    low, high = found["intervals_95"]["goodput_share"]
-    assert low <= summary["goodput_share"] <= high
+    # 60 requests in 1.5 s are one transient: they do not say how others would fare.
+    assert found["intervals_95"] == {}
+    assert found["interval_of"].startswith("No intervals: the run is too short")
 
 
 def test_the_command_runs_the_recommendation(directory, tmp_path):

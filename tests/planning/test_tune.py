@@ -296,16 +296,17 @@ def test_objectives_that_the_error_of_the_simulation_may_break_are_named():
 @pytest.mark.parametrize(
     ("goal", "options"),
     [
-        ("goodput", {"slo": "ttft=300ms", "request_rate": 40}), ("output_throughput", {"time_scale": 0}),
-        ("cost", {"slo": "ttft.p99=2s", "request_rate": 40, "max_gpus": 2}),
-        ("max_rate", {"slo": "ttft.p99=300ms", "request_rate": 20}),
+        ("goodput", {"slo": "ttft=300ms", "request_rate": 3}), ("output_throughput", {"request_rate": 3}),
+        ("cost", {"slo": "ttft.p99=2s", "request_rate": 3, "max_gpus": 2}),
+        ("max_rate", {"slo": "ttft.p99=300ms", "request_rate": 20, "max_num_samples": 60}),
     ],
 )  # fmt: skip
 def test_the_figure_of_each_goal_has_an_interval(tmp_path, goal, options):
     limits: dict[str, Any] = {
         "max_batch_size": 64, "max_num_tokens": 2048, "policy": "guaranteed_no_evict", "tokens_per_block": 32,
     }  # fmt: skip
-    found = tune(goal=goal, max_num_samples=60, tp_size=1, enable_chunked_context=True, **limits, **options)
+    options = {"max_num_samples": 300, **options}
+    found = tune(goal=goal, tp_size=1, enable_chunked_context=True, **limits, **options)
     described = answer(found, record_best(found, tmp_path, overwrite=False), [])["recommendation"]
     assert found.best is not None
     low, high = described["intervals_95"][found.goal.figure]

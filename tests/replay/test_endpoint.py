@@ -453,7 +453,7 @@ def test_commands_read_the_directory(tmp_path: Path) -> None:
     output("export", run)
     output("run", run, "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--output", simulated, "--quiet")
     table = output("compare", simulated, run)
-    assert "Decisions are not compared" in table
+    assert "Decisions of a and b are not compared" in table
     assert "Settings: enable_steady_state False → True\n" in table, "nothing of the trace or the server"
     names = [line.split()[0] for line in table[table.index("Figure") :].splitlines()[1:] if line.strip()]
     assert names[: len(COMPARED)] == COMPARED
