@@ -23,6 +23,7 @@ from ifbbench.recording.client_side import ClientRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.endpoint_api import EndpointApi, prompt_form
 from ifbbench.replay.endpoint_connections import Address, Connections
+from ifbbench.replay.endpoint_http import RequestFailed
 from ifbbench.replay.endpoint_loop import (
     Alarm,
     allow_many_connections,
@@ -142,8 +143,15 @@ class _EndpointReplay:
             request = EndpointRequest(self._api, self._connections, -1, row, self._api.body(row), end.set_result)
             request.begin()
             if (failure := (await end).failure) is not None:
-                raise InputError(f"--endpoint {self._config.endpoint}: the warm-up request failed: {failure}. Mend "
-                                 "that, or add --warm_up 0 to run nevertheless.")  # fmt: skip
+                raise InputError(f"--endpoint {self._config.endpoint}: the warm-up request failed: {failure}."
+                                 f"{self._about_token_ids(failure)} Mend that, or add --warm_up 0 to run nevertheless.")
+
+    def _about_token_ids(self, failure: RequestFailed) -> str:
+        """A reason for which a server may refuse prompts that are drawn; empty if it cannot be the reason."""
+        if not failure.kind.startswith("http_") or self._api.sends_text or self._api.tokenizer is not None:
+            return ""
+        return (f" Prompts are random token ids below --endpoint_vocab_size {self._config.endpoint_vocab_size}; if the "
+                "server's vocabulary is smaller, give its size, or --tokenizer.")  # fmt: skip
 
     # The run.
 

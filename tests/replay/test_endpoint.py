@@ -406,7 +406,10 @@ def test_servers_that_cannot_be_used_are_refused_before_anything_is_written(tmp_
         server.gets["/v1/models"] = (404, {})
         assert "give its name as --model" in message(server)
     with fake_endpoint(lambda _, writer: writer.json({"message": "id 31999 is too large"}, 400)) as server:
-        assert "the warm-up request failed: status 400: id 31999 is too large" in message(server)
+        refusal = message(server)
+        assert "the warm-up request failed: status 400: id 31999 is too large." in refusal
+        assert "--endpoint_vocab_size 32000; if the server's vocabulary is smaller, give its size" in refusal
+        assert "--endpoint_vocab_size" not in message(server, endpoint_prompts="text")
 
 
 def test_settings_of_an_engine_and_of_an_endpoint_exclude_each_other() -> None:
