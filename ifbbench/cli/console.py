@@ -1,5 +1,6 @@
 """What commands print to: the console of tables, and the progress of long operations."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +32,12 @@ def report_console(highlight: bool = True) -> "Console":
     class OutputConsole(Console):
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(printable(text), **options)
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            # A sentence is one line in a file; a terminal would cut words at its end, so that lines are broken here.
+            if self.is_terminal:
+                options["soft_wrap"] = False
+            super().print(*objects, **options)
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # `main` handles it; rich would exit with status 1
@@ -133,6 +140,12 @@ def _bar(label: str, console: "Console") -> Iterator[Progress]:
     ) as bar:  # fmt: skip
         task = bar.add_task(label, total=None, counts="", remaining="", text="")
         yield BarProgress(label)
+
+
+def echo_beside_bar(text: str) -> None:
+    """Print a line on standard error while a bar may be there: rich then draws the bar below it. click.echo would write
+    to the terminal behind rich's back, into the line of the bar."""
+    print(text, file=sys.stderr)
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
     from rich.table import Column, Table
 
     from ifbbench.cli.console import report_console
-    from ifbbench.report import percent
+    from ifbbench.report import percent, print_fitting
     from ifbbench.workload.statistics import histogram_lines, sparkline
 
     console = report_console(highlight=False)
@@ -170,7 +170,7 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
     table = Table("tokens", *(Column(column, justify="right") for column in columns), box=None)
     for name, length in lengths.items():
         table.add_row(name, *(f"{getattr(length, column):,.0f}" for column in columns))
-    console.print(table)
+    print_fitting(console, table)
     if statistics.classes:
         headers = ("requests", "share", "prompt mean", "output mean")
         classes = Table("class", *(Column(header, justify="right") for header in headers), box=None)

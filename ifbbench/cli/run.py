@@ -218,7 +218,9 @@ def _point_reporter(quiet: bool) -> Callable[[int, int, str, str], None]:
 def _report_failure(_ended: int, _points: int, label: str, error: str) -> None:
     """Report a point of a sweep that failed, when it ends."""
     if error:
-        click.echo(f"{label}: {error}", err=True)
+        from ifbbench.cli.console import echo_beside_bar
+
+        echo_beside_bar(f"{label}: {error}")
 
 
 def _report_sweep(result: "SweepResult", as_json: bool) -> None:

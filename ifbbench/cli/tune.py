@@ -63,7 +63,7 @@ def tune(
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
-    from ifbbench.cli.console import progress_line, report_console
+    from ifbbench.cli.console import echo_beside_bar, progress_line, report_console
     from ifbbench.planning.tune import Tuner
     from ifbbench.planning.tune_candidates import Goal
     from ifbbench.planning.tune_files import answer, check, record_best, write_answer, write_server_files
@@ -72,7 +72,7 @@ def tune(
 
     def report_best(best: "Candidate") -> None:
         if not quiet:
-            click.echo(f"{clock.now():.0f} s: {_best_line(best, wanted)}", err=True)
+            echo_beside_bar(f"{clock.now():.0f} s: {_best_line(best, wanted)}")
 
     wanted = Goal.of(goal, config.slo)
     with progress_line("tune", quiet) as progress:
@@ -153,7 +153,7 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
 
 def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") -> None:
     """Print the recommendation beside what users get without a search."""
-    from ifbbench.report import percent, plain_table, significant
+    from ifbbench.report import percent, plain_table, print_fitting, significant
 
     best, baselines = found["recommendation"], found["baselines"]
     console.print(f"\n[bold]{found['verdict']}[/bold]")
@@ -173,7 +173,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
             between = f" [dim]({low}–{high})[/dim]" if interval else ""
             first, *others = (f"{significant(value, scale)}{unit}" for value in values)
             table.add_row(label, f"[bold]{first}[/bold]{between}", *others, "")
-    console.print(table)
+    print_fitting(console, table)
     matters = "Matters: the largest loss among the values beside the best one."
     console.print(" ".join(filter(None, (best["interval_of"], matters))), style="dim", markup=False)
     if binding := found["binding"]:
@@ -194,7 +194,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         f"[dim]{work['simulated_requests']:,} requests were simulated in {work['runs']} runs; a grid of "
         f"{work['grid_points']} points takes {work['grid_requests']:,}.[/dim]"
     )  # fmt: skip
-    console.print(f"\n{best['command']}", markup=False, soft_wrap=True)
+    click.echo(f"\n{best['command']}")  # never broken into lines, so that it can be copied
 
 
 LATENCY_ROWS = [

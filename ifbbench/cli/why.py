@@ -162,7 +162,7 @@ def _print_seen(findings: "ClientFindings", slowest: int, console: "Console") ->
 
 
 def _print_ledger(findings: "Findings", console: "Console") -> None:
-    from ifbbench.report import count, plain_table, significant
+    from ifbbench.report import count, plain_table, print_fitting, significant
 
     ledger = findings.ledger
     if not ledger.entries:
@@ -189,7 +189,7 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
             count(entry.blocks_freed), count(entry.tokens_recomputed), significant(entry.lost_s),
             significant(entry.gained_s),
         )  # fmt: skip
-    console.print(table)
+    print_fitting(console, table, keys=3)
     console.print()
 
 
@@ -201,7 +201,7 @@ def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
         return
     from ifbbench.analysis.bounds import PART_NAMES
 
-    table = plain_table("Where the time went, against the least possible", numbers=["s", "share"])
+    table = plain_table("Where the time went", numbers=["s", "share"])
     table.add_column("")
     for name, spent in bound.parts_s.items():
         share = spent / bound.duration_s if bound.duration_s else 0.0
@@ -216,13 +216,13 @@ def _print_life(life: "RequestLife", console: "Console") -> None:
     from ifbbench.report import percent, plain_table, significant
 
     console.print(f"\n{' '.join(life.sentences())}\n", soft_wrap=True, markup=False)
-    table = plain_table(numbers=["from s", "for ms", "iterations"])
+    table = plain_table(numbers=["from s", "for s", "iterations"])
     table.add_column("the request")
     for stretches in _grouped(life.stretches):
         first, last = stretches[0], stretches[-1]
-        spent_ms = sum(one.duration_s for one in stretches) * 1000
+        spent_s = sum(one.duration_s for one in stretches)
         iterations = f"{first.first:,}" if first.first == last.last else f"{first.first:,} – {last.last:,}"
-        table.add_row(f"{first.start_s:,.3f}", f"{spent_ms:,.1f}", iterations, _in_words(stretches))
+        table.add_row(f"{first.start_s:,.3f}", f"{spent_s:,.4f}", iterations, _in_words(stretches))
     console.print(table)
     if not life.attribution_s:
         return

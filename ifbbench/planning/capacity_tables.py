@@ -29,8 +29,7 @@ def print_study(study: Study, console: Console) -> None:
         console.print(_fit_table(study))
         console.print()
     for sentence in sentences(study):
-        # One line per sentence in a file or pipe; a terminal must not break words.
-        console.print(escape(sentence), highlight=False, soft_wrap=not console.is_terminal)
+        console.print(escape(sentence), highlight=False, soft_wrap=True)
     if not study.requests:
         console.print(HINT, highlight=False)
 

@@ -14,8 +14,9 @@ from ifbbench.clock import NANOSECONDS
 from ifbbench.config import RunConfig
 from ifbbench.engine.kv_cache.sizing import CacheLayout
 from ifbbench.errors import InputError
+from ifbbench.fields import memory_size
 from ifbbench.model.named_models import load_model_config
-from ifbbench.report import bar, percent, plain_table
+from ifbbench.report import bar, percent, plain_table, print_fitting
 from ifbbench.simulation.cost_model import CostModel
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import hardware_names, load_hardware
@@ -210,7 +211,7 @@ def print_explanation(explained: Explanation, console: Console) -> None:
     console.print(_title(explained), highlight=False)
     console.print(_batch_line(explained), style="dim", highlight=False)
     console.print()
-    console.print(_operations_table(explained))
+    print_fitting(console, _operations_table(explained), _operations_table(explained, with_bars=False))
     console.print()
     device_s, host_s = explained.device_ns / NANOSECONDS, explained.host_ns / NANOSECONDS
     outputs = explained.work.outputs
@@ -270,13 +271,14 @@ def _batch_line(explained: Explanation) -> str:
     return f"One iteration: {' and '.join(parts)}"
 
 
-def _operations_table(explained: Explanation) -> Table:
+def _operations_table(explained: Explanation, with_bars: bool = True) -> Table:
     total = sum(operation.seconds for operation in explained.operations)
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False, show_footer=True, footer_style="bold")
     table.add_column("operation", "total")
     table.add_column("time", duration(total), justify="right")
     table.add_column("share", "100 %", justify="right")
-    table.add_column("", "", width=BAR_WIDTH)
+    if with_bars:
+        table.add_column("", "", width=BAR_WIDTH)
     flops = sum(operation.flops for operation in explained.operations)
     table.add_column("FLOPs", scaled(flops, "FLOP"), justify="right")
     table.add_column("bytes", justify="right")
@@ -285,7 +287,8 @@ def _operations_table(explained: Explanation) -> Table:
     for operation in explained.operations:
         share, style = operation.seconds / total, LIMIT_STYLES[operation.limit]
         table.add_row(
-            operation.name, duration(operation.seconds), percent(share), f"[{style}]{bar(share, BAR_WIDTH)}[/{style}]",
+            operation.name, duration(operation.seconds), percent(share),
+            *([f"[{style}]{bar(share, BAR_WIDTH)}[/{style}]"] if with_bars else []),
             scaled(operation.flops, "FLOP") if operation.flops else "",
             scaled(operation.bytes, "B") if operation.bytes else "",
             f"[{style}]{operation.limit}[/{style}]", _reached(operation),
@@ -314,9 +317,9 @@ def _memory_table(explained: Explanation) -> Group:
     memory, step_tokens = explained.memory, explained.step_kv_tokens
     left = memory.total - memory.runtime - memory.weights - memory.activations - memory.kv_cache
     left -= memory.adapters
-    table = plain_table("memory of a device", numbers=[scaled(memory.total, "B")])
+    table = plain_table("memory of a device", numbers=[memory_size(memory.total)])
     table.add_column("")
-    per_token = scaled(explained.cost_model.shard.kv_bytes_per_token, "B")
+    per_token = memory_size(explained.cost_model.shard.kv_bytes_per_token)
     rows = (
         ("weights", memory.weights, ""),
         ("activations", memory.activations, "of the largest iteration"),
@@ -326,9 +329,9 @@ def _memory_table(explained: Explanation) -> Group:
         ("left free", left, ""),
     )
     for name, size, note in rows:
-        table.add_row(name, scaled(size, "B"), f"[dim]{note}[/dim]")
+        table.add_row(name, memory_size(size), f"[dim]{note}[/dim]")
     fits = (
-        f"This batch takes {step_tokens:,} of these tokens, {100 * step_tokens / explained.kv_tokens:.0f} %."
+        f"This batch takes {step_tokens:,} of these tokens, {percent(step_tokens / explained.kv_tokens)}."
         if step_tokens <= explained.kv_tokens
         else f"[red]This batch does not fit: it takes {step_tokens:,} tokens of KV cache.[/red]"
     )

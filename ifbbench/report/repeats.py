@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.report import NOTHING, count, plain_table, significant, time_unit
+from ifbbench.report import NOTHING, count, plain_table, print_fitting, significant
 from ifbbench.report.checking import read_object
-from ifbbench.report.tables import LATENCIES, STATISTICS
+from ifbbench.report.tables import LATENCIES, STATISTICS, common_unit
 
 THROUGHPUTS = {
     "request_throughput_per_s": ("Request throughput", "requests/s"),
@@ -34,13 +34,12 @@ def print_repeats(directory: Path, console: Console) -> None:
         table.add_row(f"[dim]{title}[/dim]", f"{with_half_width(known.get(key), intervals.get(key))} {unit}")
     console.print(table)
     console.print()
-    latencies = plain_table("Latency", "", numbers=STATISTICS)
+    unit, scale = common_unit([known])
+    latencies = plain_table(f"Latency ({unit})", numbers=STATISTICS.values())
     for key, title in LATENCIES.items():
         means, limits = known.get(key) or {}, intervals.get(key) or {}
-        unit, scale = time_unit([means.get(name) for name in STATISTICS])
-        cells = (with_half_width(means.get(name), limits.get(name), scale) for name in STATISTICS)
-        latencies.add_row(title, f"[dim]{unit}[/dim]", *cells)
-    console.print(latencies)
+        latencies.add_row(title, *(with_half_width(means.get(name), limits.get(name), scale) for name in STATISTICS))
+    print_fitting(console, latencies)
 
 
 def with_half_width(mean: float | None, interval: list[float] | None, scale: float = 1.0) -> str:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ifbbench.fields import as_text
-from ifbbench.report import NOTHING, count, percent, plain_table, significant, time_unit
+from ifbbench.report import NOTHING, count, percent, plain_table, print_fitting, significant, time_unit
 
 SweepRow = Mapping[str, Any]
 """A point of a sweep: its settings and flattened summary (`ttft_s.p99`). A point that failed has no figures."""
@@ -75,7 +75,7 @@ def print_sweep(
         ])  # fmt: skip
     for line in zip(*cells, strict=True):
         table.add_row(*line)
-    console.print(table)
+    print_fitting(console, table, keys=len(over))
     complete = "" if all(is_complete) else ", of points without failed requests"
     console.print(f"[dim]* best of the column{complete}[/dim]", highlight=False)
     if any(number_in(row, GROWTH) for row in rows):

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.recording.run_directory import find_lines
-from ifbbench.report import NOTHING, bar, count, percent, plain_table, significant, time_unit
+from ifbbench.report import NOTHING, bar, count, percent, plain_table, print_fitting, significant, time_unit
 from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
 from ifbbench.report.limits import BINDING, fullest_window, limit_name
@@ -55,11 +55,15 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     for warning in [*warnings(known), *(client_warnings(run, known) if run.endpoint else [])]:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
-    tables = [_throughput_table(known), _bound_table(known), _latency_table(known), _slo_table(known)]
-    tables += [_group_table(known, title) for title in ("by_class", "by_priority")]
-    for table in tables:
-        if table is not None:
-            console.print(table)
+    forms: list[tuple[Table | None, ...]] = [
+        (_throughput_table(known), _throughput_table(known, pairs=1)),
+        (_bound_table(known), _bound_table(known, with_bars=False)),
+        (_latency_table(known),), (_slo_table(known),),
+        *((_group_table(known, title),) for title in ("by_class", "by_priority")),
+    ]  # fmt: skip
+    for tables in forms:
+        if found := [table for table in tables if table is not None]:
+            print_fitting(console, *found)
             console.print()
     sentences = [bound_sentence(known, run.config), *traffic_sentences(known)]
     if run.endpoint:
@@ -181,13 +185,14 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
     return blocks.get("peak_used"), blocks.get("max"), ""
 
 
-def _throughput_table(known: dict[str, Any]) -> Table:
+def _throughput_table(known: dict[str, Any], pairs: int = 2) -> Table:
+    """pairs: of a name and a figure in each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
     completed = f"{count(requests['completed'])} of {count(requests['total'])}"
     if requests["failed"]:
         completed += f" ([red]{count(requests['failed'])} failed[/red])"
     table = Table.grid(padding=(0, 3))
-    for style in ("dim", None, "dim", None):
+    for style in ("dim", None) * pairs:
         table.add_column(style=style)
     rows = [
         ("Requests completed", completed, "Iterations", count(known["iterations"])),
@@ -206,7 +211,9 @@ def _throughput_table(known: dict[str, Any]) -> Table:
     if lora := known.get("lora"):
         rows.append(("LoRA hit rate", percent(lora["hit_rate"]), "LoRA pages, peak use",
                      f"{count(lora['peak_device_pages'])} of {count(lora['device_pages'])}"))  # fmt: skip
-    for row in rows + _arrival_rows(known.get("arrivals") or {}):
+    rows += _arrival_rows(known.get("arrivals") or {})
+    halves = [*(row[:2] for row in rows), *(row[2:] for row in rows)]
+    for row in halves if pairs == 1 else rows:
         table.add_row(*row)
     return table
 
@@ -225,7 +232,7 @@ def _arrival_rows(arrivals: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 def _latency_table(known: dict[str, Any]) -> Table:
     # One unit for all, so that rows and columns can be compared.
-    unit, scale = _common_unit([known])
+    unit, scale = common_unit([known])
     table = plain_table(f"Latency ({unit})", numbers=STATISTICS.values())
     for key, title in LATENCIES.items():
         values = [(known.get(key) or {}).get(name) for name in STATISTICS]
@@ -233,14 +240,14 @@ def _latency_table(known: dict[str, Any]) -> Table:
     return table
 
 
-def _common_unit(groups: Iterable[dict[str, Any]]) -> tuple[str, float]:
+def common_unit(groups: Iterable[dict[str, Any]]) -> tuple[str, float]:
     """Milliseconds, or microseconds where most latencies are far below one."""
     values = [(known.get(key) or {}).get("p50") for known in groups for key in LATENCIES]
     unit, scale = time_unit([value for value in values if value])
     return (unit, scale) if unit == "µs" else ("ms", 1e3)
 
 
-def _bound_table(known: dict[str, Any]) -> Table | None:
+def _bound_table(known: dict[str, Any], with_bars: bool = True) -> Table | None:
     """The share of each limit in the time, the waiting and the iterations; None where they are unknown."""
     shares = {key: values for key in LIMIT_SHARES if (values := known.get(key))}
     if not shares:
@@ -248,7 +255,7 @@ def _bound_table(known: dict[str, Any]) -> Table | None:
     table = plain_table("Bound by")
     for key in shares:
         heading, cells = LIMIT_SHARES[key]
-        if cells:
+        if cells and with_bars:
             table.add_column("")
         table.add_column(heading, justify="right")
     names = dict.fromkeys((*BINDING, *(name for values in shares.values() for name in values)))
@@ -257,7 +264,7 @@ def _bound_table(known: dict[str, Any]) -> Table | None:
         row = [escape(limit_name(name))]  # reasons of a user policy have their own names
         for key, values in shares.items():
             share, cells = values.get(name, 0.0) / (sum(values.values()) or 1.0), LIMIT_SHARES[key][1]
-            if cells:
+            if cells and with_bars:
                 row.append(f"[{'dim' if name == 'none' else 'cyan'}]{bar(share, cells)}[/]")
             row.append(percent(share))
         table.add_row(*row)
@@ -268,7 +275,7 @@ def _slo_table(known: dict[str, Any]) -> Table | None:
     """Service level objectives, and the goodput."""
     if not known.get("slo"):
         return None
-    unit, scale = _common_unit([known])
+    unit, scale = common_unit([known])
     table = plain_table("Objective", numbers=[f"target ({unit})", f"reached ({unit})", "of requests"])
     table.add_column("")
     for name, one in known["slo"].items():
@@ -286,7 +293,7 @@ def _group_table(known: dict[str, Any], title: str) -> Table | None:
     groups: dict[str, dict[str, Any]] | None = known.get(title)
     if not groups:
         return None
-    unit, scale = _common_unit(groups.values())
+    unit, scale = common_unit(groups.values())
     has_goodput = any(group.get("goodput_share") is not None for group in groups.values())
     headings = ("requests", *(f"{heading}\n({unit})" for heading in GROUP_COLUMNS), "output\ntokens/s")
     numbers = (*headings, "goodput") if has_goodput else headings

@@ -1,16 +1,16 @@
 """`ifbbench capacity`: what it prints, and what it refuses."""
 
-import io
 import json
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from ifbbench.api.engine import build_engine
+from ifbbench.cli.console import report_console
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.planning.capacity import study
@@ -80,13 +80,13 @@ def test_tables():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_tables_keep_their_lines_in_a_terminal(width):
+def test_tables_keep_their_lines_in_a_terminal(width, monkeypatch, capsys):
     requests = [TraceRequest(index, 0.0, 1096, 7000, 211 + index) for index in range(20_000)]
     found = study(RunConfig(max_tokens_in_paged_kvcache=234_208, device="cuda"), requests)
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    print_study(found, console)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_study(found, report_console())
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert all(len(line) <= width for line in lines)
     for name in ("guaranteed_no_evict", "max_utilization, start", "max_utilization, end", "static_batch, v1"):
         (line,) = (line for line in lines if line.startswith(f"{name} "))

@@ -68,6 +68,17 @@ def test_reports_have_the_width_of_other_commands_in_a_pipe(runs, monkeypatch):
     assert "x" * 159 in invoke("run", "trace.jsonl", "--output", "out").stdout.splitlines()
 
 
+def test_a_terminal_breaks_lines_between_words_and_a_pipe_has_one_line_for_a_sentence(runs, monkeypatch):
+    sentence = " ".join(["scheduler"] * 20)
+    monkeypatch.setattr("ifbbench.report.tables.print_report",
+                        lambda run, console, known: console.print(sentence, soft_wrap=True))  # fmt: skip
+    assert sentence in invoke("report", "out").stdout.splitlines()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.split() for line in invoke("report", "out").stdout.splitlines() if "sched" in line]
+    assert [len(words) for words in lines] == [8, 8, 4]
+
+
 def test_run_reports_and_says_where_results_are(runs):
     done = invoke("run", "trace.jsonl", "--output", "out")
     assert done.exit_code == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ifbbench.report import bar, count, percent, significant, time_unit
+from ifbbench.report import bar, count, percent, plain_table, print_fitting, significant, time_unit
 from ifbbench.report.figures import figures
 from ifbbench.report.load import RunData, load_run
 from ifbbench.report.profile import profile_figures, profile_sentence
@@ -35,6 +35,32 @@ def test_report_of_a_finished_run(tmp_path: Path) -> None:
     assert any(line.startswith("token budget ██") and line.endswith("25 %") for line in lines)
     assert "Partial" not in text
     assert "failed" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_cell_is_cut_on_a_narrow_terminal(width: int, tmp_path: Path) -> None:
+    run = load_run(finish(write_documentation_run(tmp_path / "docs", model="tiny", device="cpu")))
+    wide, narrow = io.StringIO(), io.StringIO()
+    print_report(run, Console(file=wide, width=200))
+    print_report(run, Console(file=narrow, width=width))
+    tables = [text.getvalue().partition("Requests completed")[2].splitlines() for text in (wide, narrow)]
+    tables = [[line for line in lines if "  " in line] for lines in tables]  # not sentences, which are not broken here
+    assert max(map(len, tables[1])) <= width
+    words = [{word for line in lines for word in line.split() if word[0] not in " ▏▎▍▌▋▊▉█"} for lines in tables]
+    assert words[0] == words[1]
+
+
+@pytest.mark.parametrize(("width", "parts"), [(200, 1), (60, 2), (50, 3)])
+def test_a_wide_table_is_divided_into_parts_with_its_first_columns(width: int, parts: int) -> None:
+    out = io.StringIO()
+    table = plain_table("setting", "other", numbers=[f"figure {number}" for number in range(6)])
+    for row in range(3):
+        table.add_row(f"name-{row}", f"of-{row}", *(f"{row}.{column}" for column in range(6)))
+    print_fitting(Console(file=out, width=width), table, keys=2)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("name-2") == text.count("of-2") == parts
+    assert all(text.split().count(f"{row}.{column}") == 1 for row in range(3) for column in range(6))
 
 
 def test_report_of_a_killed_run_says_so(tmp_path: Path) -> None:
