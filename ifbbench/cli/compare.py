@@ -231,10 +231,12 @@ def _print_notes(comparisons: "Sequence[Comparison]", console: "Console") -> Non
     if others := [name for name, one in zip(RUN_NAMES[1:], comparisons, strict=False) if not one.same_trace]:
         console.print(f"[yellow]The trace of {' and '.join(others)} differs from that of a: requests are not compared "
                       "one by one.[/yellow]")  # fmt: skip
-    different = dict.fromkeys(name for one in comparisons for name in one.different_settings)
-    for setting_name in different:
-        values = [str(run.config.get(setting_name)) for run in runs]
-        console.print(f"{setting_name}: {' → '.join(values) if len(values) == 2 else ', '.join(values)}", markup=False)
+    different = []
+    for name in dict.fromkeys(name for one in comparisons for name in one.different_settings):
+        values = [str(run.config.get(name)) for run in runs]
+        different.append(f"{name} {' → '.join(values) if len(values) == 2 else ', '.join(values)}")
+    if different:
+        console.print(f"Settings: {'; '.join(different)}", markup=False)
 
 
 def _print_figures(

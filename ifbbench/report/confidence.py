@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import cos, pi, sin, sqrt
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ def half_width(values: Sequence[float] | Floats) -> float | None:
     than two."""
     if len(values) < 2:
         return None
-    return student_t(CONFIDENCE, len(values) - 1) * float(stdev(values)) / sqrt(len(values))
+    return student_t(CONFIDENCE, len(values) - 1) * float(np.std(values, ddof=1)) / sqrt(len(values))
 
 
 def half_width_of_difference(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -62,15 +62,19 @@ class RunSample:
     def __init__(self, rows: Iterable[Mapping[str, Any]], window: Interval | None = None) -> None:
         """rows: lines of `requests.jsonl`. window: (start, end) in seconds, of a run with a steady state; only requests
         that end in it count."""
-        counted = [row for row in rows if row["outcome"] in ("completed", "failed")]
+        counted = [
+            row for row in rows
+            if row.get("arrival_s") is not None and (row["outcome"] == "failed" or _is_complete(row))
+        ]  # fmt: skip
         if window is not None:
-            counted = [row for row in counted if row["end_s"] is not None and window[0] <= row["end_s"] <= window[1]]
-        counted.sort(key=lambda row: (row["arrival_s"], row["index"]))
+            counted = [row for row in counted if _is_complete(row) and window[0] <= row["end_s"] <= window[1]]
+        counted.sort(key=lambda row: (row["arrival_s"], row.get("index") or 0))
         completed = [row for row in counted if row["outcome"] == "completed"]
         ranks = [rank for rank, row in enumerate(counted) if row["outcome"] == "completed"]
         self._count, self._rank = len(counted), np.array(ranks, np.int64)
         self._arrival_s = _column(counted, "arrival_s")
-        self._met = np.array([bool(row["slo_met"]) for row in counted]) if "slo_met" in (counted or [{}])[0] else None
+        has_goodput = bool(counted) and "slo_met" in counted[0]
+        self._met = np.array([bool(row.get("slo_met")) for row in counted]) if has_goodput else None
         self._latencies = {name: _column(completed, name) for name in PER_REQUEST}
         self._prompt, self._output = _column(completed, "prompt_len"), _column(completed, "output_len")
         self._reused = np.nan_to_num(_column(completed, "reused_tokens"))
@@ -154,9 +158,14 @@ def half_widths(run: RunSample, than: RunSample | None = None) -> dict[str, floa
     for name in values:
         if all(name in other for other in others):
             difference = sum((-other[name] for other in others), values[name])
-            if (half := half_width(difference)) is not None:
+            half = half_width(difference)
+            if half is not None and np.isfinite(half):
                 found[name] = half * correlated
     return found
+
+
+def _is_complete(row: Mapping[str, Any]) -> bool:
+    return row["outcome"] == "completed" and row.get("e2e_s") is not None and row.get("end_s") is not None
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Floats:

@@ -83,7 +83,7 @@ def test_compare_compares_what_is_recorded(tmp_path: Path) -> None:
 
     assert "The runs are identical" in compared("full", "a")
     output = " ".join(compared("a", "b").split())
-    assert "Decisions are not compared: --recording summary leaves them out. They differ somewhere." in output
+    assert "of a and b are not compared: --recording summary leaves them out. They differ somewhere." in output
     assert "Lost most in b" in output
     assert "s longer" in output
 

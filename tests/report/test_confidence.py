@@ -102,3 +102,13 @@ def test_the_interval_of_a_difference_of_means():
     assert half_width([y - x for x, y in zip(a, b, strict=True)]) == pytest.approx(0.8798858, rel=1e-6)
     assert half_width([1.0]) is None
     assert half_width_of_difference([1.0], b) is None
+
+
+@pytest.mark.parametrize("name", ["index", "arrival_s", "end_s", "e2e_s", "ttft_s", "output_len", "prompt_len"])
+def test_a_line_that_lacks_a_field_spoils_only_what_needs_it(name):
+    damaged, whole = lines(draw(8), 1.0), lines(draw(9), 1.0)
+    del damaged[500][name]
+
+    found = half_widths(RunSample(damaged), RunSample(whole))
+    assert {"tpot_s.mean", "request_throughput_per_s"} <= set(found)
+    assert np.isfinite([*found.values()]).all()
