@@ -28,6 +28,8 @@ MAX_FILES_OF_A_STEADY_STEP, MAX_FILES_OF_A_REQUEST = 22, 48
 OUTPUT_LEN = 70
 traces_functions = pytest.mark.skipif(compiled.description() == "compiled", reason="compiled functions are not traced")
 
+# A share or a number of bytes that is formatted in place.
+OTHER_FORMATS = re.compile(r"\{[^{}]*:,?\.\d%\}|:,\} bytes")
 # Words that are not the field's: see the names that TensorRT-LLM's documentation uses.
 PRIVATE_WORDS = re.compile(
     r"\b(nobody|somebody|whoever|whosesoever|com(e|es|ing) round|hears? (of|from)|(is|are|was) told|let go|brought back"
@@ -112,3 +114,14 @@ def test_files_are_counted_in_pure_python() -> None:
 def test_prose_has_no_private_words(path: Path) -> None:
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
     assert [f"{number}: {line.strip()}" for number, line in lines if PRIVATE_WORDS.search(line)] == []
+
+
+# trtllm-bench writes 90.00%, and its report is copied as it is.
+@pytest.mark.parametrize(
+    "path", [one for one in FILES if one.suffix == ".py" and one.name != "trtllm_text.py"],
+    ids=lambda path: str(path.relative_to(PACKAGE.parent)),
+)  # fmt: skip
+def test_shares_and_sizes_are_written_by_one_function(path: Path) -> None:
+    """`report.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    assert [f"{number}: {line.strip()}" for number, line in lines if OTHER_FORMATS.search(line)] == []

@@ -94,7 +94,7 @@ def _resolved(asked: RunConfig) -> RunConfig:
 def _print_settings(rows: list[dict[str, Any]], keys: dict[str, Any], console: "Console") -> None:
     from rich.markup import escape
 
-    from ifbbench.report import plain_table
+    from ifbbench.report import plain_table, print_fitting
 
     for name, value in keys.items():
         console.print(f"{name}: {value}", markup=False)
@@ -108,7 +108,7 @@ def _print_settings(rows: list[dict[str, Any]], keys: dict[str, Any], console: "
                 value = "none" if is_none else _text(row["value"])
                 cells = (escape(value), row["unit"], escape(row["source"]), default)
                 table.add_row(f"  {row['name']}", *cells)
-    console.print(table)
+    print_fitting(console, table)
 
 
 def _text(value: Any) -> str:

@@ -180,8 +180,9 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         console.print(f"\n{binding['advice']}", markup=False)
     if other := best["next_best"]:
         changed = ", ".join(f"{name} {value}" for name, value in other["changed"].items())
-        loss = f"costs {other['loss']:.1%}" if not other["misses"] else f"misses {', '.join(other['misses'])}"
-        noise = f", less than other requests like these vary (±{other['noise']:.1%})" if other["is_noise"] else ""
+        loss = f"costs {percent(other['loss'], 1)}" if not other["misses"] else f"misses {', '.join(other['misses'])}"
+        varies = f", less than other requests like these vary (±{percent(other['noise'], 1)})"
+        noise = varies if other["is_noise"] else ""
         noise += "; within the simulation's error, it may be as good on a real server" if other["is_undecided"] else ""
         console.print(f"Next best: {changed or 'other tuning'}; it {loss}{noise}.", markup=False)
     if names := [one["name"] for one in baselines if one["is_undecided"]]:
