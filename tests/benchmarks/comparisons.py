@@ -202,16 +202,17 @@ def study(rate: float, pairs: int, requests: int, processes: int) -> dict[str, d
     return found | {f"{kind}, 3 %": shares(several, is_slower=True) for kind, several in compared.items()}
 
 
-def print_table(title: str, by_load: Mapping[float, Mapping[str, tuple[int, float]]], pairs: int) -> None:
-    """A row for each figure with the percentage at each load; in brackets the number of pairs with an interval, where
-    it is not all. A dash where fewer than half have one."""
-    print(f"\n### {title}\n\n| figure |" + "".join(f" {LOADS[rate]} |" for rate in by_load))
-    print("|---|" + "---|" * len(by_load))
+def print_table(
+    found: Mapping[float, Mapping[str, Mapping[str, tuple[int, float]]]], kinds: Sequence[str], pairs: int
+) -> None:
+    """A row for each figure, a column for each of `kinds`, and in a cell the percentages at the loads. A dash where
+    fewer than half of the pairs have an interval."""
+    print("\n| figure | " + " | ".join(kinds) + " |\n|---|" + "---|" * len(kinds))
     for name in SHOWN:
         cells = []
-        for shares_of in by_load.values():
-            count, share = shares_of.get(name, (0, 0.0))
-            cells.append(f"{100 * share:.1f}" if 2 * count >= pairs else f"– ({count})" if count else "–")
+        for kind in kinds:
+            of_loads = [of_load[kind].get(name, (0, 0.0)) for of_load in found.values()]
+            cells.append(" · ".join(f"{100 * share:.1f}" if 2 * count >= pairs else "–" for count, share in of_loads))
         print(f"| `{name}` | " + " | ".join(cells) + " |")
 
 
@@ -225,8 +226,9 @@ def main() -> None:
     for rate, name in LOADS.items():
         found[rate] = study(rate, asked.pairs, asked.requests, asked.processes)
         print(f"{name} ({rate:g} requests/s): done", file=sys.stderr)
-    for kind in found[next(iter(LOADS))]:
-        print_table(kind, {rate: of_load[kind] for rate, of_load in found.items()}, asked.pairs)
+    kinds = [*found[next(iter(LOADS))]]
+    for is_power in (False, True):
+        print_table(found, [kind for kind in kinds if kind.endswith("3 %") == is_power], asked.pairs)
     print(json.dumps({"hardware": hardware(), "pairs": asked.pairs, "requests": asked.requests, "shares": found}))
 
 
