@@ -1,5 +1,6 @@
 """`ifbbench capacity`: the KV cache that fits beside a model, and how many requests run in it at once."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -214,27 +215,66 @@ def fit(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConf
 def _by_tokens(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig) -> int:
     """Requests of mean length that the token budget allows. For static batches with chunked context this is the first
     batch; later ones begin with prompts that were cut before."""
-    prompt = Fraction(sum(request.prompt_len for request in requests), len(requests))
-    beams = Fraction(sum(request.beam_width for request in requests), len(requests))
+    prompt, beams, outputs = (Fraction(sum(getattr(request, name) for request in requests), len(requests))
+                              for name in ("prompt_len", "beam_width", "output_len"))  # fmt: skip
     if case.is_static:
         return max(limits.token_budget // prompt, 1)
-    first = prompt if limits.chunk_unit is None else min(prompt, Fraction(limits.chunk_unit))
-    # The last request joins while the others generate one token per beam.
-    return max(1, min((limits.token_budget - first) // beams + 1, limits.token_budget // beams))
+    if limits.max_num_tokens is None:
+        return limits.token_budget // beams
+    budget, count = _TokenBudget(limits), 0
+    while count < UNLIMITED_BATCH_SIZE and budget.starts(prompt, outputs, beams):
+        count += 1
+    return max(count, 1)
+
+
+class _TokenBudget:
+    """The token budget of each iteration, for requests that start one after the other until the first of them ends.
+
+    (After that, with short outputs, the rest of a prompt that was cut may run beside as many others.)"""
+
+    def __init__(self, limits: BatchingConfig) -> None:
+        self._budget, self._unit = limits.token_budget, limits.chunk_unit
+        self._left: Fraction | int = limits.token_budget
+        self._iteration, self._first_end = 1, math.inf
+        # Beams that generate a token in the current iteration, and in the next one.
+        self._beams: Fraction | int = 0
+        self._next_beams: Fraction | int = 0
+
+    def starts(self, prompt: Fraction | int, output_len: Fraction | int, beams: Fraction | int) -> bool:
+        """Whether the next request starts before another one ends. Each iteration generates a token for each beam, and
+        the rest of its budget is for prompts: whole ones, or with chunked context multiples of the chunk unit. A
+        request with more beams than prompt tokens needs the budget of its beams."""
+        rest = prompt = max(prompt, beams)
+        while rest > self._left:
+            chunk = 0 if self._unit is None else self._left // self._unit * self._unit
+            rest -= chunk
+            if self._next_beams == self._beams and not chunk:
+                return rest < prompt  # no iteration has more left
+            if self._iteration >= self._first_end:
+                self._left, self._unit = 0, None
+                return rest < prompt
+            self._iteration += 1
+            self._beams = self._next_beams
+            self._left = self._budget - self._beams
+        self._left -= rest
+        self._next_beams += beams
+        # The prompt yields the first token.
+        self._first_end = min(self._first_end, self._iteration + math.ceil(output_len) - 1)
+        return True
 
 
 def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> int:
     """How many of the first requests run together. The others wait behind the first one that does not fit."""
     free = [num_blocks for _, num_blocks in pools]
-    tokens = 0
+    budget, prompts = _TokenBudget(limits), 0
     for count, request in enumerate(requests):
         free = [left - case.blocks(request, window) for left, (window, _) in zip(free, pools, strict=True)]
-        prompt = request.prompt_len if limits.chunk_unit is None else min(request.prompt_len, limits.chunk_unit)
-        needed = request.prompt_len if case.is_static else max(prompt, request.beam_width)
-        too_long = tokens + needed > limits.token_budget and count > 0
-        if min(free) < 0 or too_long or count >= limits.max_batch_size:
+        if min(free) < 0 or count >= limits.max_batch_size:
             return count
-        tokens += request.prompt_len if case.is_static else request.beam_width
+        prompts += request.prompt_len
+        is_in_time = budget.starts(request.prompt_len, request.output_len, request.beam_width)
+        if count > 0 and not (prompts <= limits.token_budget if case.is_static else is_in_time):
+            return count
     return len(requests)
 
 

@@ -58,7 +58,7 @@ def test_the_known_case():
     guaranteed, at_start, at_end, static = found["at_once"]
     assert guaranteed == {
         "policy": "guaranteed_no_evict", "moment": None, "mean_blocks_per_request": 253.0, "by_kv_blocks": 28,
-        "by_batch_size": 2048, "by_num_tokens": 7097, "at_once": 28, "bound_by": "kv_blocks", "first_requests": None,
+        "by_batch_size": 2048, "by_num_tokens": 1341, "at_once": 28, "bound_by": "kv_blocks", "first_requests": None,
     }  # fmt: skip
     assert [(fit["policy"], fit["moment"], fit["at_once"]) for fit in (at_start, at_end, static)] == [
         ("max_utilization", "start", 209), ("max_utilization", "end", 178), ("static_batch", None, 7),
@@ -66,7 +66,7 @@ def test_the_known_case():
     assert found["contiguous"]["by_memory"] == 7319 * 32 // 16_384
     assert found["summary"][0] == (
         "28 such requests run at once under guaranteed_no_evict: the KV cache (7,319 blocks) binds first; "
-        "max_batch_size would allow 2,048, max_num_tokens (8,192) 7,097."
+        "max_batch_size would allow 2,048, max_num_tokens (8,192) 1,341."
     )
 
 

@@ -1,6 +1,8 @@
 """The size of the KV cache from memory and settings, and the device that has the memory."""
 
+import random
 import sys
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,9 @@ from ifbbench.errors import InputError
 from ifbbench.execution import build, device, host
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
-from ifbbench.planning.capacity import Device, find_device, make_pool
+from ifbbench.planning.capacity import Device, find_device, make_pool, study
+from ifbbench.replay.run import summarise_run
+from ifbbench.workload.trace import Trace, TraceRequest
 
 TINY = ModelConfig.tiny()
 GIB = 1024**3
@@ -191,3 +195,43 @@ def test_sizes_of_data_types_are_those_of_torch():
     assert {name: dtype.itemsize for name, dtype in build.KV_CACHE_DTYPES.items()} == {
         name: size for name, size in DTYPE_BYTES.items() if name in KV_CACHE_DTYPES
     }
+
+
+# How many requests run at once, held to runs.
+
+
+def most_at_once(settings: dict[str, Any], request: TraceRequest, count: int) -> int:
+    """The maximum number of requests in an iteration of a run of so many equal ones, none of which is paused."""
+    requests = [TraceRequest(index, 0.0, request.prompt_len, request.max_new_tokens, request.output_len)
+                for index in range(count)]  # fmt: skip
+    summary = summarise_run(Trace("equal", requests, "0" * 64, "test"), RunConfig(**settings))
+    assert summary["pauses"] == 0
+    return int(summary["peak_scheduled_requests"])
+
+
+def test_a_run_has_as_many_requests_at_once():
+    """MAX_UTILIZATION runs as many to their end without a pause; under GUARANTEED_NO_EVICT more may wait."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        block, is_chunked, output_len = draw.choice([4, 8, 16]), draw.random() < 0.5, draw.choice([1, 1, 2, 3, 9, 70])
+        request = TraceRequest(0, 0.0, draw.randint(1, 60), output_len + draw.choice([0, 0, 20]), output_len)
+        settings: dict[str, Any] = {
+            "device": "sim:h100-sxm", "policy": draw.choice(["guaranteed_no_evict", "max_utilization"]),
+            "max_batch_size": draw.choice([4, 30, 500]), "max_num_tokens": draw.randint(60, 300), "time_scale": 0,
+            "tokens_per_block": block, "enable_chunked_context": is_chunked, "max_seq_len": 256,
+            "max_tokens_in_paged_kvcache": draw.choice([200, 1000, 100_000]),
+            "max_attention_window": draw.choice([None, None, "32"]),
+        }  # fmt: skip
+        found = study(RunConfig(**settings), [request]).fit_of_policy
+        assert found is not None
+        waits = 2 * found.at_once + 40 if settings["policy"] == "guaranteed_no_evict" else 0
+        at_once = most_at_once(settings, request, waits or found.at_once)
+        # A prompt that was cut may still run when others have ended.
+        assert at_once in ((found.at_once, found.at_once + 1) if is_chunked and output_len < 4 else (found.at_once,))
+
+
+def test_answers_of_one_token_end_with_their_prompts():
+    config = RunConfig(device="null", max_num_tokens=8192, max_batch_size=64, enable_chunked_context=False)
+    found = study(config, [TraceRequest(0, 0.0, 248, 1, 1)] * 64).fit_of_policy
+    assert found is not None
+    assert (found.at_once, found.first, found.bound_by.value) == (33, 33, "num_tokens")
