@@ -270,7 +270,8 @@ class RunConfig:
     context_chunking_policy: str = _scheduling(
         "first_come_first_served", "How the token budget is divided among context chunks.", choices=CHUNKING_POLICIES)
     context_chunk_unit: int | None = _scheduling(
-        None, "Context chunks are multiples of this. Default: tokens_per_block.", minimum=1, unit="tokens")
+        None, "Context chunks are multiples of this, except the last one of a prompt; the first one after reused "
+        "tokens ends with a block. Default: tokens_per_block.", minimum=1, unit="tokens")
     max_seq_len: int | None = _scheduling(
         None, "Maximum length of prompt plus output. Default: the model's.", minimum=2, unit="tokens",
         elsewhere="max_model_len context_length ctx_size max_length max_sequence_length n_ctx")

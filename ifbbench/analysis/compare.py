@@ -13,7 +13,7 @@ from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.config import settings
 from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report.confidence import OF_BLOCKS, half_widths
-from ifbbench.report.limits import waits_for
+from ifbbench.report.limits import part_name, waits_for
 
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
 TRACE_SETTINGS = {
@@ -181,7 +181,7 @@ class Comparison:
         name = max(differences, key=lambda one: sign * differences[one], default="")
         longer = 1 if sign > 0 else 0  # the run in which the request took longer says why
         run, seconds = (self.a, self.b)[longer], abs(differences.get(name, 0.0))
-        cause = f"took {seconds:.3f} s longer for {name.replace('_', ' ')}"
+        cause = f"took {seconds:.3f} s longer for {part_name(name)}"
         if heads is None:
             limit = limit_waited_for(name)
             if limit is not None and limit != "none":

@@ -214,6 +214,7 @@ def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
 
 def _print_life(life: "RequestLife", console: "Console") -> None:
     from ifbbench.report import percent, plain_table, significant
+    from ifbbench.report.limits import part_name
 
     console.print(f"\n{' '.join(life.sentences())}\n", soft_wrap=True, markup=False)
     table = plain_table(numbers=["from s", "for s", "iterations"])
@@ -230,7 +231,7 @@ def _print_life(life: "RequestLife", console: "Console") -> None:
     console.print()
     table = plain_table("End-to-end time", numbers=["s", "share"])
     for name, spent in sorted(life.attribution_s.items(), key=lambda item: -item[1]):
-        table.add_row(name.replace("_", " "), significant(spent), percent(spent / e2e_s if e2e_s else None))
+        table.add_row(part_name(name), significant(spent), percent(spent / e2e_s if e2e_s else None))
     table.add_row("[bold]in all[/bold]", significant(e2e_s), "")
     console.print(table)
 

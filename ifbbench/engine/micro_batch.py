@@ -13,7 +13,8 @@ from ifbbench.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
-    """unit: chunks are multiples of this many tokens, except the last chunk of a prompt.
+    """unit: chunks are multiples of this many tokens, except the last chunk of a prompt, and the first one after reused
+        tokens (see `Request.set_prepopulated`).
     max_context_length: maximum tokens of one chunk; None is no limit."""
 
     unit: int

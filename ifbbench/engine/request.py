@@ -216,7 +216,8 @@ class Request:
 
     def set_prepopulated(self, num_tokens: int, tokens_per_block: int) -> None:
         """The first `num_tokens` of the prompt were found in the cache. Context starts after them, and a first chunk
-        that does not complete the prompt ends with a block."""
+        that does not complete the prompt is cut to end with a block, so that it may be no multiple of the chunk unit.
+        (TensorRT-LLM's `LlmRequest::setPrepopulatedPromptLen`, which finds them after the chunks are sized, too.)"""
         if self.pauses == 0:
             self.reused_tokens = num_tokens
         if num_tokens == 0:

@@ -12,7 +12,6 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.engine.policies.policy import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.objectives import Objective
 from ifbbench.recording.traffic import SLOW_TTFT_S, Window, jain_index
@@ -22,11 +21,9 @@ Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
 
 PER_REQUEST = ("queue_time_s", "ttft_s", "tpot_s", "e2e_s")
+# What every summary has a share of. The other reasons (`Limit`, and those of a user's policy) are there where they
+# bound an iteration.
 BOUND_BY = ("batch_size", "num_tokens", "kv_blocks", "none")
-# The name of a limit in `bound_by`. A reason of a user policy is not among these: it keeps its own name. LoRA pages are
-# a limit of runs with adapters only.
-_NAMED = (*BOUND_BY, Limit.LORA_PAGES)
-_BOUND_BY = {limit.value: limit.value if limit.value in _NAMED else "none" for limit in Limit}
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9}
 # Figures are given for each class and each priority where there are at least and at most so many.
 MIN_GROUPS, MAX_GROUPS = {"by_class": 1, "by_priority": 2}, 100
@@ -37,11 +34,8 @@ WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_li
 
 
 def bound_by(record: IterationRecord) -> str:
-    """The limit of the settings, or the reason of a user policy, for which the first request did not run in full."""
-    if record.left_out is None:
-        return "none"
-    limit = record.left_out.limit
-    return _BOUND_BY.get(limit) or str(limit)
+    """The reason for which the first request did not run in full, `none` if every one did."""
+    return "none" if record.left_out is None else str(record.left_out.limit)
 
 
 def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ifbbench.recording.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
+
 
 class LimitText(NamedTuple):
     """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell.
@@ -24,14 +26,14 @@ LIMITS = {
     "head_of_line": LimitText("behind another request", "the request before it", "line", "#9FB8CC"),
     "paused": LimitText("paused", "blocks after a pause", "paused", "#F0C000"),
     "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "#B9A3CF"),
-    "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse"),
+    "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse", "#9BB53C"),
     "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "#7A5C3E"),
-    "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam"),
+    "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "#5B7F95"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
     "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
 }
-# What an iteration can be bound by, `none` last; the others are reasons to wait only.
-BINDING = ("batch_size", "num_tokens", "kv_blocks", "none")
+# What is always shown of iterations, `none` last; other reasons are shown where they bound one.
+BINDING = BOUND_BY
 OTHER_COLOURS = ("#CC79A7", "#8C8C00", "#56B4E9", "#4D4D4D")
 
 
@@ -55,6 +57,17 @@ def fullest_window(blocks: Mapping[str, tuple[float, float]]) -> str:
 
     blocks: used blocks and all blocks, by the tokens of the window."""
     return max(blocks, key=lambda size: blocks[size][0] / max(blocks[size][1], 1))
+
+
+def part_name(part: str) -> str:
+    """A part of the attribution of a request's time, in a table."""
+    if (limit := limit_waited_for(part)) is None:
+        return part.replace("_", " ")
+    if not part.startswith(WAITING_BEHIND):
+        return "waiting for an iteration to begin" if limit == "none" else f"waiting for {waits_for(limit)}"
+    if limit == "none":
+        return "waiting behind another request"
+    return f"waiting behind a request that waits for {waits_for(limit)}"
 
 
 def limit_colours(limits: Iterable[str]) -> dict[str, str]:

@@ -30,7 +30,8 @@ SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callab
 }
 # The limit with the largest share of the time, and of the waiting: prefix of the keys, and heading.
 SHARES = {"bound_by_time": "bound by\n(time)", "waiting_by_limit": "waits for\n(request-s)"}
-SHORT_NAMES = {"batch_size": "batch", "num_tokens": "tokens", "kv_blocks": "KV", "lora_pages": "LoRA"}
+SHORT_NAMES = {"batch_size": "batch", "num_tokens": "tokens", "kv_blocks": "KV", "lora_pages": "LoRA",
+               "static_batch": "static", "reuse_delay": "prefix", "beam_width": "beams"}  # fmt: skip
 # Columns that are left out where no point has any.
 WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", GROWTH, "requests.failed")
 MAX_REASONS = 5

@@ -11,7 +11,7 @@ from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import NOTHING, bar, count, percent, plain_table, print_fitting, significant, time_unit
 from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
-from ifbbench.report.limits import BINDING, fullest_window, limit_name
+from ifbbench.report.limits import BINDING, LIMITS, fullest_window, limit_name, waits_for
 from ifbbench.report.load import RunData
 from ifbbench.report.profile import print_profile
 
@@ -131,7 +131,7 @@ def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
             words += f" and caused {percent(waited_s.get(name, 0.0) / total_s)} of the waiting"
         if waited_s.get(name):
             words += f" ({significant(waited_s[name])} request-seconds)"
-        sentences.append(f"{words[0].upper() if words.startswith('the ') else words[0]}{words[1:]}.")
+        sentences.append(f"{words[0].upper() if words.startswith(('the ', 'waiting ')) else words[0]}{words[1:]}.")
     return " ".join(sentences) + failures
 
 
@@ -170,7 +170,8 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     if name == "lora_pages":
         pages = f" ({count(known['lora']['device_pages'])} pages)" if known.get("lora") else ""
         return f"the cache of LoRA adapters{pages}"
-    setting = LIMIT_SETTINGS.get(name, name)
+    if (setting := LIMIT_SETTINGS.get(name)) is None:
+        return f"waiting for {waits_for(name)}" if name in LIMITS else name
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 
 

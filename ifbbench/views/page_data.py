@@ -15,7 +15,7 @@ from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span, single_steps
 from ifbbench.report.figures import figures
-from ifbbench.report.limits import LIMITS, limit_colours, limit_name, waits_for
+from ifbbench.report.limits import LIMITS, limit_colours, limit_name, part_name, waits_for
 from ifbbench.report.tables import peak_blocks, settings_line
 from ifbbench.views.perfetto import batch_composition
 
@@ -115,7 +115,8 @@ def _add_requests(block: Block, run: RecordedRun, ids: list[Id]) -> dict[str, An
         block.add(f"attribution.{part}", np.array([_number((row.get("attribution_s") or {}).get(part, 0.0))
                                                    for row in rows]))  # fmt: skip
     errors = {str(number): row["error"] for number, row in enumerate(rows) if row.get("error")}
-    return {"outcomes": outcomes, "classes": classes, "parts": parts, "errors": errors}
+    part_names = {part: part_name(part) for part in parts}
+    return {"outcomes": outcomes, "classes": classes, "parts": parts, "part_names": part_names, "errors": errors}
 
 
 def _number(value: Any) -> float:

@@ -77,9 +77,7 @@ def test_iterations(run: tuple[RecordedRun, list[Decision]]) -> None:
         assert dict(facts.contexts + facts.recomputes) == decision.chunks, number
         assert sorted(facts.generating) == sorted(decision.generating), number
         assert facts.left_out == decision.left_out, number
-        static = decision.left_out is not None and decision.left_out[1] == "static_batch"
-        expected = "none" if decision.left_out is None or static else decision.left_out[1]
-        assert facts.bound_by == expected, number
+        assert facts.bound_by == ("none" if decision.left_out is None else decision.left_out[1]), number
         assert facts.paused == [(victim, other) for victim, other, *_ in decision.paused], number
         assert facts.used["kv_blocks"] == decision.blocks_used, number
 

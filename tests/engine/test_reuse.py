@@ -53,6 +53,22 @@ def test_a_second_request_starts_behind_the_full_blocks_and_the_beginning_of_one
     assert (counters.reused, counters.missed) == (3, 4)
 
 
+def test_the_first_chunk_after_reused_tokens_ends_with_a_block_and_those_behind_it_are_whole_units():
+    """As in TensorRT-LLM, chunks are sized before the reused tokens are known."""
+    config = dataclasses.replace(CONFIG, chunk_unit=8, max_num_tokens=9)
+    prompts = [SYSTEM_PROMPT + [2] * 3, SYSTEM_PROMPT + [3] * 32]
+    run, _ = serve(config, [(0, request_of(0, prompts[0], 1)), (5, request_of(1, prompts[1], 1))])
+    chunks = [(chunk.start, chunk.length) for record in run.records for chunk in record.context if chunk.request.index]
+    assert chunks == [(10, 6), (16, 8), (24, 8), (32, 8), (40, 2)]
+    for reused in range(1, 40):
+        for chunk in range(4, 40):
+            request = request_of(0, [1] * 40, 1)
+            request.set_chunk(chunk)
+            request.set_prepopulated(reused, tokens_per_block=4)
+            end = reused + chunk
+            assert request.chunk == (end // 4 * 4 if end < 40 else 40) - reused
+
+
 def test_the_last_token_of_a_repeated_prompt_is_computed_again():
     prompt = [1, 2, 3, 4, 0, 1, 2, 3]
     _, executor = serve(CONFIG, [(0, request_of(0, prompt, 1)), (4, request_of(1, prompt, 1))])

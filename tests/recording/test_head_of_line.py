@@ -3,12 +3,17 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ifbbench.config import RunConfig
 from ifbbench.recording.metrics import HeadOfLine, limit_waited_for
+from ifbbench.replay.run import run_trace
+from ifbbench.report.load import load_run
+from ifbbench.workload.trace import Trace, TraceRequest
 from tests.recording.virtual_run import limits, lines, run, trace_of
 
 LIMITS = ["batch_size", "num_tokens", "kv_blocks", "none", "a reason of its own"]
@@ -66,3 +71,23 @@ def test_shares_by_time_weigh_long_iterations_more(tmp_path: Path) -> None:
     assert summary["bound_by_time"]["num_tokens"] == pytest.approx(sum(bound) / sum(row["latency_ms"] for row in rows))
     assert summary["bound_by_time"]["num_tokens"] > 5 * summary["bound_by"]["num_tokens"]
     assert sum(summary["bound_by_time"].values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [("static_batch", {"policy": "static_batch"}), ("reuse_delay", {"enable_kv_cache_reuse": True})],
+)
+def test_an_iteration_is_bound_by_the_reason_of_its_first_request_left_out(
+    reason: str, settings: dict[str, Any], tmp_path: Path
+):
+    rows = [TraceRequest(index, 0.0, 40, 9, 9, prefix_ids=(1,), prefix_lens=(32,)) for index in range(5)]
+    config = RunConfig(device="null", time_scale=0, max_batch_size=8, max_num_tokens=64, tokens_per_block=4,
+                       output=str(tmp_path / "run"), **settings)  # fmt: skip
+    run_trace(Trace("equal", rows, "0" * 64, "test"), config)
+    found = load_run(tmp_path / "run")
+    reasons = found.iterations["first_left_out_reason"].fillna("none")
+    assert reason in set(reasons)
+    assert list(found.iterations["bound_by"]) == list(reasons)
+    assert found.summary is not None
+    shares = {name: share for name, share in found.summary["bound_by"].items() if share}
+    assert shares == pytest.approx(reasons.value_counts(normalize=True).to_dict())

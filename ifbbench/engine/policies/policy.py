@@ -20,7 +20,7 @@ from ifbbench.fields import shown, text
 
 
 class Limit(StrEnum):
-    """What keeps a request out of an iteration. The first three are limits of the settings (`bound_by`)."""
+    """Why a request does not run in an iteration, or has its chunk cut: the only list of the engine's reasons."""
 
     BATCH_SIZE = "batch_size"
     NUM_TOKENS = "num_tokens"

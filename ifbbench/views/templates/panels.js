@@ -76,7 +76,7 @@ function showLife(state) {
     element("p", { class: "note" }, facts.map(([name, value]) => `${name} ${value}`).join(" · ")),
     element("div", { class: "columns" },
       element("div", { class: "scroll" }, table("From its arrival to its end", ["from s", "for ms", "iterations", "the request"], rows, [0, 1, 2])),
-      element("div", {}, table("End-to-end time", ["part", "s", "share"], life.parts.map(([name, value]) => [name.replaceAll("_", " "), significant(value), percent(value / e2e)]), [1, 2]),
+      element("div", {}, table("End-to-end time", ["part", "s", "share"], life.parts.map(([name, value]) => [run.header.part_names[name], significant(value), percent(value / e2e)]), [1, 2]),
         element("p", {}, element("button", { type: "button", onclick: () => state.focus(chosen) }, "Zoom to this request")))));
 }
 
