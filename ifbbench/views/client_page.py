@@ -10,7 +10,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.report.charts import CHARTS, ENDPOINT_CHARTS, Output, plot_run
 from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
-from ifbbench.report.tables import settings_line
+from ifbbench.report.tables import peak_blocks, settings_line
 
 TEMPLATE, SCRIPTS = "endpoint", ("common.js", "panels.js", "endpoint.js")
 SLOWEST, FAILED = 15, 30
@@ -24,6 +24,7 @@ def client_page_data(run: RecordedRun) -> dict[str, Any]:
         "name": data.name, "settings": settings_line(data), "partial": data.partial, "recorded_every": 1,
         "trace": (data.run.get("trace") or {}).get("name"), "model": (data.endpoint or {}).get("model"),
         "device": (data.endpoint or {}).get("url"), "config": data.config, "summary": summary,
+        "kv_peak": peak_blocks(summary),
         "findings": findings.text, "warnings": [*client_warnings(data, summary), *client_sentences(summary)],
         "charts": _charts(run), "slowest": findings.slowest(SLOWEST),
         "failed": [{name: row.get(name) for name in ("request_id", "arrival_s", "kind", "error")}
