@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 # Interval at which an idle worker thread asks for requests.
 IDLE_POLL_S = 0.001
+NO_THREAD = -1
 
 _log = logging.getLogger("ifbbench")
 
@@ -136,7 +137,9 @@ class BatchManager:
         self._wait_for_requests = wait_for_requests or partial(self._wake.wait, IDLE_POLL_S)
         self._failures = 0
         self._truncations: SimpleQueue[tuple[Request, int]] = SimpleQueue()
-        self._in_step = self._ended = False
+        # Held while iterations run in a thread of the caller, with the id of that thread.
+        self._step_lock, self._stepping_thread = threading.Lock(), NO_THREAD
+        self._ended = False
         self._error: BaseException | None = None
         self._worker: Worker | None = None
         if start:
@@ -163,7 +166,8 @@ class BatchManager:
         return self._worker is not None and self._worker.is_alive
 
     def step(self) -> bool:
-        """One iteration of a manager without a thread; False when no request is active."""
+        """One iteration of a manager without a thread; False when no request is active. RuntimeError while another
+        iteration runs: in one of its callbacks, and in another thread."""
         self._check_process()
         if self._worker is not None:
             raise RuntimeError("step() is called by the worker thread; make the manager with start=False to call it")
@@ -171,14 +175,24 @@ class BatchManager:
             raise RuntimeError("the batch manager has ended")
         if self._communicator is not None and self._communicator.rank:
             raise RuntimeError("step() is for rank 0; the manager of another rank does the same in close()")
+        if not self._step_lock.acquire(blocking=False):
+            where = "one of its callbacks" if self._is_stepping else "another thread"
+            raise RuntimeError(f"step() is called in {where} while an iteration runs; call it when that has ended")
         try:
-            worked = self._step()
-        except Exception as error:
-            self._fail(error)
-            raise
-        if self._aborting.is_set():
-            self._work()
-        return worked
+            self._stepping_thread = threading.get_ident()
+            try:
+                worked = self._step()
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    self._error = None  # close() does not interrupt the program again
+                raise
+            if self._aborting.is_set():
+                self._work()
+            return worked
+        finally:
+            self._stepping_thread = NO_THREAD
+            self._step_lock.release()
 
     def truncate_blocks(self, conversation: InferenceRequest, num_tokens_to_keep: int) -> None:
         """Before the next iteration, release the reusable KV cache blocks of this conversation after its first tokens.
@@ -191,7 +205,8 @@ class BatchManager:
 
     def close(self) -> None:
         """Wait until no request is active or offered, then end. Raises BatchManagerFailed if the loop has ended early.
-        Called within a callback, it returns at once."""
+        Called within a callback, it returns at once. If Ctrl-C interrupts it, the worker thread runs on: call it, or
+        `abort()`, again."""
         self._check_process()
         self._closing.set()
         self._finish()
@@ -216,10 +231,15 @@ class BatchManager:
     def _finish(self) -> None:
         self._wake.set()
         if self._worker is None:
-            if self._in_step:
+            if self._is_stepping:
                 return
-            if not self._ended:
-                self._work()
+            with self._step_lock:
+                self._stepping_thread = threading.get_ident()
+                try:
+                    if not self._ended:
+                        self._work()
+                finally:
+                    self._stepping_thread = NO_THREAD
         elif self._worker.is_current:
             return
         else:
@@ -229,7 +249,14 @@ class BatchManager:
             self._owned_executor = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise BatchManagerFailed(f"the batch manager ended early: {error}") from error
+            if self._worker is None and not isinstance(error, Exception):
+                raise error  # Ctrl-C, or SystemExit of a callback, in the caller's own thread
+            raise BatchManagerFailed(f"the batch manager ended early: {_reason(error)}") from error
+
+    @property
+    def _is_stepping(self) -> bool:
+        """Whether the caller is in a callback of an iteration that its thread runs."""
+        return self._stepping_thread == threading.get_ident()
 
     def _check_process(self) -> None:
         if self._worker is not None and self._worker.is_forked:
@@ -266,38 +293,39 @@ class BatchManager:
     def _fail(self, error: BaseException) -> None:
         # No traceback for a rank that failed, or a full disk of what the observer writes.
         is_foreseen = isinstance(cause_of(error), RankFailed) or isinstance(error, OutputError | OSError)
-        _log.error("the batch manager ends: %s", error, exc_info=None if is_foreseen else error)
+        _log.error("the batch manager ends: %s", _reason(error), exc_info=None if is_foreseen else error)
         self._error = error
         self._ended = True
         if self._communicator is not None:
             self._ranks.fail(error)
-        self._loop.abort(f"the batch manager ended: {error}")
+        self._loop.abort(f"the batch manager ended: {_reason(error)}")
 
     def _step(self) -> bool:
         """Truncate conversations, run an iteration, and stop requests with a broken stream. Raises after repeated
         failures."""
-        self._in_step = True
+        while not self._truncations.empty():
+            self._loop.truncate_blocks(*self._truncations.get())
+        iterations = self._callbacks.num_iterations
         try:
-            while not self._truncations.empty():
-                self._loop.truncate_blocks(*self._truncations.get())
-            iterations = self._callbacks.num_iterations
-            try:
-                worked = self._loop.step()
-                if self._callbacks.num_iterations > iterations:
-                    self._failures = 0
-            except ExecutorFailed as error:
-                self._failures += 1
-                if self._failures >= MAX_FAILURES or self._communicator is not None:  # other ranks have gone on
-                    raise
-                _log.exception("%s; its requests had an error response", error)
-                worked = True
-            for request_id, problem in self._callbacks.take_undelivered():
-                self._loop.stop(request_id, problem)
-            if self._callbacks.failure is not None:
-                raise self._callbacks.failure
-            return worked
-        finally:
-            self._in_step = False
+            worked = self._loop.step()
+            if self._callbacks.num_iterations > iterations:
+                self._failures = 0
+        except ExecutorFailed as error:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES or self._communicator is not None:  # other ranks have gone on
+                raise
+            _log.exception("%s; its requests had an error response", error)
+            worked = True
+        for request_id, problem in self._callbacks.take_undelivered():
+            self._loop.stop(request_id, problem)
+        if self._callbacks.failure is not None:
+            raise self._callbacks.failure
+        return worked
+
+
+def _reason(error: BaseException) -> str:
+    """The message of an exception; its name where it has none that a reader understands (SystemExit, Ctrl-C)."""
+    return str(error) if isinstance(error, Exception) else type(error).__name__
 
 
 def _of_ranks(settings: RunConfig, communicator: "Communicator") -> RunConfig:

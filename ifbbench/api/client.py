@@ -99,8 +99,9 @@ class Callbacks:
         self._may_stream = limits.batching_type is not BatchingType.V1
         self._observer = observer or Unobserved()
         self._vocab_size = limits.vocab_size
-        # Set when a callback has failed too often. Checked between iterations, where the loop's state is consistent.
-        self.failure: CallbackFailed | None = None
+        # Set when a callback has failed too often, or asked the program to end (SystemExit, KeyboardInterrupt). Checked
+        # between iterations, where the loop's state is consistent.
+        self.failure: BaseException | None = None
         # Whether the last call for requests returned any, or raised: there may be more then.
         self.expects_requests = False
         # Iterations that have ended, failed ones included.
@@ -176,7 +177,7 @@ class Callbacks:
         try:
             given = self._get(max_requests)
             items = [] if given is None else list(given)
-        except Exception as error:
+        except BaseException as error:
             self._failed(name, error)
             return None
         wrong = [item for item in items if not isinstance(item, InferenceRequest)]
@@ -186,27 +187,31 @@ class Callbacks:
             self._failures[name] = 0
         return [item for item in items if isinstance(item, InferenceRequest)]
 
-    def _deliver(self, request_id: int, tensors: Tensors, is_final: bool, error: str) -> Exception | None:
+    def _deliver(self, request_id: int, tensors: Tensors, is_final: bool, error: str) -> BaseException | None:
         """Call send_response; returns its exception."""
         arguments = request_id, tensors, is_final, error
         return self._guarded("send_response", self._send, *arguments, about=f" for request {request_id}")[1]
 
     def _guarded(
         self, name: str, callback: Callable[..., Any], *arguments: Any, about: str = ""
-    ) -> tuple[Any, Exception | None]:
+    ) -> tuple[Any, BaseException | None]:
         """The callback's result, and the exception that it raised instead."""
         try:
             result = callback(*arguments)
-        except Exception as error:
+        except BaseException as error:  # what it interrupts would leave the loop's state inconsistent
             self._failed(name, error, about)
             return None, error
         self._failures[name] = 0
         return result, None
 
-    def _failed(self, name: str, error: Exception, about: str = "") -> None:
+    def _failed(self, name: str, error: BaseException, about: str = "") -> None:
         self._failures[name] = self._failures.get(name, 0) + 1
+        if not isinstance(error, Exception):
+            _log.error("%s raised %s%s", name, type(error).__name__, about)
+            self.failure = error
+            return
         _log.error("%s failed%s: %s", name, about, error, exc_info=error)
-        if self._failures[name] >= MAX_FAILURES:
+        if self._failures[name] >= MAX_FAILURES and self.failure is None:
             self.failure = CallbackFailed(f"{name} failed {MAX_FAILURES} times in a row: {error}")
             self.failure.__cause__ = error
 

@@ -28,6 +28,8 @@ class Worker:
     ) -> None:  # fmt: skip
         self.is_forked = False
         self._loop, self._owned_executor, self._aborting, self._wake = loop, owned_executor, aborting, wake
+        # Not `Thread.join`: if Ctrl-C interrupts it, Python up to 3.12 takes the thread, which runs on, to have ended.
+        self._ended = threading.Event()
         # A daemon thread does not keep a program running that forgets to close the manager.
         self._thread = threading.Thread(
             target=self._run, args=(WeakMethod(turn), wait), name="ifbbench-batch-manager", daemon=True
@@ -48,13 +50,15 @@ class Worker:
         return self._thread is threading.current_thread()
 
     def join(self) -> None:
+        """Wait until the thread has ended. Can be interrupted, and called again."""
+        self._ended.wait()
         self._thread.join()
 
     def end(self) -> None:
         """End soon, because the program ends."""
         self._aborting.set()
         self._wake.set()
-        self._thread.join(EXIT_TIMEOUT_S)
+        self._ended.wait(EXIT_TIMEOUT_S)
 
     def _run(self, turn_of: "WeakMethod[Callable[[], bool | None]]", wait: Callable[[], object]) -> None:
         try:
@@ -70,6 +74,7 @@ class Worker:
                 self._owned_executor.close()
         finally:
             _running.discard(self)
+            self._ended.set()
 
 
 def _end_all() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -160,6 +161,73 @@ def test_a_manager_without_a_thread_is_stepped_by_hand():
     assert client.answers[1].finals == 1
     with pytest.raises(RuntimeError, match="has ended"):
         manager.step()
+
+
+def test_a_step_within_a_step_is_refused():
+    client, refusals = Client(request_of(request_id) for request_id in range(2)), list[str]()
+
+    def poll():
+        with pytest.raises(RuntimeError) as refused:
+            manager.step()
+        refusals.append(str(refused.value))
+        return ()
+
+    manager = manager_of(client, start=False, callbacks={"poll_stop_signals": poll})
+    while manager.step():
+        pass
+    message = "step() is called in one of its callbacks while an iteration runs; call it when that has ended"
+    assert set(refusals) == {message}
+    assert [answer.tokens for answer in client.answers] == [output_of(index, 5, 4) for index in range(2)]
+    manager.close()
+
+
+def test_of_several_threads_one_steps_and_the_others_are_refused():
+    client, refusals = Client(request_of(request_id) for request_id in range(8)), list[str]()
+
+    def step_elsewhere():
+        with pytest.raises(RuntimeError) as refused:
+            manager.step()
+        refusals.append(str(refused.value))
+
+    def poll():
+        thread = threading.Thread(target=step_elsewhere)
+        thread.start()
+        thread.join()
+        return ()
+
+    manager = manager_of(client, start=False, callbacks={"poll_stop_signals": poll})
+    while manager.step():
+        pass
+    assert set(refusals) == {"step() is called in another thread while an iteration runs; call it when that has ended"}
+    assert [answer.tokens for answer in client.answers] == [output_of(index, 5, 4) for index in range(8)]
+    manager.close()
+    check_nothing_leaked(manager)
+
+
+@pytest.mark.parametrize("way", ["close", "abort"])
+def test_ctrl_c_in_close_loses_no_response(way):
+    client, is_interrupted = Client(request_of(request_id) for request_id in range(5)), threading.Event()
+    closes, main_thread = threading.Event(), threading.get_ident()
+
+    def poll():
+        if not is_interrupted.is_set():
+            assert closes.wait(PATIENCE_S)
+            time.sleep(0.05)  # close() now waits for this thread
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            assert is_interrupted.wait(PATIENCE_S)
+        return ()
+
+    manager = manager_of(client, callbacks={"poll_stop_signals": poll})
+    closes.set()
+    with pytest.raises(KeyboardInterrupt):
+        manager.close()
+    assert manager.is_running
+    is_interrupted.set()
+    getattr(manager, way)()
+    assert not manager.is_running
+    assert [answer.finals for answer in client.answers] == [1] * 5
+    assert {answer.error for answer in client.answers} <= ({""} if way == "close" else {"", ABORTED})
+    check_nothing_leaked(manager)
 
 
 def test_the_steps_of_a_manager_with_a_thread_are_its_own():

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench import BatchManagerFailed
+from ifbbench import BatchManager, BatchManagerFailed
 from tests.api.client import Client
 from tests.api.managers import check_nothing_leaked, close_when_ended, manager_of, output_of, request_of
 
@@ -165,6 +165,27 @@ def test_a_callback_that_asks_the_program_to_exit_ends_the_loop():
     with pytest.raises(BatchManagerFailed):
         close_when_ended(manager)
     assert ["the batch manager ended" in answer.error for answer in client.answers] == [True, True]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_response_that_asks_the_program_to_exit_costs_no_other_its_own(starts: bool, error: BaseException):
+    client, sent = Client(request_of(request_id) for request_id in range(5)), list[int]()
+
+    def send(request_id, tensors, is_final, message):
+        sent.append(request_id)
+        raise error
+
+    def step_to_the_end(manager: BatchManager):
+        while manager.step():
+            pass
+
+    manager = manager_of(client, start=starts, callbacks={"send_response": send})
+    with pytest.raises(BatchManagerFailed if starts else type(error)):
+        close_when_ended(manager) if starts else step_to_the_end(manager)
+    assert sorted(sent) == [0, 1, 2, 3, 4]
+    manager.close()
+    check_nothing_leaked(manager)
 
 
 def failing_piece(client: Client, request_id: int, piece: int) -> Callable[..., None]:
