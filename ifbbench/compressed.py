@@ -60,6 +60,10 @@ class GzipWriter:
         """Make everything written so far readable for other processes."""
         self._put(self._packer.copy().flush())
 
+    def fileno(self) -> int:
+        """The number of the open file."""
+        return self._file.fileno()
+
     def close(self) -> None:
         """End the file."""
         self._put(self._packer.flush())

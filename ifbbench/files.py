@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -109,6 +110,26 @@ def cannot_write(path: Path, error: OSError) -> IfbbenchError:
     if error.errno in DEVICE_ERRORS:
         return OutputError(f"{problem}. What was written before is kept; free some space and repeat the command.")
     return InputError(f"{problem}; give a path that you can write to.")
+
+
+def restored(path: Path, handle: int) -> bool:
+    """Whether `path` was removed since the file `handle` was opened there; its content is then written there again.
+    OutputError if another file has taken its place, which is kept."""
+    with writing(path):
+        try:
+            if os.path.samestat(os.stat(path), os.fstat(handle)):
+                return False
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(f"/proc/self/fd/{handle}", path)
+            return True
+    raise OutputError(f"{path}: was removed, and another file has taken its place; what was written to it is lost.")
+
+
+def removed(directory: Path) -> OutputError:
+    """The error for a directory of results that was removed, or files of it, and has been written again."""
+    return OutputError(f"{directory}: was removed, or files in it, before the results were complete. They are written "
+                       f"there again; `ifbbench report {directory}` prints them.")  # fmt: skip
 
 
 def check_new_file(path: Path, option: str, overwrite: bool) -> None:

@@ -353,12 +353,12 @@ def _print_divergence(comparison: "Comparison", name: str, console: "Console") -
     """name: of the second run."""
     divergence = comparison.first_divergence
     if not comparison.has_decisions and not comparison.same_schedule:
-        runs = {"a": comparison.a, "b": comparison.b}
+        runs = {"a": comparison.a, name: comparison.b}
         why = "--recording summary leaves them out"
         if comparison.has_endpoint:
             why = "those of a server that is not ours are unknown"
         elif not any(one.data.has_only_summary for one in runs.values()):
-            why = " and ".join(f"of run {name} {one.nothing_ran}" for name, one in runs.items() if one.nothing_ran)
+            why = " and ".join(f"of run {which} {one.nothing_ran}" for which, one in runs.items() if one.nothing_ran)
         differ = " They differ somewhere." if comparison.has_digests else ""
         console.print(f"Decisions of a and {name} are not compared: {why}.{differ}\n")
         return

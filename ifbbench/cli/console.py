@@ -113,7 +113,10 @@ class LineProgress(StageProgress):
     def _print_until_the_end(self) -> None:
         while not self._ended.wait(max(self._due_s - self._clock.now(), 0.0)):
             if self._clock.now() >= self._due_s:
-                self.print()
+                try:
+                    self.print()
+                except OSError:  # standard error was closed: the command goes on without progress
+                    return
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import click
 from ifbbench.cli.console import StageProgress, progress_line
 from ifbbench.cli.options import Command, FloatRange
 from ifbbench.clock import Progress, WallClock
-from ifbbench.errors import InputError
+from ifbbench.errors import IfbbenchError, InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 REFRESHES_PER_SECOND = 1
 START_TIMEOUT_S = 30.0
 Follow = Callable[[Path], None]
+# What reading a run directory may raise that was removed, or is not written yet.
+NOT_READABLE = (OSError, ValueError, IfbbenchError)
 
 
 @click.command(cls=Command)
@@ -135,9 +137,12 @@ def _details(directory: Path) -> Callable[[], str]:
     def details() -> str:
         from ifbbench.views.live import Follower
 
-        if not follower:
-            follower.append(Follower(directory, json.loads((directory / "run.json").read_text(encoding="utf-8"))))
-        now = follower[0].snapshot()
+        try:
+            if not follower:
+                follower.append(Follower(directory, json.loads((directory / "run.json").read_text(encoding="utf-8"))))
+            now = follower[0].snapshot()
+        except NOT_READABLE:
+            return ""
         return "" if now is None else now.line
 
     return details
@@ -172,7 +177,7 @@ class Dashboard(StageProgress):
                 text = (self._directory / "run.json").read_text(encoding="utf-8")
                 self._follower = Follower(self._directory, json.loads(text))
             now = self._follower.snapshot()
-        except (OSError, ValueError):
-            self._directory = None  # not written yet: the stage is shown without it
+        except NOT_READABLE:
+            self._directory = None  # the stage is shown without it
             return None
         return None if now is None else self._follower.table(now)

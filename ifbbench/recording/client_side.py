@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from ifbbench.clock import WallClock
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.files import removed
 from ifbbench.objectives import Objective, meets_all, parse_objectives
 from ifbbench.recording.lines import JsonLinesWriter, encode, number
 from ifbbench.recording.metrics import (
@@ -275,7 +276,8 @@ class ClientRecorder:
     def close(
         self, total: int, partial: bool, complete: Callable[[dict[str, Any]], None] = lambda summary: None
     ) -> dict[str, Any]:
-        """End the recording; returns the summary. complete(summary): adds to it."""
+        """End the recording; returns the summary. complete(summary): adds to it. OutputError, when all files are
+        complete, if some had been removed."""
         wall_s = self._clock.now()
         for writer in self._writers:
             writer.close()
@@ -284,6 +286,8 @@ class ClientRecorder:
         write_json(self._directory / "summary.json", summary)
         ended = {"schedule_digest": None, "partial": partial, "wall_s": wall_s}
         write_json(self._directory / "run.json", {**self._description, **ended})
+        if any(writer.was_removed for writer in self._writers):
+            raise removed(self._directory)
         return summary
 
 

@@ -17,6 +17,7 @@ from ifbbench.compressed import open_to_write
 from ifbbench.engine.records import INFLIGHT_FIELDS, CacheState, IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
+from ifbbench.files import restored
 from ifbbench.recording.line_types import (
     ExecutorLine,
     InflightLine,
@@ -86,10 +87,15 @@ def share_of(value: float) -> Any:
 
 class JsonLinesWriter:
     """A file of JSON lines, compressed if the path ends in .gz. About `BYTES_AT_ONCE` of the latest lines and the
-    buffer of the file are in memory; after `flush` or `close` all lines can be read."""
+    buffer of the file are in memory; after `flush` or `close` all lines can be read.
+
+    was_removed: whether the file had been removed when it was closed, which then has written it again.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._writer = open_to_write(path)
+        self.was_removed = False
         self._lines = bytearray()
         self._is_whole = True  # whether no write has failed; after one that has, a line could follow half of another
 
@@ -113,7 +119,8 @@ class JsonLinesWriter:
     def close(self) -> None:
         """End the file; every line is readable."""
         with closing(self._writer):
-            self._write_gathered()
+            self.flush()
+            self.was_removed = restored(self._path, self._writer.fileno())
 
     def _end_line(self) -> None:
         self._lines += b"\n"

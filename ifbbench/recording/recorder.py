@@ -16,7 +16,7 @@ from ifbbench.engine.interfaces import Delivery
 from ifbbench.engine.records import CacheState, IterationRecord, IterationStatistics, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.execution.step_profile import StepProfile
-from ifbbench.files import replace_file, writing
+from ifbbench.files import removed, replace_file, writing
 from ifbbench.objectives import meets_all, parse_objectives
 from ifbbench.recording import metrics
 from ifbbench.recording.drafts import DraftTotals
@@ -316,7 +316,7 @@ class Recorder(SummaryRecorder):
         self._flushed_s = self._clock.now()
 
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
-        """As SummaryRecorder.close, when all files are complete."""
+        """As SummaryRecorder.close, when all files are complete. OutputError, then too, if files had been removed."""
         wall_s = self._clock.now()
         with writing(self.directory), ExitStack() as files:  # each is closed, even if another one cannot be written
             for writer in self._writers.values():
@@ -330,6 +330,8 @@ class Recorder(SummaryRecorder):
         write_json(self.directory / "summary.json", summary)
         ended = {"schedule_digest": self._digest.hexdigest(), "partial": partial, "wall_s": wall_s}
         write_json(self.directory / RUN, {**self._description, **ended})
+        if any(writer.was_removed for writer in self._writers.values()):
+            raise removed(self.directory)
         return summary
 
     def _end(self, finished: list[Request], iteration: int) -> None:

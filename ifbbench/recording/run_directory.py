@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from ifbbench.config import RECORDING_FORMATS
 from ifbbench.errors import InputError
-from ifbbench.files import TakenError, check_new_directory, is_part, part_beside, replace_file, sole_writer, writing
+from ifbbench.files import (
+    TakenError,
+    check_new_directory,
+    is_part,
+    part_beside,
+    removed,
+    replace_file,
+    restored,
+    sole_writer,
+    writing,
+)
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace
@@ -102,9 +112,26 @@ def begun(places: Iterable[Path], overwrite: bool, write_start: WriteStart) -> I
             except TakenError as error:
                 taken = error
                 continue
-            yield path
+            with _keeping_trace(path):
+                yield path
             return
     raise taken
+
+
+@contextmanager
+def _keeping_trace(directory: Path) -> Iterator[None]:
+    """Write the trace again if it is no longer there at the end of the block; OutputError then, unless the block ended
+    with another error."""
+    path = find_lines(directory, "trace")
+    with path.open("rb") as file:
+        try:
+            yield
+        except BaseException:
+            if not path.exists():
+                restored(path, file.fileno())
+            raise
+        if not path.exists() and restored(path, file.fileno()):
+            raise removed(directory)
 
 
 def _create(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitStack) -> None:

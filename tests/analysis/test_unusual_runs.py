@@ -152,8 +152,8 @@ def test_a_run_in_which_every_request_was_refused(trace: Path, normal: Path, tmp
     run_trace(str(trace), RunConfig(device="null", max_seq_len=2, output=str(tmp_path / "run"), quiet=True))
     text = "no iteration is recorded (40 requests failed"
     assert f"There is nothing to explain: {text}" in run("why", tmp_path / "run")
-    printed = " ".join(run("compare", normal, tmp_path / "run").split())
-    assert "Decisions are not compared: of run b " + text in printed
+    printed = "".join(run("compare", normal, tmp_path / "run").split())
+    assert "Decisionsofaandbarenotcompared:ofrunbnoiterationisrecorded" in printed
     assert text in error_of("why", tmp_path / "run", "--iteration", "0")
 
 

@@ -5,18 +5,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
-from threading import Thread
+from random import Random
+from threading import Event, Thread
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
+from ifbbench.cli import console
+from ifbbench.cli.console import LineProgress
 from ifbbench.cli.main import main
+from ifbbench.cli.watch import Dashboard, _details
 from ifbbench.config import SIDE_OUTPUTS
-from ifbbench.engine.batch import NullExecutor
+from ifbbench.engine.batch import Batch, NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON
@@ -26,6 +33,7 @@ from ifbbench.planning.tune_files import ANSWER, SERVER_FILES
 from ifbbench.recording.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
 from ifbbench.report.load import load_run
 from tests.attack.file_layer import ended, forked, in_fork, status_of
+from tests.attack.readers import read_by_every_command
 
 NULL = ("--device", "null", "--time_scale", "0", "--quiet")
 RUN = ("run", "documentation", *NULL)
@@ -248,6 +256,78 @@ def test_a_run_that_is_replaced_keeps_files_that_are_not_of_runs(tmp_path: Path)
     names = sorted(path.name for path in directory.iterdir())
     assert names == ["iterations.jsonl", "notes.txt", "requests.jsonl", "run.json", "spans.jsonl", "summary.json",
                      "trace.jsonl"]  # fmt: skip
+
+
+@pytest.mark.parametrize("recording_format", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("what", ["directory", "files"])
+def test_results_that_are_removed_during_the_run_are_written_again(
+    what: str, recording_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, submit, batches = tmp_path / "run", NullExecutor.submit, count()
+
+    def remove_once(self: NullExecutor, batch: Batch) -> None:
+        if next(batches) == 2:
+            for path in list(directory.iterdir()):
+                path.unlink()
+            if what == "directory":
+                directory.rmdir()
+        submit(self, batch)
+
+    command = (*RUN, "--recording_format", recording_format, "--output")
+    assert invoke(*command, str(tmp_path / "whole")).exit_code == 0
+    monkeypatch.setattr(NullExecutor, "submit", remove_once)
+    done = invoke(*command, str(directory), "--output_csv", str(tmp_path / "figures.csv"))
+    assert done.exit_code == 1
+    assert f"{directory}: was removed, or files in it" in done.stderr
+    assert (tmp_path / "figures.csv").exists()
+    run, whole = load_run(directory), load_run(tmp_path / "whole")
+    assert not run.partial
+    assert run.run["schedule_digest"] == whole.run["schedule_digest"]
+    for name in ("iterations", "spans", "requests"):
+        assert len(getattr(run, name)) == len(getattr(whole, name))
+    read_by_every_command(directory, tmp_path / "whole", Random(0))
+
+
+def test_a_run_in_the_place_of_a_removed_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, other, submit, batches = tmp_path / "run", tmp_path / "other", NullExecutor.submit, count()
+
+    def replace_once(self: NullExecutor, batch: Batch) -> None:
+        if next(batches) == 2:
+            directory.rename(tmp_path / "moved")
+            other.rename(directory)
+        submit(self, batch)
+
+    assert invoke(*RUN, "--output", str(other)).exit_code == 0
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    monkeypatch.setattr(NullExecutor, "submit", replace_once)
+    done = invoke(*RUN, "--output", str(directory))
+    assert done.exit_code == 1
+    assert "another file has taken its place" in done.stderr
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert load_run(tmp_path / "moved").partial
+
+
+def test_progress_goes_on_without_the_run_directory(tmp_path: Path) -> None:
+    assert _details(tmp_path / "removed")() == ""
+    dashboard = Dashboard("run", Console())
+    dashboard.follow(tmp_path / "removed")
+    assert dashboard.__rich__()
+
+
+def test_the_thread_of_progress_lines_ends_with_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, failures = Event(), list[object]()
+
+    class Closed(LineProgress):
+        def print(self) -> None:
+            printed.set()
+            raise BrokenPipeError
+
+    monkeypatch.setattr(console, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    lines = Closed("run")
+    assert printed.wait(60)
+    lines.close()
+    assert not failures
 
 
 @pytest.mark.parametrize("exists", [False, True])

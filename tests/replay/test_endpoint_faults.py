@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from ifbbench.cli.main import main
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.replay import endpoint
+from ifbbench.replay import endpoint, endpoint_request
 from ifbbench.replay.endpoint_loop import Alarm, new_event_loop, undisturbed
 from ifbbench.replay.endpoint_request import EndpointRequest
 from ifbbench.replay.run import run_trace
@@ -68,11 +70,25 @@ def test_unusual_responses_have_a_kind(answer: Answer, kind: str, words: str, tm
 
 
 @pytest.mark.parametrize(("header", "attempts"), [("", 9), ("Retry-After: 3600\r\n", 1)])
-def test_no_pause_before_a_retry_is_longer_than_the_timeout(header: str, attempts: int, tmp_path: Path) -> None:
+def test_no_pause_before_a_retry_is_longer_than_the_timeout(
+    header: str, attempts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses_s: list[float] = []
+
+    class Loop:
+        """Notes pauses and does not make them."""
+
+        def call_later(self, pause_s: float, begin: Callable[[], None]) -> None:
+            pauses_s.append(pause_s)
+            asyncio.get_running_loop().call_soon(begin)
+
+    monkeypatch.setattr(endpoint_request, "asyncio", SimpleNamespace(get_running_loop=Loop))
     with fake_endpoint(raw(f"HTTP/1.1 503 X\r\nContent-Length: 0\r\n{header}\r\n")) as server:
-        summary = replay(server, tmp_path, count=1, endpoint_retries=8, endpoint_timeout=0.3)
+        summary = replay(server, tmp_path, count=1, endpoint_retries=8, endpoint_timeout=5.0)
         assert len(server.received) == attempts
     assert summary["endpoint"]["errors"] == {"http_503": 1}
+    assert len(pauses_s) == attempts - 1
+    assert all(pause_s == min(pauses_s[0] * 2**place, 5.0) for place, pause_s in enumerate(pauses_s))
 
 
 def test_data_after_a_response_does_not_harm_the_next_one(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ifbbench.clock import NO_PROGRESS
@@ -114,7 +115,7 @@ def test_no_task_is_left_when_clients_have_gone() -> None:
             return asyncio.run_coroutine_threadsafe(tasks(), loop).result(300)
 
         try:
-            time.sleep(0.2)  # the server has begun to accept
+            httpx.get(f"{url}/health", timeout=300)  # the server has begun to accept
             before = count()
             asyncio.run(storm(int(url.rpartition(":")[2]), 30, 0.5, Counter()))
             deadline = time.monotonic() + 300
