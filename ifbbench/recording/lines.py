@@ -5,13 +5,13 @@ Optional fields are left out where they are UNSET. `trace.jsonl` is in `ifbbench
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from msgspec import UNSET, Raw
-from msgspec.json import Encoder
+from msgspec.json import Encoder, decode
 
 from ifbbench.compressed import open_to_write
 from ifbbench.engine.records import INFLIGHT_FIELDS, CacheState, IterationRecord, IterationStatistics, Stretch
@@ -138,6 +138,29 @@ class JsonLinesWriter:
 Line: TypeAlias = InflightLine | StaticLine | ExecutorLine
 
 
+def is_thinned_out(iteration: int, every: int, bound_by: str, before: str) -> bool:
+    """Whether thinned statistics leave out an iteration that pauses no request and is not the last. before: what bound
+    the iteration before it."""
+    return iteration % every > 0 and bound_by == before
+
+
+def thinned(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
+    """Those of the lines of all iterations that IterationLines makes of every so many."""
+    before, latest = "", None
+    for line in lines:
+        row = decode(line)
+        details = row["ifbbench"]
+        number = row["iter"] if "iter" in row else row["Iteration Counter"]
+        latest = None
+        if not details["paused"] and is_thinned_out(number, every, details["bound_by"], before):
+            latest = line
+        else:
+            yield line
+        before = details["bound_by"]
+    if latest is not None:
+        yield latest
+
+
 class IterationLines:
     """Makes the lines of `iterations.jsonl`.
 
@@ -169,7 +192,7 @@ class IterationLines:
     def record(self, record: IterationRecord, bound_by: str) -> Line | None:
         """The line of one iteration; None if it is left out. bound_by: its limit."""
         before, self._bound_by = self._bound_by, bound_by
-        if record.iteration % self._every and not record.paused and bound_by == before:
+        if not record.paused and is_thinned_out(record.iteration, self._every, bound_by, before):
             self._latest = record
             return None
         self._latest = None
@@ -188,7 +211,7 @@ class IterationLines:
         details = line.ifbbench
         for index, start_s in enumerate(stretch.start_s):
             iteration = first.iteration + index
-            if iteration % every and not (changed and not index):
+            if iteration % every and not (changed and not index):  # see `is_thinned_out`
                 continue
             submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
             more, tokens = stretch.more_blocks[index], stretch.more_tokens[index]

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.api.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
+from ifbbench.compressed import open_to_read
 from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.interfaces import Delivery
 from ifbbench.engine.manager import TokenGenerationLoop
 from ifbbench.engine.policies import named_if_stuck
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError, RunFailed
-from ifbbench.files import check_new_file, replace_file
+from ifbbench.files import check_new_file, new_file, replace_file
 from ifbbench.model.named_models import built_in_shape
 from ifbbench.recording import run_directory
+from ifbbench.recording.lines import thinned
 from ifbbench.recording.printing import PrintingRecorder
 from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
@@ -96,6 +98,7 @@ def run_trace(
                 summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
                 if config.enable_steady_state:
                     summary = _steady_summary(directory)
+                    _thin_iterations(directory, config.iteration_stats_every)
     return RunResult(directory, summary, summary["requests"]["failed"])
 
 
@@ -171,12 +174,24 @@ def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
 
 
 def _steady_summary(directory: Path) -> dict[str, Any]:
-    """Restrict the summary of a run that has ended to its steady state."""
+    """Restrict the summary of a run that has ended to its steady state. Every iteration is still there."""
     # Imported here because other runs need no data frames.
-    from ifbbench.report.load import load_run
+    from ifbbench.report.load import RunData, load_run
     from ifbbench.report.recorded import restrict_summary
 
-    return restrict_summary(load_run(directory))
+    run = load_run(directory)
+    whole = run.run | {"config": run.config | {"iteration_stats_every": 1}}
+    return restrict_summary(RunData(run.path, whole, run.summary))
+
+
+def _thin_iterations(directory: Path, every: int) -> None:
+    """Leave only the lines of every so many iterations, in place of those of all, which the steady state needed."""
+    path = run_directory.find_iterations(directory)
+    if every == 1 or not path.exists():
+        return
+    with new_file(path, overwrite=True) as file, closing(open_to_read(path)) as whole:
+        for line in thinned(whole, every):
+            file.write(line)
 
 
 def _client(trace: Trace, engine: Engine) -> ReplayClient:
@@ -204,7 +219,7 @@ def _recorder(
     make_recorder: type[Recorder] = PrintingRecorder if config.log_iteration_data else Recorder
     return make_recorder(
         directory, description, len(trace), statistics, client.arrival_s,
-        config.recording_format, config.iteration_stats_every,
+        config.recording_format, 1 if config.enable_steady_state else config.iteration_stats_every,
         profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
         held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
         recording=config.recording,

@@ -61,12 +61,14 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
         "waiting_by_limit": _waiting_by_limit(done),
         **NO_TRAFFIC,
     }
-    if thinned:
-        found["itl_s"] = dict.fromkeys(found["itl_s"])
     if len(done) >= MIN_REQUESTS and run.config.get("concurrency") is None:
         arrival_s, queue_time_s, ttft_s = (done[name].to_numpy(dtype=float) for name in TRAFFIC_COLUMNS)
         found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(objectives))
     found |= by_group(populations, span_s, ends_s, objectives, window)
+    if thinned:  # gaps between tokens are not those of interpolated times
+        groups = [figures for title in ("by_class", "by_priority") for figures in found.get(title, {}).values()]
+        for figures in (found, *groups):
+            figures["itl_s"] = dict.fromkeys(figures["itl_s"])
     found |= drafts
     summary = run.summary or {}
     # These are in no other file, and stay those of the whole run.
@@ -113,7 +115,7 @@ def _of_iterations(
         "recomputed_share": recomputed / computed if computed else 0.0,
         "empty_generation_slots": None if thinned else empty,
         "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
-        **_of_cache(iterations, windows),
+        **_of_cache(iterations, windows, thinned),
         "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
         **shares_of_limits(limits, numbers, delivered_s(iterations) - iterations["start_s"].to_numpy(dtype=float)),
     }
@@ -190,10 +192,12 @@ def _waiting_by_limit(done: pd.DataFrame) -> dict[str, float]:
     return found
 
 
-def _of_cache(iterations: pd.DataFrame, windows: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """`kv_blocks` and `kv_tokens`; those of a cache without blocks are unknown."""
+def _of_cache(iterations: pd.DataFrame, windows: dict[str, dict[str, int]], thinned: bool) -> dict[str, Any]:
+    """`kv_blocks` and `kv_tokens`; those of a cache without blocks are unknown, and peaks of thinned statistics."""
     columns = ("max_kv_cache_blocks", "used_kv_cache_blocks", "tokens_per_kv_cache_block")
     most, peak, size = (None if np.isnan(value := iterations[name].max()) else int(value) for name in columns)
+    if thinned:
+        return {"kv_blocks": {"max": most, "peak_used": None, "tokens_per_block": size}}
     held = iterations[columns[1]] * iterations[columns[2]]
     filled = (held * (1 - iterations["kv_fragmentation"])).max()
     tokens = {} if most is None or peak is None or size is None else {

@@ -9,14 +9,17 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.recording import run_directory
 from ifbbench.recording.lines import JsonLinesWriter
+from ifbbench.replay.run import run_trace
 from ifbbench.report.charts import plot_run
 from ifbbench.report.figures import figures
-from ifbbench.report.load import RunData, load_run
+from ifbbench.report.load import RunData, load_run, read_lines
 from ifbbench.report.tables import print_report
+from ifbbench.workload.trace import Trace, TraceRequest
 from tests.recording.virtual_run import Interrupted, limits, lines, run, trace_of
 
 # More than there is memory for: requests are paused, skipped and computed again.
@@ -145,6 +148,30 @@ def test_thinned_statistics_change_no_figure_and_no_other_file(full: RunData, th
     kept = lines(thinned.path, "iterations.jsonl")
     assert len(kept) < full.summary["iterations"] / 2
     assert [line for line in lines(full.path, "iterations.jsonl") if line in kept] == kept
+
+
+@pytest.mark.parametrize("settings", [{}, {"recording_format": "jsonl.gz"}, {"type": "v1"}])
+def test_thinned_statistics_change_no_figure_of_the_steady_state(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Those of classes included; and the lines are those of a run that thins them as it writes."""
+
+    def steady(name: str, every: int, **more: Any) -> RunData:
+        rows = [TraceRequest(index, 0.004 * index, 30, 20 + index % 9, 20 + index % 9, request_class="ab"[index % 2])
+                for index in range(300)]  # fmt: skip
+        config = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", max_batch_size=40, max_num_tokens=256,
+                           max_tokens_in_paged_kvcache=640, policy="max_utilization", output=str(tmp_path / name),
+                           iteration_stats_every=every, **more, **settings)  # fmt: skip
+        run_trace(Trace("steady", rows, "0" * 64, "test"), config)
+        return load_run(tmp_path / name)
+
+    whole, thin = (steady(str(every), every, enable_steady_state=True) for every in (1, 10))
+    assert whole.summary is not None
+    assert whole.summary["steady_state"] is not None
+    assert len(whole.summary["by_class"]) == 2
+    assert thin.summary == whole.summary
+    files = [run_directory.find_iterations(run.path) for run in (thin, steady("plain", 10), whole)]
+    written = [list(read_lines(path, ())) for path in files]
+    assert written[0] == written[1]
+    assert len(written[0]) < len(written[2]) / 2
 
 
 def test_what_thinned_statistics_left_out_is_filled_in(full: RunData, thinned: RunData) -> None:
