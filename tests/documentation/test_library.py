@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from ifbbench.api.request_tensors import TENSORS
 from ifbbench.cli.main import main
+from ifbbench.engine.policies import CapacityDecision
 
 ROOT = Path(__file__).parents[2]
 PAGE, PAGE_ON_RANKS = ROOT / "docs" / "library.md", ROOT / "docs" / "ranks.md"
@@ -78,6 +81,59 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
     requests = [json.loads(line) for line in Path("run/requests.jsonl").read_text().splitlines()]
     started = sorted(requests, key=lambda row: row["first_scheduled_s"])
     assert [row["output_len"] for row in started] == sorted(lengths)
+
+
+EVERYTHING_READ = """
+from ifbbench.engine.policies import GuaranteedNoEvict
+
+EXPRESSIONS = {expressions!r}
+read = set()
+
+
+class Reader(GuaranteedNoEvict):
+    def schedule(self, active, kv_cache):
+        rows = active.generation_rows
+        for request in active:
+            for text in EXPRESSIONS:
+                # Needs of the context phase are those of context requests.
+                if request.in_context or not text.endswith(("_need(request)", "_completion(request)")):
+                    eval(text, {{"active": active, "request": request, "kv_cache": kv_cache, "rows": rows}})
+                    read.add(text)
+        plan = kv_cache.plan_release()
+        for request in active.generation[:1]:
+            plan.release(request.slot)
+        assert plan.free_blocks > kv_cache.free_blocks - 1
+        return super().schedule(active, kv_cache)
+"""
+
+
+def cells(heading: str) -> list[str]:
+    """What is code in the first column of the page's table with this heading."""
+    table = PAGE.read_text(encoding="utf-8").partition(heading)[2].partition("\n\n")[0]
+    return [text for line in table.splitlines()[2:] for text in re.findall(r"`([^`]+)`", line.split("|")[1])]
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        ("reads_blocks", []), ("reads_reuse", ["--enable_kv_cache_reuse"]),
+        ("reads_windows", ["--max_attention_window", "16,32"]), ("reads_counts", ["--device", "sim:h100-sxm"]),
+    ],
+)  # fmt: skip
+def test_a_policy_may_read_what_the_page_lists(module: str, settings: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expressions = [*cells("| expression | value |"), "kv_cache.counted(kv_cache.step_needs(rows).sum(axis=0))"]
+    assert len(expressions) > 30
+    Path(f"{module}.py").write_text(EVERYTHING_READ.format(expressions=expressions))
+    command = ["run", "chat", "--device", "null", "--max_num_samples", "6", "--time_scale", "0", "--quiet", *settings]
+    result = CliRunner().invoke(main, [*command, "--policy", f"{module}:Reader", "--output", "run"])
+    assert result.exit_code == 0, result.output
+    assert sys.modules[module].read == set(expressions)
+
+
+def test_the_fields_of_a_decision_are_those_of_the_page() -> None:
+    internal = {"stands_until_block"}  # of policies that declare is_steady, for the engine's own
+    assert cells("| field | value |") == [one.name for one in fields(CapacityDecision) if one.name not in internal]
 
 
 def test_the_server_of_two_ranks_answers_on_rank_0_alone(tmp_path: Path) -> None:
