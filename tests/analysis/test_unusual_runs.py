@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch
@@ -17,6 +19,7 @@ from ifbbench.errors import IfbbenchError
 from ifbbench.replay.run import run_trace
 from ifbbench.simulation.cost_model import SimulatedExecutor
 from tests.analysis.runs import simulate, write_requests
+from tests.attack.readers import copied, read_by_every_command
 
 KINDS: dict[str, dict[str, Any]] = {
     "compressed": {"recording_format": "jsonl.gz"},
@@ -127,6 +130,41 @@ def test_a_killed_run_is_explained_as_far_as_it_is_there(
         assert sum(parts.values()) == pytest.approx(answer["lower_bound"]["duration_s"], abs=1e-9)
     for request_id in (1000, 1039):
         assert run("why", directory, "--request", str(request_id))
+
+
+def killed_between_files(directory: Path) -> None:
+    """Iterations were written, and no span or request."""
+    killed(directory)
+    for name in ("requests", "spans"):
+        (directory / f"{name}.jsonl").write_bytes(b"")
+
+
+def killed_server(directory: Path) -> None:
+    """A server writes the row of a request when it ends, and not at the same time as other files."""
+    killed(directory)
+    rows = (directory / "trace.jsonl").read_bytes().splitlines(keepends=True)
+    (directory / "trace.jsonl").write_bytes(b"".join(rows[20:2:-2]))
+
+
+@pytest.mark.parametrize("kill", [killed_early, killed_between_files, killed_server])
+def test_what_a_kill_leaves_is_read_by_every_command(
+    kill: Callable[[Path], None], normal: Path, tmp_path: Path
+) -> None:
+    kill(copied(normal, tmp_path / "killed"))
+    read_by_every_command(tmp_path / "killed", normal, random.Random(0), charts=1)
+
+
+def test_requests_that_the_trace_of_a_killed_server_lacks(normal: Path, tmp_path: Path) -> None:
+    kill = copied(normal, tmp_path / "killed")
+    killed_server(kill)
+    whole, found = RecordedRun.load(normal), RecordedRun.load(kill)
+    assert found.trace.keys() == found.spans.keys() | found.row_of.keys() < whole.trace.keys()
+    for request_id, row in found.row_of.items():
+        planned = whole.trace[request_id]
+        assert (found.trace[request_id].prompt_len, found.trace[request_id].max_new_tokens) == (
+            planned.prompt_len, planned.max_new_tokens)  # fmt: skip
+        assert found.arrival_s(request_id) == row["arrival_s"]
+    assert [one for one in found.rank if one in found.row_of] == [one for one in whole.rank if one in found.row_of]
 
 
 def test_a_run_whose_executor_failed(trace: Path, normal: Path, tmp_path: Path, monkeypatch) -> None:

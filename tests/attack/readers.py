@@ -73,7 +73,8 @@ def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> I
 
 def read_by_every_command(directory: Path, other: Path, draw: random.Random, charts: int = 0) -> None:
     """Check that each of `readers` reads the run directory."""
-    has_iterations = any(whole_lines(directory, name) for name in ("iterations", "steps"))
+    # Of static batches, steps are the iterations of the loop.
+    has_iterations = bool(whole_lines(directory, "steps" if [*directory.glob("steps*")] else "iterations"))
     for words in readers(directory, other, draw, charts):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -52,7 +52,7 @@ SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
 READ_EACH, SLOW_READ_EACH, SLOW_CHARTS = 5, 4, 2
 REPEATED_SHARE = 0.2
 # Figures of a killed run that are unknown: those of iterations with `--recording summary`, and those of them that
-# thinned statistics leave out or interpolate. As the beginnings of dotted names.
+# thinned statistics leave out or interpolate; and the tokens of a contiguous cache. As the beginnings of dotted names.
 UNKNOWN_OF_SUMMARY = (
     "iterations", "pauses", "recomputed", "empty_gen", "padding", "kv_", "peak_", "bound_by", "speculative", ".*itl",
 )  # fmt: skip
@@ -317,9 +317,11 @@ def check_killed(directory: Path, whole: Path, config: RunConfig, draw: random.R
     """The figures of a killed run are those of its part that was done, and every command reads it; also where its
     files have come further or less far than the others."""
     known, found = json.loads((directory / "at_kill.json").read_text()), figures(load_run(directory))
-    unknown: tuple[str, ...] = UNKNOWN_OF_SUMMARY if config.recording == "summary" else ()
-    if config.iteration_stats_every > 1:
-        unknown = UNKNOWN_WHERE_THINNED
+    unknown = ["kv_tokens"] if config.kv_cache_type == "contiguous" else []
+    if config.recording == "summary":
+        unknown += UNKNOWN_OF_SUMMARY
+    elif config.iteration_stats_every > 1:
+        unknown += UNKNOWN_WHERE_THINNED
     known, found = ({name: value for name, value in flat(one) if not re.match("|".join(unknown) or "$", name)}
                     for one in (known, found))  # fmt: skip
     assert known.keys() == found.keys()
