@@ -59,6 +59,10 @@ class Space:
 
     @classmethod
     def of(cls, base: RunConfig, fixed: frozenset[str], trace: Trace) -> "Space":
+        """InputError for a setting that is given and that no candidate can have."""
+        if "max_num_tokens" in fixed and base.max_num_tokens is None:
+            raise InputError("--max_num_tokens none: candidates have a limit of tokens; give a number, or leave it out "
+                             "to have it searched.")  # fmt: skip
         columns = columns_of(trace.requests)
         shares = any(request.prefix_ids or request.prompt_tokens for request in columns[: min(len(columns), 1000)])
         return cls(base, fixed, max(columns.prompt_len), shares)

@@ -186,6 +186,8 @@ def test_no_limit_of_tokens_is_not_the_default_limit() -> None:
     ifbbench("sweep", "--config", "a", "--output", "b", "--quiet")
     assert digest("a/max_batch_size=8") == digest("b/max_batch_size=8")
     assert Path("a/sweep.yaml").read_text() == Path("b/sweep.yaml").read_text()
+    assert "--max_num_tokens none: " in ifbbench("tune", "--config", "first", "--output", "tuned", status=2).stderr
+    assert not Path("tuned").exists()
 
 
 @pytest.mark.parametrize("name", ["first", "first/run.json"])
