@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 from rich.table import Table
 
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
 from ifbbench.planning.fit import FitError, Floats, Timed
 from ifbbench.report import count, percent, plain_table
-from ifbbench.report.style import INK, MUTED, SERIES, styled, title, write_figure
+from ifbbench.report.colours import INK, MUTED, SERIES
+from ifbbench.report.style import styled, title, write_figure
 from ifbbench.simulation.hardware import SUFFIX, HardwareProfile
 
 MILLISECONDS = 1000
@@ -107,7 +108,6 @@ def _scale(axes: Axes, low: float, high: float) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=labelled, numticks=100))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axis.set_minor_formatter(NullFormatter())
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal", xlabel="measured (ms)", ylabel="predicted (ms)")
     axes.grid(visible=True, axis="both")
     axes.tick_params(which="minor", length=0)

@@ -18,7 +18,8 @@ from ifbbench.planning.tune_certainty import at_risk, interval_of, intervals, is
 from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 from ifbbench.report import percent, time_unit
-from ifbbench.report.style import FORMATS, LIMIT, LIMIT_DASHES, MUTED, SERIES, save, styled, thousands, title
+from ifbbench.report.colours import LIMIT, MUTED, SERIES
+from ifbbench.report.style import FORMATS, LIMIT_DASHES, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 
@@ -252,9 +253,9 @@ def plot_candidates(
         known = [point.latency_s for point in points if point.latency_s > 0]
         if known and max(known) > LOG_FROM_RATIO * min(known):
             axes.set_xscale("log")
-        thousands(axes.xaxis)
+        round_ticks(axes.xaxis)
         axes.grid(axis="x", color="#E3E3E3")
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis)
         axes.tick_params(colors=MUTED)
         axes.legend(loc="lower right")
         title(axes, "Throughput against latency of the settings that were tried", subtitle)

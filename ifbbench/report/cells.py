@@ -11,18 +11,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
+from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.limits import LIMITS, limit_name, window_name
 from ifbbench.report.load import RunData
-from ifbbench.report.style import (
-    INK,
-    LIMIT,
-    LIMIT_DASHES,
-    MUTED,
-    PHASE_COLOURS,
-    SERIES,
-    heading,
-    legend_above,
-)
+from ifbbench.report.style import LIMIT_DASHES, heading, legend_above, round_ticks
 
 MAX_ROWS, MAX_COLUMNS = 16, 64
 # With --exact: what a picture of 16,000 pixels holds.
@@ -37,8 +29,6 @@ WIDE = 24
 LONGEST_ID = 3
 KEY = {"context": "C: context (tokens)", "generation": "G: generation (step)", "recompute": "R: recompute (tokens)",
        "skipped": "pale: skipped"}  # fmt: skip
-# Okabe and Ito's colours without black, and with the yellow darkened, so that white letters stay legible on them.
-REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8FBF", "#6A4C93", "#7A5C3E")
 
 
 def request_order(run: RunData) -> list[str]:
@@ -215,7 +205,7 @@ def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     _numbers(axes, where, used, columns)
     _limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(used.max()))
     axes.set_ylabel("tokens\nin the batch")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    round_ticks(axes.yaxis, 4, whole=True)
     legend_above(axes, 2)
 
 
@@ -223,11 +213,11 @@ def _blocks_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     table = run.iterations
     used_blocks, pool, window = run.blocks_of_fullest()
     used = pd.Series(used_blocks, table.index).fillna(0)
-    axes.bar(table["iteration_counter"], used, width=0.94, color=SERIES[2], alpha=0.55)
+    axes.bar(table["iteration_counter"], used, width=0.94, color=LIMIT_COLOURS["kv_blocks"], alpha=0.55)
     _numbers(axes, table["iteration_counter"], used, columns)
     _limit(axes, "pool of", pool, float(used.max()))
     axes.set_ylabel("KV blocks\nused" + (f" of the\n{window_name(window)}" if window else ""))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    round_ticks(axes.yaxis, 4, whole=True)
 
 
 def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:

@@ -10,13 +10,14 @@ from types import MappingProxyType
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.report import percent, significant
-from ifbbench.report.cells import draw_cells
+from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
+from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS
 from ifbbench.report.figures import figures, output_tokens
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
@@ -25,28 +26,26 @@ from ifbbench.report.limits import BINDING, limit_colours, limit_name, window_na
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     FORMATS,
-    INK,
-    LIMIT,
     LIMIT_DASHES,
-    MUTED,
-    PAUSE,
-    PHASE_COLOURS,
-    SERIES,
+    WIDTH,
     TimeBins,
     draw_limit,
     heading,
+    in_percent,
     legend_above,
     line_styles,
     nothing_to_draw,
     retitle,
+    round_ticks,
     save,
     styled,
-    thousands,
 )
 from ifbbench.report.timeline import draw_timeline
 
 # The axis of KV blocks reaches to the size of the pool if that is up to so many times the blocks in use.
 NEAR = 10
+# The colours of several attention windows: that of KV blocks, darker or lighter.
+WINDOW_TINTS = (0.0, -0.55, 0.45, -0.3)
 # Those of a run against an endpoint, which has no iterations.
 ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
 # Those that need neither iterations nor spans.
@@ -115,7 +114,7 @@ def save_chart(figure: Figure, run: RunData, name: str, output: Output) -> list[
 def draw_throughput(run: RunData) -> Figure:
     """Requests that wait by the limit that held the first of them, output tokens/s, context tokens/s and requests in
     the batch, one above the other on one axis of time."""
-    figure = Figure(figsize=(9, 8))
+    figure = Figure(figsize=(WIDTH, 8))
     panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [1.6, 2, 1.4, 2]})
     waiting, output, context, batch = panels
     bins, iterations = TimeBins.of(run), run.iterations
@@ -129,7 +128,7 @@ def draw_throughput(run: RunData) -> Figure:
                  label="in generation phase")  # fmt: skip
     batch.set_ylabel("requests in the batch")
     draw_limit(batch, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
-    batch.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    round_ticks(batch.yaxis, 5, whole=True)
     batch.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     _waiting(waiting, bins, run)
     bins.label(batch)
@@ -151,8 +150,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
         below = above
     axes.set_ylabel("requests waiting")
     axes.set_ylim(0, max(1.0, float(below.max())) * 1.35)  # the legend is above the highest value
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    thousands(axes.yaxis)
+    round_ticks(axes.yaxis, 4, whole=True)
     if axes.patches:
         axes.legend(loc="upper right", ncols=4, borderaxespad=0)
 
@@ -168,12 +166,12 @@ def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) ->
     )  # fmt: skip
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
-    thousands(axes.yaxis)
+    round_ticks(axes.yaxis)
 
 
 def draw_kv_cache(run: RunData) -> Figure:
     """Used blocks and the size of the pool above, pauses below."""
-    figure = Figure(figsize=(9, 4.6))
+    figure = Figure(figsize=(WIDTH, 4.6))
     blocks, pauses = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
     bins, iterations = TimeBins.of(run), run.iterations
     (_windows_used if run.windows else _blocks_used)(blocks, bins, run)
@@ -182,7 +180,7 @@ def draw_kv_cache(run: RunData) -> Figure:
     pauses.stairs(counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
     pauses.set_ylabel(f"pauses{bins.per_bin}")
     pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
-    pauses.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+    round_ticks(pauses.yaxis, 2, whole=True)
     if not paused.any():
         pauses.text(0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center",
                     color=MUTED)  # fmt: skip
@@ -194,13 +192,14 @@ def draw_kv_cache(run: RunData) -> Figure:
 
 def _windows_used(axes: Axes, bins: TimeBins, run: RunData) -> None:
     """The share of the blocks of each attention window that are in use, a line a window."""
-    for size, how in zip(run.windows, line_styles(len(run.windows)), strict=True):
+    colours = [tint(LIMIT_COLOURS["kv_blocks"], share) for share in WINDOW_TINTS]
+    for size, how in zip(run.windows, line_styles(len(run.windows), colours), strict=True):
         used, pool = run.window_blocks(size)
         label = f"{window_name(size)}: {pool:,} blocks"
         axes.stairs(bins.peaks(used) / max(pool, 1), bins.edges, baseline=None, label=label, **how)
     axes.axhline(1, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
     axes.set(ylabel="KV blocks used\n(share of the window's)", ylim=(0, 1.08))
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(axes.yaxis, text=in_percent)
     legend_above(axes, len(run.windows))
 
 
@@ -209,8 +208,9 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     iterations = run.iterations
     pool, size = (iterations[name].max() for name in ("max_kv_cache_blocks", "tokens_per_kv_cache_block"))
     used = bins.peaks(iterations["used_kv_cache_blocks"].to_numpy(dtype=float))
-    blocks.stairs(used, bins.edges, fill=True, color=SERIES[0], alpha=0.25, linewidth=0)
-    blocks.stairs(used, bins.edges, baseline=None, color=SERIES[0], linewidth=1.2)
+    colour = LIMIT_COLOURS["kv_blocks"]
+    blocks.stairs(used, bins.edges, fill=True, color=colour, alpha=0.25, linewidth=0)
+    blocks.stairs(used, bins.edges, baseline=None, color=colour, linewidth=1.2)
     # What uses little of the pool is drawn larger, with the size of the pool in words.
     near = pool <= NEAR * used.max()
     words = f"pool: {pool:,.0f} blocks of {size:.0f} tokens" + ("" if near else " (above this scale)")
@@ -219,8 +219,7 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     if near:
         blocks.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
     blocks.set(ylabel="KV blocks used", ylim=(0, pool * 1.14 if near else max(used.max() * 1.3, 1.0)))
-    blocks.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    thousands(blocks.yaxis)
+    round_ticks(blocks.yaxis, 6, whole=True)
     to_percent, to_blocks = 100 / pool, pool / 100
     share = blocks.secondary_yaxis("right", functions=(lambda y: np.asarray(y) * to_percent,
                                                        lambda y: np.asarray(y) * to_blocks))  # fmt: skip

@@ -8,9 +8,10 @@ from matplotlib.ticker import MaxNLocator
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.report.client_side import load_gauges
+from ifbbench.report.colours import MUTED, PHASE_COLOURS, SERIES
 from ifbbench.report.figures import token_times
 from ifbbench.report.load import RunData
-from ifbbench.report.style import MUTED, PHASE_COLOURS, SERIES, TimeBins, heading, legend_above, thousands
+from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
 from ifbbench.report.timeline import draw_population, phase_handles
 
 MAX_BINS, LEAST_BINS = 160, 20
@@ -20,7 +21,7 @@ ROW_HEIGHT = 1.5
 def draw_client_throughput(run: RunData) -> Figure:
     """Requests in flight by phase, output tokens/s, and TTFT by arrival, one above the other on one axis of time."""
     bins = _even(run)
-    figure = Figure(figsize=(9, 7))
+    figure = Figure(figsize=(WIDTH, 7))
     active, output, ttft = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2, 1.6, 1.6]})
     handles = phase_handles(run, draw_population(active, bins, run))
     legend_above(active, len(handles), handles)
@@ -29,7 +30,7 @@ def draw_client_throughput(run: RunData) -> Figure:
     rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
     output.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
     output.set(ylabel="output tokens/s", ylim=(0, float(rates.max(initial=0)) * 1.1 or 1.0))
-    thousands(output.yaxis)
+    round_ticks(output.yaxis)
     done, failed = run.completed, run.requests[run.requests["outcome"] != "completed"]
     ttft.plot(bins.scaled(done["arrival_s"].to_numpy(float)), done["ttft_s"].to_numpy(float) * 1000, ".",
               color=SERIES[0], markersize=4)  # fmt: skip
@@ -37,7 +38,7 @@ def draw_client_throughput(run: RunData) -> Figure:
         ttft.axvline(arrival, color=MUTED, linewidth=0.5, linestyle=":")
     ttft.set(ylabel="TTFT (ms), by arrival" + ("\ndotted: failed" if len(failed) else ""))
     ttft.set_ylim(bottom=0)
-    thousands(ttft.yaxis)
+    round_ticks(ttft.yaxis)
     bins.label(ttft)
     heading(active, "Load seen by the client", run, legend=True)
     figure.align_ylabels()
@@ -52,7 +53,7 @@ def draw_server_metrics(run: RunData) -> Figure:
     if not changing:
         raise InputError(f"{find_lines(run.path, METRICS)}: no metrics of the server's load; run with --poll_metrics.")
     bins = _even(run)
-    figure = Figure(figsize=(9, 1.3 + ROW_HEIGHT * len(changing)))
+    figure = Figure(figsize=(WIDTH, 1.3 + ROW_HEIGHT * len(changing)))
     panels: list[Axes] = list(figure.subplots(len(changing), 1, sharex=True, squeeze=False)[:, 0])
     for axes, (name, (at_s, values)) in zip(panels, changing.items(), strict=True):
         axes.step(bins.scaled(at_s), values, where="post", color=SERIES[0], linewidth=1.4)
@@ -60,7 +61,7 @@ def draw_server_metrics(run: RunData) -> Figure:
         axes.set_ylim(0, float(values.max()) * 1.15 or 1.0)
         axes.annotate(name, (0, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points", fontsize=8)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=bool((values == values.round()).all())))
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis)
     bins.label(panels[-1])
     heading(panels[0], "Metrics of the server", run, legend=True)
     return figure

@@ -3,26 +3,14 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ifbbench.report import percent, significant
 from ifbbench.report.cells import tint
+from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS
 from ifbbench.report.figures import span_ends
 from ifbbench.report.limits import limit_colours, limit_name
 from ifbbench.report.load import Floats, RunData
-from ifbbench.report.style import (
-    INK,
-    LIMIT,
-    LIMIT_DASHES,
-    MUTED,
-    PHASE_COLOURS,
-    SERIES,
-    TimeBins,
-    heading,
-    legend_above,
-    stack,
-    thousands,
-)
+from ifbbench.report.style import LIMIT_DASHES, WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, stack
 from ifbbench.report.timeline import PHASE_NAMES
 
 HISTOGRAM_BINS = 40
@@ -32,7 +20,7 @@ BEHIND = "behind "
 
 def draw_budget(run: RunData) -> Figure:
     """How much of max_num_tokens and of max_batch_size each iteration used: over time, and as a distribution."""
-    figure = Figure(figsize=(11, 5.6))
+    figure = Figure(figsize=(WIDTH, 5.6))
     grid = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw={"width_ratios": [4, 1]})
     bins, iterations = TimeBins.of(run), run.iterations
     used = iterations["budget_used"].to_numpy(dtype=float)
@@ -67,8 +55,7 @@ def _axis_to_limit(axes: Axes, name: str, limit: int | None, highest: float) -> 
     """Scale to the limit if the values come near it; else to the values, with the limit in words."""
     near = limit is not None and limit <= 3 * highest
     axes.set_ylim(0, max((limit or 0) * 1.2 if near else 0.0, highest * 1.25, 1.0))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    thousands(axes.yaxis)
+    round_ticks(axes.yaxis, 5, whole=True)
     if limit is None:
         return
     share = percent(highest / limit)
@@ -85,17 +72,17 @@ def _time_at(axes: Axes, values: Floats, weights: Floats, top: float, limit: int
     known = np.nan_to_num(values)
     shares, edges = np.histogram(known, HISTOGRAM_BINS, (0, top), weights=weights)
     total = weights.sum() or 1.0
-    axes.stairs(shares / total, edges, orientation="horizontal", fill=True, color=SERIES[0], alpha=0.8, linewidth=0)
+    axes.stairs(shares / total, edges, orientation="horizontal", fill=True, color=FAINT, linewidth=0)
     if limit is not None and limit <= top:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=3))
+    round_ticks(axes.xaxis, text=in_percent)
+    round_ticks(axes.xaxis, 3)
     axes.grid(visible=True, axis="x")
 
 
 def draw_queue(run: RunData) -> Figure:
     """How many requests wait, by what each of them waits for; paused ones on top."""
-    figure = Figure(figsize=(11, 4))
+    figure = Figure(figsize=(WIDTH, 4))
     axes = figure.subplots()
     bins = TimeBins.of(run)
     spans = run.spans[run.spans["phase"].isin(["waiting", "paused"])]
@@ -113,8 +100,7 @@ def draw_queue(run: RunData) -> Figure:
     total = stack(axes, bins.edges, {cause: layers[cause] for cause in colours}, colours, names)
     axes.set_ylabel("requests that wait")
     axes.set_ylim(0, max(1.0, float(total.max()) * 1.1))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    thousands(axes.yaxis)
+    round_ticks(axes.yaxis, 6, whole=True)
     if layers:
         legend_above(axes, min(len(layers), 3))
         mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
@@ -155,7 +141,7 @@ def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[st
 
 def draw_bound(run: RunData) -> Figure:
     """What bound each stretch of time: the limit that bound most of it as a strip, and the share of each limit."""
-    figure = Figure(figsize=(11, 3.6))
+    figure = Figure(figsize=(WIDTH, 3.6))
     strip, shares = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 4]})
     bins, iterations = TimeBins.of(run), run.iterations
     found = iterations["bound_by"].fillna("none").astype(str)
@@ -179,7 +165,7 @@ def draw_bound(run: RunData) -> Figure:
     strip.spines[["left", "bottom"]].set_visible(False)
     strip.tick_params(length=0)
     shares.set(ylim=(0, 1), ylabel="share of the time")
-    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(shares.yaxis, text=in_percent)
     handles, labels = shares.get_legend_handles_labels()
     strip.legend(handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=5, borderaxespad=0.2)
     bins.label(shares)

@@ -6,12 +6,12 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from ifbbench.report.cells import REQUEST_COLOURS, request_order, tint
+from ifbbench.report.cells import request_order, tint
+from ifbbench.report.colours import FAINT, INK, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.figures import span_ends
 from ifbbench.report.load import Floats, RunData
-from ifbbench.report.style import INK, TimeBins, heading, legend_above
+from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
 
 MAX_OUTLINES = 4000
 MAX_NAMED_LANES, NAME_FROM_SHARE = 40, 0.035
@@ -24,7 +24,7 @@ def draw_lanes(run: RunData) -> Figure:
     left = bins.clock.starts(running["first_iteration"])
     right = np.asarray(span_ends(run)[running.index], np.float64)
     lanes, count = _lanes(running["request_id"].tolist(), left, right)
-    figure = Figure(figsize=(12, float(np.clip(count * 0.16, 2.4, 8)) + 1.2))
+    figure = Figure(figsize=(WIDTH, float(np.clip(count * 0.16, 2.4, 8)) + 1.2))
     axes = figure.subplots()
     row_of = {request: row for row, request in enumerate(request_order(run))}
     rows = running["request_id"].map(row_of).to_numpy(dtype=int) % len(REQUEST_COLOURS)
@@ -36,7 +36,7 @@ def draw_lanes(run: RunData) -> Figure:
     outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
     faces = [[tint(colour, 0.55) for colour in REQUEST_COLOURS], [tint(colour, -0.2) for colour in REQUEST_COLOURS]]
     colours = np.array(faces)[is_context.astype(int), rows].astype(object)
-    colours[paused_again] = INK
+    colours[paused_again] = PHASE_COLOURS["recompute"]
     drawing = np.argsort(is_context, kind="stable")  # contexts on top: they are short
     faces_drawn, widths = list(colours[drawing]), np.where(is_context[drawing], 0.4, 0)
     axes.add_collection(PolyCollection(list(outlines[drawing]), facecolors=faces_drawn, edgecolors=faces_drawn,
@@ -47,10 +47,10 @@ def draw_lanes(run: RunData) -> Figure:
             axes.text((x0[place] + x1[place]) / 2, lanes[place], running["request_id"].iloc[place], ha="center",
                       va="center", fontsize=7, color=INK)  # fmt: skip
     axes.set(ylim=(count - 0.4, -0.6), ylabel="lane: requests that run at a time")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    round_ticks(axes.yaxis, 8, whole=True)
     axes.grid(visible=False)
-    names = {"context": faces[1][0], "generation": faces[0][0]}
-    names |= {"recompute after a pause": INK} if paused_again.any() else {}
+    names = {"context (dark)": MUTED, "generation (light)": FAINT}
+    names |= {"recompute after a pause": PHASE_COLOURS["recompute"]} if paused_again.any() else {}
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
     legend_above(axes, 3, handles)
     bins.label(axes)

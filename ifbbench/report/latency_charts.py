@@ -5,25 +5,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report import percent, significant, time_unit
+from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES
 from ifbbench.report.figures import TokenGaps, inter_token_gaps
 from ifbbench.report.limits import limit_colours, limit_name
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.recorded import PART_OF_ATTRIBUTION
-from ifbbench.report.style import (
-    INK,
-    LIMIT,
-    MUTED,
-    SERIES,
-    TimeBins,
-    heading,
-    legend_above,
-    thousands,
-    ticks_of_log,
-)
+from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks
 
 # A request is coloured by the limit that it waited for if that took more than this share of its TTFT.
 NOTABLE_WAIT = 0.1
@@ -41,14 +32,14 @@ STALL_RATIO, POINTS_OF_A_BIN = 5.0, 12
 
 def draw_latency(run: RunData) -> Figure:
     """TTFT of each request at the left, every gap between tokens (ITL) at the right."""
-    figure = Figure(figsize=(9, 5.2))
+    figure = Figure(figsize=(WIDTH, 5.2))
     grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
     ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
     _distribution(grid[0, 0], grid[1, 0], ttft, "TTFT", "requests", SERIES[0])
     if run.recorded_every > 1 or run.has_only_summary:
         _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
     else:
-        _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[2])
+        _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[0])
     grid[1, 0].set_ylabel("share of values up to here")
     heading(grid[0, 0], "Latency", run)
     figure.align_ylabels(grid[:, 0])
@@ -59,21 +50,19 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     unit, scale = time_unit([float(np.median(seconds))] if seconds.size else [])
     values = np.sort(seconds) * scale
     shape.set_ylabel(counted)
-    shape.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    thousands(shape.yaxis)
+    round_ticks(shape.yaxis, 5, whole=True)
     shares.set_xlabel(f"{name} ({unit})")
     shares.set_ylim(0, 1.06)
-    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(shares.yaxis, text=in_percent)
     if not values.size:
         shares.text(0.5, 0.5, f"no {counted}", transform=shares.transAxes, ha="center", color=MUTED)
         return
     logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_LATENCY_FROM_RATIO
     if logarithmic:
         shares.set_xscale("log")
-        ticks_of_log(shares.xaxis)
     if values[-1] < values[0] * NARROW:
         shares.xaxis.set_major_locator(MaxNLocator(nbins=3))  # their labels have many digits
-    thousands(shares.xaxis)
+    round_ticks(shares.xaxis)
     low, high = float(values[0]), float(values[-1])
     high_value = high
     if low == high:
@@ -85,9 +74,8 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     if np.max(counts) > RARE_RATIO * len(values) / bins:
         # A few long stalls among many short gaps are visible on a logarithmic axis only.
         shape.set_yscale("log")
-        shape.yaxis.set_minor_locator(NullLocator())
         shape.set_ylim(bottom=0.5)
-        thousands(shape.yaxis)
+        round_ticks(shape.yaxis)
     # As percentiles are computed: straight between neighbouring values. The curve of many values needs few of them.
     grid = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_CURVE_POINTS)).astype(int))
     shares.plot(values[grid], grid / max(len(values) - 1, 1), color=colour, linewidth=1.6)
@@ -115,13 +103,13 @@ def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
 
 def draw_ttft(run: RunData) -> Figure:
     """TTFT of each request against the length of its prompt, in the colour of what it mainly waited for."""
-    figure = Figure(figsize=(9, 5.2))
+    figure = Figure(figsize=(WIDTH, 5.2))
     axes = figure.subplots()
     done = run.completed.dropna(subset=["ttft_s"])
     ttft_s, lengths = done["ttft_s"].to_numpy(dtype=float), done["prompt_len"].to_numpy(dtype=float)
     unit, scale = time_unit([float(np.median(ttft_s))] if len(ttft_s) else [])
     causes = _main_waits(done)
-    colours = limit_colours(causes) | ({"none": "#8A8A8A"} if "none" in causes else {})
+    colours = limit_colours(causes) | ({"none": MUTED} if "none" in causes else {})
     size, opacity = (22, 0.85) if len(done) <= 400 else (8, 0.5) if len(done) <= 4000 else (4, 0.3)
     for cause, colour in reversed(colours.items()):
         chosen = causes == cause
@@ -135,12 +123,10 @@ def draw_ttft(run: RunData) -> Figure:
     else:
         if ttft_s.min() > 0 and ttft_s.max() / ttft_s.min() > LOG_FROM_RATIO:
             axes.set_yscale("log")
-            ticks_of_log(axes.yaxis)
         else:
             axes.set_ylim(0, float(ttft_s.max()) * scale * 1.1 or 1.0)
         if lengths.min() > 0 and lengths.max() / lengths.min() > LOG_FROM_RATIO:
             axes.set_xscale("log")
-            ticks_of_log(axes.xaxis)
         _median_line(figure, lengths, ttft_s * scale, axes.get_xscale() == "log")
         legend = legend_above(axes, min(len(colours) + 1, 5))
         for handle in legend.legend_handles:
@@ -149,7 +135,7 @@ def draw_ttft(run: RunData) -> Figure:
                 handle.set_sizes([25])
     axes.grid(visible=True, axis="both")
     for axis in (axes.xaxis, axes.yaxis):
-        thousands(axis)
+        round_ticks(axis)
     heading(axes, "TTFT by prompt length", run, legend=True)
     return figure
 
@@ -184,7 +170,7 @@ def _median_line(figure: Figure, lengths: Floats, values: Floats, logarithmic: b
 
 def draw_itl(run: RunData) -> Figure:
     """Gaps between the tokens of requests over time, by when they ended: percentiles, and each stall as a point."""
-    figure = Figure(figsize=(11, 5.6))
+    figure = Figure(figsize=(WIDTH, 5.6))
     shares, stalls = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
     bins = TimeBins.of(run)
     heading(shares, "Inter-token latency over time", run, legend=True)
@@ -204,14 +190,15 @@ def draw_itl(run: RunData) -> Figure:
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     ordered = gaps.seconds[order]
     highest = 0.0
-    for mark, colour, name in ((99, SERIES[1], "p99"), (50, SERIES[0], "p50")):
+    # Where both are equal, the wide line is seen behind the narrow one.
+    for mark, colour, width, name in ((99, PERCENTILES[1], 2.4, "p99"), (50, PERCENTILES[0], 1.2, "p50")):
         positions = np.minimum(firsts + ((counts - 1) * mark // 100).clip(min=0), len(ordered) - 1)
         values = np.where(counts > 0, ordered[positions] * scale, np.nan)
         highest = max(highest, float(np.nanmax(values)))
-        shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=1.4, label=name)
+        shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=width, label=name)
     shares.set_ylabel(f"ITL ({unit})")
     shares.set_ylim(0, highest * 1.12 or 1.0)
-    thousands(shares.yaxis)
+    round_ticks(shares.yaxis)
     legend_above(shares, 2)
     _stalls(figure, bins, gaps, median)
     bins.label(stalls)
@@ -237,7 +224,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     drawn = chosen[order[np.arange(total) - np.searchsorted(ordered_bins, ordered_bins) < POINTS_OF_A_BIN]]
     few = "" if len(drawn) == total else f"\n({POINTS_OF_A_BIN} longest of each bin)"
     unit, scale = time_unit([float(np.median(gaps.seconds[drawn]))])
-    for over_pause, colour, name in ((False, SERIES[0], "while the request ran"), (True, SERIES[1], "over a pause")):
+    for over_pause, colour, name in ((False, SERIES[0], "while the request ran"), (True, PAUSE, "over a pause")):
         points = drawn[gaps.over_pause[drawn] == over_pause]
         count = int((gaps.over_pause[chosen] == over_pause).sum())
         if count:
@@ -248,7 +235,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    thousands(axes.yaxis)
+    round_ticks(axes.yaxis)
     longest = time_unit([float(gaps.seconds.max())])
     axes.set_title(
         f"{total:,} gaps ({percent(total / len(gaps.seconds))}) exceed {STALL_RATIO:.0f} × the median; "

@@ -4,37 +4,33 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ifbbench.recording.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
+from ifbbench.report.colours import LIMIT_COLOURS, OTHER_LIMITS
 
 
 class LimitText(NamedTuple):
-    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell.
-
-    A limit without a colour of its own takes one of OTHER_COLOURS.
-    """
+    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell."""
 
     name: str
     waits_for: str
     short: str
-    colour: str = ""
 
 
 LIMITS = {
-    "batch_size": LimitText("batch size", "a batch slot", "slot", "#0072B2"),
-    "num_tokens": LimitText("token budget", "the token budget", "tok", "#D55E00"),
-    "kv_blocks": LimitText("KV blocks", "KV blocks", "kv", "#009E73"),
-    "none": LimitText("no limit", "no limit", "none", "#C4C4C4"),
-    "head_of_line": LimitText("behind another request", "the request before it", "line", "#9FB8CC"),
-    "paused": LimitText("paused", "blocks after a pause", "paused", "#F0C000"),
-    "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "#B9A3CF"),
-    "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse", "#9BB53C"),
-    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "#7A5C3E"),
-    "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "#5B7F95"),
+    "batch_size": LimitText("batch size", "a batch slot", "slot"),
+    "num_tokens": LimitText("token budget", "the token budget", "tok"),
+    "kv_blocks": LimitText("KV blocks", "KV blocks", "kv"),
+    "none": LimitText("no limit", "no limit", "none"),
+    "head_of_line": LimitText("behind another request", "the request before it", "line"),
+    "paused": LimitText("paused", "blocks after a pause", "paused"),
+    "static_batch": LimitText("end of the static batch", "the static batch to end", "static"),
+    "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse"),
+    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora"),
+    "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
     "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
 }
 # What is always shown of iterations, `none` last; other reasons are shown where they bound one.
 BINDING = BOUND_BY
-OTHER_COLOURS = ("#CC79A7", "#8C8C00", "#56B4E9", "#4D4D4D")
 
 
 def limit_name(limit: str) -> str:
@@ -73,6 +69,6 @@ def part_name(part: str) -> str:
 def limit_colours(limits: Iterable[str]) -> dict[str, str]:
     """A colour for each of `limits`, the known ones first."""
     found = set(limits)
-    known = {name: limit.colour for name, limit in LIMITS.items() if limit.colour and name in found}
+    known = {name: LIMIT_COLOURS[name] for name in LIMITS if name in LIMIT_COLOURS and name in found}
     others = sorted(found - known.keys())
-    return known | {name: OTHER_COLOURS[place % len(OTHER_COLOURS)] for place, name in enumerate(others)}
+    return known | {name: OTHER_LIMITS[place % len(OTHER_LIMITS)] for place, name in enumerate(others)}

@@ -7,36 +7,32 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from ifbbench.report import significant, time_unit
 from ifbbench.report.cells import request_order
 from ifbbench.report.charts import Output
+from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
 from ifbbench.report.figures import figures, inter_token_gaps, output_tokens, span_ends
 from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
-    INK,
     MAX_BINS,
-    MUTED,
-    PAUSE,
-    SERIES,
+    WIDTH,
     TimeBins,
-    legend_above,
+    in_percent,
+    line_styles,
     retitle,
+    round_ticks,
     save,
     styled,
-    thousands,
     title,
 )
-from ifbbench.report.timeline import MAX_ROWS_WITH_MARKS, draw_bars, draw_population, phase_handles
+from ifbbench.report.timeline import MAX_ROWS_WITH_MARKS, draw_bars, draw_population, pause_handle, phase_handles
 
 # Settings that name a place or a clean-up rather than what was run.
 NOT_COMPARED = frozenset({"output", "overwrite", "quiet", "output_csv", "responses_json", "recording_format"})
-LINES = ("-", "--", "-.", ":")
 MAX_CURVE_POINTS = 2000
 LOG_FROM_RATIO = 10
-COLOURS = (*SERIES, *SERIES)
-MAX_RUNS = len(COLOURS)
+MAX_RUNS = 8
 OVERLAYS = {
     "overlay": "throughput, queue, KV use and latencies of several runs in one set of axes",
     "schedules": "requests over time of several runs, one above the other on one axis",
@@ -89,8 +85,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     over_time = [figure.add_subplot(grid[3 * place : 3 * place + 3, 0]) for place in range(4)]
     shares = [figure.add_subplot(grid[4 * place : 4 * place + 4, 1]) for place in range(3)]
     names = ("output\ntokens/s", "requests in\nthe batch", "requests\nwaiting", "KV blocks used\n(share of pool)")
-    for place, (run, label, own) in enumerate(zip(runs, labels, bins, strict=True)):
-        style: dict[str, Any] = {"color": COLOURS[place], "linestyle": LINES[place // len(SERIES)], "linewidth": 1.3}
+    for run, label, own, style in zip(runs, labels, bins, line_styles(len(runs)), strict=True):
         table = run.iterations
         blocks, pool, _ = run.blocks_of_fullest()
         used = own.peaks(blocks) / pool if pool > 0 else None
@@ -108,13 +103,12 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     for axes, name in zip(over_time, names, strict=True):
         axes.set_ylabel(name)
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis, 4)
         bins[0].label(axes)
         if axes is not over_time[-1]:
             axes.set_xlabel("")
             axes.tick_params(labelbottom=False)
-    over_time[-1].yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(over_time[-1].yaxis, text=in_percent)
     for axes, name in zip(shares, ("TTFT", "ITL", "E2E"), strict=True):
         _latency_axis(axes, name)
     handles, known = over_time[0].get_legend_handles_labels()
@@ -150,10 +144,9 @@ def _latency_axis(axes: Axes, name: str) -> None:
     axes.autoscale_view()
     if values.min() > 0 and values.max() / values.min() >= LOG_FROM_RATIO:
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    thousands(axes.xaxis)
+    round_ticks(axes.xaxis)
     axes.set(xlabel=f"{name} ({unit})", ylim=(0, 1.04), ylabel="share of values")
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(axes.yaxis, text=in_percent)
     axes.grid(visible=True, axis="both")
 
 
@@ -164,13 +157,14 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
     requests = [request_order(run) for run in runs]
     as_rows = max(map(len, requests)) <= MAX_ROWS_WITH_MARKS
     height = float(np.clip(0.022 * max(map(len, requests)), 2.6, 5.5)) if as_rows else 2.6
-    figure = Figure(figsize=(12, (height + 1.6) * len(runs) + 1.0))
+    figure = Figure(figsize=(WIDTH, (height + 1.6) * len(runs) + 1.0))
     panels = figure.subplots(2 * len(runs), 1, sharex=True, gridspec_kw={"height_ratios": [height, 1.0] * len(runs)})
     batches = [own.means(run.iterations["scheduled_requests"].to_numpy(dtype=float))
                for run, own in zip(runs, bins, strict=True)]  # fmt: skip
     highest = max(float(batch.max()) for batch in batches)
     population = max(float(own.covered(run.spans, span_ends(run)).max()) for run, own in zip(runs, bins, strict=True))
     seen: list[str] = []
+    colour = LIMIT_COLOURS["batch_size"]
     for place, (run, label, own, batch) in enumerate(zip(runs, labels, bins, batches, strict=True)):
         upper, lower = panels[2 * place], panels[2 * place + 1]
         if as_rows:
@@ -178,17 +172,19 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
             seen += run.spans["phase"].unique().tolist()
         else:
             seen += draw_population(upper, own, run, population)
-        lower.stairs(batch, own.edges, fill=True, color=SERIES[0], alpha=0.35, linewidth=0)
-        lower.stairs(batch, own.edges, baseline=None, color=SERIES[0], linewidth=1)
+        lower.stairs(batch, own.edges, fill=True, color=colour, alpha=0.35, linewidth=0)
+        lower.stairs(batch, own.edges, baseline=None, color=colour, linewidth=1)
         lower.set(ylim=(0, highest * 1.25), ylabel="requests in\nthe batch")
         _pause_marks(lower, own, run)
-        upper.annotate(label, (1, 1), xycoords="axes fraction", xytext=(-4, -4), textcoords="offset points", ha="right",
-                       va="top", fontsize=11, fontweight="bold", color=INK)  # fmt: skip
-        upper.annotate(_facts(run), (1, 1), xycoords="axes fraction", xytext=(-4, -20), textcoords="offset points",
-                       ha="right", va="top", fontsize=8.5, color=MUTED)  # fmt: skip
+        upper.annotate(label, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+                       fontsize=10, fontweight="bold", color=INK)  # fmt: skip
+        upper.annotate(_facts(run), (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+                       ha="right", fontsize=8.5, color=MUTED)  # fmt: skip
     bins[0].label(panels[-1])
     handles = phase_handles(runs[0], seen, counts=False)
-    legend_above(panels[0], len(handles), handles)
+    if as_rows and "paused" in seen:
+        handles.append(pause_handle())
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     _title(panels[0], "Requests over time", runs[0], room=15)
     figure.align_ylabels()
     return figure

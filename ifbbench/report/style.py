@@ -1,6 +1,7 @@
 """What all charts share: fonts and colours, headings, limits, and the axis of time."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -15,36 +16,28 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.report import significant, time_unit
+from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
 from ifbbench.report.figures import IterationClock
 from ifbbench.report.load import Floats, RunData
 
-INK = "#222222"
-MUTED = "#6B6B6B"
-GRID = "#E3E3E3"
-PHASE_COLOURS = {
-    "context": "#14507A", "generation": "#86BFE3", "recompute": "#D55E00", "paused": "#F0C000", "waiting": "#DEDEDE",
-    "skipped": "#B9A3CF",
-}  # fmt: skip
-LIMIT = "#B3202A"
 LIMIT_DASHES = (0, (4, 3))
-# Up to this ratio of the ends of a logarithmic axis, powers of ten alone are too few ticks.
-FEW_POWERS = 300
-# Marks of pauses.
-PAUSE = "#B0006A"
-SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+# The width of all charts of a run but that of cells, in inches. Pages show them one below the other.
+WIDTH = 11.0
 # Of the lines of one set of axes, the first is solid and widest.
 DASHES = ("-", "--", ":", "-.")
-WIDEST_LINE = 2.6
+WIDEST_LINE = 2.4
 FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None, "Creator": "ifbbench"}, ".pdf": {"CreationDate": None},
 }  # fmt: skip
 POSITION_DIGITS = 5
+# The mean width of a digit and the least distance of two lines, in font sizes.
+LETTER_WIDTH, LINE_HEIGHT = 0.64, 1.3
 MAX_BINS = 150
 MAX_SINGLE_ITERATIONS = 200
 
@@ -132,7 +125,7 @@ def line_styles(count: int, colours: Sequence[str] = SERIES) -> list[dict[str, A
     return [
         {
             "color": colours[place % len(colours)], "linestyle": DASHES[place % len(DASHES)],
-            "linewidth": max(WIDEST_LINE - 0.5 * place, 1.2),
+            "linewidth": max(WIDEST_LINE - 0.4 * place, 1.2),
         }
         for place in range(count)
     ]  # fmt: skip
@@ -169,17 +162,107 @@ def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> No
                   va="bottom" if near else "top")  # fmt: skip
 
 
-def thousands(axis: Axis) -> None:
-    """Write the numbers of `axis` with thousands separators and without exponents."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+def in_full(value: float) -> str:
+    """A number of an axis, with thousands separators and without exponent."""
+    return f"{value:,.10g}"
 
 
-def ticks_of_log(axis: Axis) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5 of each power of ten, or at powers alone where there are many."""
+def in_percent(share: float) -> str:
+    """A share of an axis in percent."""
+    return f"{100 * share:,.10g} %"
+
+
+class RoundTicks(Locator):
+    """Ticks at 1, 2 and 5 times powers of ten, or at multiples of these, as many as have room for their texts.
+
+    most: so many at most. whole: at whole numbers only. text: of a tick. For linear and logarithmic axes.
+    """
+
+    def __init__(self, axis: Axis, most: int, whole: bool, text: Callable[[float], str]) -> None:
+        self._axis, self._most, self._whole, self._text = axis, most, whole, text
+
+    def __call__(self) -> Any:
+        low, high = sorted(self._axis.get_view_interval())
+        return self.tick_values(float(low), float(high))
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """The ticks of an axis from `vmin` to `vmax`."""
+        found = np.array([vmin])
+        for found in self._candidates(vmin, vmax):
+            if self.have_room(found, vmin, vmax):
+                break
+        return found
+
+    def _candidates(self, low: float, high: float) -> Iterator[Floats]:
+        """Ticks, fewer and fewer."""
+        if self._axis.get_scale() == "log":
+            yield from (found for found in _ticks_of_log(low, high, self._most) if len(found) > 1)
+        yield from self._linear(low, high)
+
+    def _linear(self, low: float, high: float) -> Iterator[Floats]:
+        slack = 1e-9 * (high - low)
+        for count in range(self._most, 0, -1):
+            locator = MaxNLocator(count, steps=[1, 2, 5, 10], integer=self._whole, min_n_ticks=1)
+            found = np.asarray(locator.tick_values(low, high))
+            yield found[(found >= low - slack) & (found <= high + slack)]
+
+    def have_room(self, values: Floats, low: float, high: float) -> bool:
+        """Whether the texts of these ticks do not touch each other on an axis from `low` to `high`."""
+        if len(values) < 2:
+            return True
+        axes, places = self._axis.axes, np.array([*values, low, high])
+        if self._axis.get_scale() == "log":
+            places = np.log10(places)
+        size, is_across = float(STYLE["xtick.labelsize"]), self._axis is axes.xaxis
+        length = (axes.bbox.width if is_across else axes.bbox.height) * 72 / axes.figure.dpi
+        gaps = np.diff(places[:-2]) / (places[-1] - places[-2]) * length
+        widths = np.array([len(self._text(value)) for value in values]) * LETTER_WIDTH * size
+        needed = (widths[1:] + widths[:-1]) / 2 + size if is_across else LINE_HEIGHT * size
+        return bool((gaps > needed).all())
+
+
+class ChosenTicks(RoundTicks):
+    """Ticks at given values, without those that have no room for their texts. values: ascending."""
+
+    def __init__(self, axis: Axis, values: Sequence[float], text: Callable[[float], str]) -> None:
+        super().__init__(axis, len(values), False, text)
+        self._values = values
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """The ticks of an axis from `vmin` to `vmax`: the first one, the last one, and what has room between them."""
+        *others, last = self._values
+        found: list[float] = []
+        for value in others:
+            if self.have_room(np.array([*found[-1:], value, last]), vmin, vmax):
+                found.append(value)
+        return np.array([*found, last])
+
+
+def _ticks_of_log(low: float, high: float, most: int) -> Iterator[Floats]:
+    """Ticks within the ends of a logarithmic axis, fewer and fewer."""
+    powers = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    several = [np.outer(powers, steps).ravel() for steps in ([1, 2, 5], [1, 3])]
+    for found in (*several, *(powers[::every] for every in range(1, len(powers)))):
+        inside = found[(found >= low) & (found <= high)]
+        if len(inside) <= 2 * most:
+            yield inside
+
+
+def round_ticks(axis: Axis, most: int = 6, whole: bool = False, text: Callable[[float], str] = in_full) -> None:
+    """Let `axis` have round ticks with texts that do not touch: see RoundTicks. A later change of its scale undoes
+    it."""
+    _set_ticks(axis, RoundTicks(axis, most, whole, text), text)
+
+
+def chosen_ticks(axis: Axis, values: Sequence[float], text: Callable[[float], str] = in_full) -> None:
+    """Let `axis` have ticks at `values`, which ascend, as far as their texts do not touch."""
+    _set_ticks(axis, ChosenTicks(axis, values, text), text)
+
+
+def _set_ticks(axis: Axis, locator: Locator, text: Callable[[float], str]) -> None:
+    axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
-    low, high = axis.get_view_interval()
-    few = low > 0 and high / low < FEW_POWERS
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
 def nothing_to_draw(run: RunData) -> InputError:
@@ -291,6 +374,6 @@ class TimeBins:
     def label(self, axes: Axes) -> None:
         """Name the time axis, which spans the run."""
         axes.set_xlabel(f"time since the start of the run ({self.unit[0]})")
-        thousands(axes.xaxis)
+        round_ticks(axes.xaxis, 12)
         is_window = len(self.clock.numbers) > 0 and self.clock.numbers[0] > 0
         axes.set_xlim(float(self.edges[0]) if is_window else min(0.0, float(self.edges[0])), float(self.edges[-1]))

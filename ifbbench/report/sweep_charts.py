@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator, PercentFormatter
 
 from ifbbench.errors import InputError
 from ifbbench.report import significant
+from ifbbench.report.colours import FAINT, INK, MUTED
 from ifbbench.report.limits import limit_name
-from ifbbench.report.style import INK, LIMIT, LIMIT_DASHES, SERIES, save, styled, thousands, title
+from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_limits, draw_pareto
 from ifbbench.report.sweep_metrics import (
     BOUND_BY,
@@ -33,12 +33,14 @@ from ifbbench.report.sweep_table import SweepRow, number_in, shares
 
 # The number of METRICS that are drawn in any case.
 ALWAYS = 2
+SWEEP_WIDTH, LEGEND_LETTERS = 9.0, 110
 # Up to so many lines have a colour each; of more, the median is drawn over all of them.
 MAX_LINES = 6
-MAX_TICKS = 12
+# Values of a setting that are texts: letters of all of them from which their labels are slanted.
+MAX_LETTERS = 80
 LOG_LATENCIES_FROM_RATIO = 100
-LINE_COLOURS = (*SERIES, "#E69F00", "#56B4E9")
-FAINT = "#BBBBBB"
+# The distance of marks of several groups at a value that is a text.
+ASIDE = 0.07
 
 
 def plot_sweep(rows: Sequence[SweepRow], over: Sequence[str], directory: Path) -> list[Path]:
@@ -74,12 +76,13 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
     metrics = [one for number, one in enumerate(METRICS) if number < ALWAYS or one.is_in(rows)]
     with_limits = not others and any(shares(row, BOUND_BY) for row in rows)
     count = len(metrics) + with_limits
-    figure = Figure(figsize=(7.5, 1.1 + 2.1 * count))
+    figure = Figure(figsize=(SWEEP_WIDTH, 1.1 + 2.1 * count))
     panels = list(np.atleast_1d(figure.subplots(count, 1, sharex=True)))
     place = dict(zip(ticks, _positions(panels[0], ticks, numeric), strict=True))
     groups: dict[str, list[SweepRow]] = {}
     for row in sorted(rows, key=lambda row: place[row[over]]):
         groups.setdefault(", ".join(text_of(row[name]) for name in others), []).append(row)
+    groups = _without_equal(groups, metrics)
     line = "o-" if numeric else "o"  # there is nothing between two texts
     for axes, metric in zip(panels, metrics, strict=False):
         if len(groups) == 1:
@@ -89,31 +92,52 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
         known = [value for values in metric.values(rows) for value in values if value > 0]
         if metric.unit is None and known and max(known) / min(known) >= LOG_LATENCIES_FROM_RATIO:
             axes.set_yscale("log")
-            axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis)
     if with_limits:
         _draw_shares(panels[-1], [place[row[over]] for row in rows], rows)
     panels[-1].set_xlabel(over)
     knee = None if others else knee_of(rows, over)
     if knee is not None:
         for axes in panels[: len(metrics)]:
-            axes.axvline(knee, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=1)
+            axes.axvline(knee, color=MUTED, linewidth=1, linestyle=LIMIT_DASHES, zorder=1)
         panels[0].annotate(f"knee: {text_of(knee)}", (knee, 0), xytext=(4, 4), textcoords="offset points", fontsize=8,
-                           color=LIMIT)  # fmt: skip
-    notes = [subject_of(rows), f"a line for each {' and '.join(others)}" if others else ""]
+                           color=MUTED)  # fmt: skip
+    each = "a line for each" if len(groups) > 1 else "the same for each"
+    notes = [subject_of(rows), f"{each} {' and '.join(others)}" if others else ""]
     title(panels[0], f"Sweep over {over}", " · ".join(filter(None, notes)))
     if 1 < len(groups) <= MAX_LINES:
-        lines = [Line2D([], [], color=colour, marker="o", markersize=4, label=name)
-                 for name, colour in zip(groups, LINE_COLOURS, strict=False)]  # fmt: skip
-        figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 4))
+        lines = [Line2D([], [], marker="o", label=name, **how)
+                 for name, how in zip(groups, _group_styles(len(groups), numeric), strict=True)]  # fmt: skip
+        longest = max(map(len, groups))
+        figure.legend(handles=lines, loc="outside lower center", handlelength=2.6,
+                      ncols=int(np.clip(LEGEND_LETTERS // (longest + 8), 1, 4)))  # fmt: skip
     elif len(groups) > 1:
         lines = [Line2D([], [], color=INK, linewidth=2, label="median"),
                  Line2D([], [], color=FAINT, label=f"each of {len(groups)} combinations of the others")]  # fmt: skip
         figure.legend(handles=lines, loc="outside lower center", ncols=2)
     figure.align_ylabels()
     return figure
+
+
+def _without_equal(groups: Mapping[str, list[SweepRow]], metrics: Sequence[Metric]) -> dict[str, list[SweepRow]]:
+    """`groups` with one of those that are equal in all that is drawn, under the names of all of them."""
+    names: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        values = str([metric.values(group)[-1] for metric in metrics])
+        names.setdefault(values, []).append(name)
+    return {
+        " and ".join(equal) + (" (equal)" if len(equal) > 1 else ""): groups[equal[0]] for equal in names.values()
+    }
+
+
+def _group_styles(count: int, numeric: bool) -> list[dict[str, Any]]:
+    """Of each group the style of its line, and the size of its marks, which is smaller for what is drawn later. Between
+    values that are no numbers there are no lines, and marks are beside each other."""
+    if not numeric:
+        return [how | {"markersize": 5, "linestyle": ""} for how in line_styles(count)]
+    return [how | {"markersize": 4 + 1.5 * (count - 1 - place)} for place, how in enumerate(line_styles(count))]
 
 
 def _draw_metric(
@@ -147,10 +171,13 @@ def _draw_groups(
     unit, scale = metric.unit_of(of_all)
     is_few = len(groups) <= MAX_LINES
     by_place: dict[float, list[float]] = {}
-    for group, colour in zip(groups.values(), LINE_COLOURS if is_few else [FAINT] * len(groups), strict=False):
+    numeric = line != "o"
+    faint = {"color": FAINT, "markersize": 2, "linewidth": 0.8, "linestyle": "-" if numeric else ""}
+    styles = _group_styles(len(groups), numeric) if is_few else [faint] * len(groups)
+    for number, (group, how) in enumerate(zip(groups.values(), styles, strict=True)):
         positions, values = [place[row[over]] for row in group], [value * scale for value in metric.values(group)[-1]]
-        size, width = (4, 1.4) if is_few else (2, 0.8)
-        axes.plot(positions, values, line, color=colour, markersize=size, linewidth=width)
+        aside = ASIDE * (number - (len(groups) - 1) / 2) if is_few and not numeric else 0.0
+        axes.plot([position + aside for position in positions], values, marker="o", **how)
         for position, value in zip(positions, values, strict=True):
             if not np.isnan(value):
                 by_place.setdefault(position, []).append(value)
@@ -173,7 +200,7 @@ def _draw_shares(axes: Axes, positions: Sequence[float], rows: Sequence[SweepRow
                  label=limit_name(limit))  # fmt: skip
         below += values
     axes.set(ylabel="bound by, of time", ylim=(0, 1))
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(axes.yaxis, text=in_percent)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0)
 
 
@@ -186,7 +213,10 @@ def _positions(axes: Axes, ticks: Sequence[Any], numeric: bool) -> list[float]:
         positions = [float(tick) for tick in ticks]
         if min(positions) > 0 and max(positions) / min(positions) >= LOG_FROM_RATIO:
             axes.set_xscale("log")
-            axes.xaxis.set_minor_locator(NullLocator())
-    every = -(-len(ticks) // MAX_TICKS)
-    axes.set_xticks(positions[::every], [text_of(tick) for tick in ticks[::every]])
+        chosen_ticks(axes.xaxis, positions, text_of)
+        return positions
+    texts = [text_of(tick) for tick in ticks]
+    is_long = sum(map(len, texts)) > MAX_LETTERS
+    slanted: dict[str, Any] = {"rotation": 20, "ha": "right"} if is_long else {}
+    axes.set_xticks(positions, texts, **slanted)
     return positions

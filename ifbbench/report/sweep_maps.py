@@ -2,19 +2,22 @@
 Pareto front, and the limits."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.transforms import Bbox
 
 from ifbbench.report import significant, time_unit
+from ifbbench.report.colours import INK
 from ifbbench.report.limits import limit_name
 from ifbbench.report.load import Floats
-from ifbbench.report.style import INK, thousands, title
+from ifbbench.report.style import in_percent, round_ticks, title
 from ifbbench.report.sweep_metrics import (
     LOG_FROM_RATIO,
     METRICS,
@@ -32,6 +35,13 @@ from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, number_in
 # The metrics of heat maps, and the latencies that throughput is drawn against.
 HEATED = METRICS[:3]
 LATENCIES = {"ttft_s.p99": "TTFT p99", "tpot_s.p99": "TPOT p99"}
+# Labels of points: where one may stand, (offset in points, alignment across and up), the best first; the radius of a
+# mark in points; and the pieces of each stretch of the front.
+OFFSETS = tuple(
+    ((across * far, up * far), {-1: "right", 0: "center", 1: "left"}[across], {-1: "top", 0: "center", 1: "bottom"}[up])
+    for far in (5, 9, 14, 20) for across, up in ((-1, 1), (1, -1), (1, 0), (-1, 0), (1, 1), (-1, -1), (0, 1), (0, -1))
+)  # fmt: skip
+MARK_RADIUS, LINE_PIECES = 3.5, 40
 # Points that the chart of limits has a bar for, and those up to which its bars are wide.
 MAX_BARS, MAX_WIDE_BARS = 300, 48
 
@@ -39,7 +49,7 @@ MAX_BARS, MAX_WIDE_BARS = 300, 48
 def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     """Throughput, TTFT p99, TPOT p99 and the limit that bound most of the time, over two settings."""
     axis_values = [ticks_of(rows, name) for name in varied]
-    figure = Figure(figsize=(9.5, 1.6 + 2 * min(5.0, 0.9 + 0.42 * len(axis_values[0]))))
+    figure = Figure(figsize=(9.0, 1.6 + 2 * min(5.0, 0.9 + 0.42 * len(axis_values[0]))))
     panels = figure.subplots(2, 2).ravel()
     by_place = {tuple(row[name] for name in varied): row for row in rows}
     cells = [[by_place.get((y, x), {}) for x in axis_values[1]] for y in axis_values[0]]
@@ -77,11 +87,13 @@ def _draw_cells(axes: Axes, grid: Floats, texts: Sequence[Sequence[str]], is_bet
     """A cell for each value, darker if better."""
     known = grid[~np.isnan(grid)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    if low == high:  # equal values are neither the best nor the worst
+        low, high = low - 1.0, high + 1.0
     colours = "Blues_r" if is_better_low else "Blues"
-    axes.imshow(grid, aspect="auto", cmap=colours, vmin=low, vmax=max(high, low + 1e-12))
+    axes.imshow(grid, aspect="auto", cmap=colours, vmin=low, vmax=high)
     for y, line in enumerate(texts):
         for x, text in enumerate(line):
-            place = (grid[y, x] - low) / (high - low) if high > low else 0.0
+            place = (grid[y, x] - low) / (high - low)
             dark = 1 - place if is_better_low else place
             axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark > 0.55 else INK)
 
@@ -89,9 +101,10 @@ def _draw_cells(axes: Axes, grid: Floats, texts: Sequence[Sequence[str]], is_bet
 def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     """Throughput against TTFT p99 and TPOT p99: points by the limit that bound them, and the Pareto front, of points
     that no other one beats in both."""
-    figure = Figure(figsize=(9.5, 4.8))
+    figure = Figure(figsize=(9.0, 4.8))
     panels = figure.subplots(1, 2, sharey=True)
     complete = [row for row in rows if is_complete(row)]
+    drawn: list[tuple[Axes, list[tuple[float, float]], list[tuple[float, float, SweepRow]]]] = []
     for axes, (key, name) in zip(panels, LATENCIES.items(), strict=True):
         unit, scale = time_unit(number_in(row, key) for row in complete)
         points = [(number_in(row, key), number_in(row, THROUGHPUT), row) for row in complete]
@@ -103,15 +116,14 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         xs = [x for x, _, _ in known]
         if xs and min(xs) > 0 and max(xs) / min(xs) >= LOG_FROM_RATIO:
             axes.set_xscale("log")
-            axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.12)
         axes.autoscale_view()
         axes.set_xlabel(f"{name} ({unit})")
         axes.set_ylim(0, max((y for _, y, _ in known), default=1.0) * 1.15)
-        _label_front(axes, [known[i] for i in front], varied)
-        thousands(axes.xaxis)
+        round_ticks(axes.xaxis)
+        drawn.append((axes, [(x, y) for x, y, _ in known], [known[i] for i in front]))
     panels[0].set_ylabel("output tokens/s")
-    thousands(panels[0].yaxis)
+    round_ticks(panels[0].yaxis)
     limits = dict.fromkeys(main_limit(row) or "none" for row in complete)
     handles = [Line2D([], [], color=colour_of(limit), marker="o", linestyle="",
                       label=f"bound by {limit_name(limit)}") for limit in limits]  # fmt: skip
@@ -120,26 +132,46 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     left_out = len(rows) - len(complete)
     note = f"{left_out} points with failed requests are left out" if left_out else f"labels: {', '.join(varied)}"
     title(panels[0], "Throughput against latency", " · ".join(filter(None, (subject_of(rows), note))))
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
+    for axes, marks, of_front in drawn:
+        _label_front(axes, marks, of_front, varied)
     return figure
 
 
-def _label_front(axes: Axes, front: Sequence[tuple[float, float, SweepRow]], varied: Sequence[str]) -> None:
-    """Write the settings beside points of the front: the first, the last, and those far enough from a label before."""
-    if not front:
-        return
-    top = max(y for _, y, _ in front) or 1.0
-    labelled: list[float] = []
-    for index in (len(front) - 1, 0, *range(1, len(front) - 1)):
+def _label_front(
+    axes: Axes, points: Sequence[tuple[float, float]], front: Sequence[tuple[float, float, SweepRow]],
+    varied: Sequence[str],
+) -> None:  # fmt: skip
+    """Write the settings beside points of the front: the last, the first, then those between them. A label covers no
+    point, no other label and not the line of the front, and is within the axes; a point without room has none.
+
+    After the layout, which decides where there is room. points: all marks of these axes, front included."""
+    renderer: Any = FigureCanvasAgg(axes.figure).get_renderer()  # type: ignore[arg-type,no-untyped-call]
+    to_pixels = axes.transData.transform
+    size = axes.figure.dpi / 72
+    marks = to_pixels(points) if points else np.empty((0, 2))
+    corners = to_pixels([(x, y) for x, y, _ in front]) if front else np.empty((0, 2))
+    steps = np.linspace(0, 1, LINE_PIECES)[:, None]
+    line = [begin + (end - begin) * steps for begin, end in pairwise(corners)]
+    taken = [Bbox.from_extents(x - r, y - r, x + r, y + r) for places, r in (
+        (marks, MARK_RADIUS * size), (np.concatenate(line) if line else marks, size),
+    ) for x, y in places]  # fmt: skip
+    inside = axes.get_window_extent()
+    for index in dict.fromkeys((len(front) - 1, *range(len(front)))) if front else ():
         x, y, row = front[index]
-        if all(abs(y - other) > 0.06 * top for other in labelled):
-            labelled.append(y)
-            # No point is at the upper left of the front. Near the left edge, where it is steep, there is room at the
-            # right of it only.
-            is_at_edge = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] < 0.25
-            text = ", ".join(text_of(row[name]) for name in varied)
-            offset, side = ((7, -7), "left") if is_at_edge else ((-5, 6), "right")
-            axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", fontsize=7, color=INK, ha=side,
-                          path_effects=[withStroke(linewidth=2, foreground="white")])  # fmt: skip
+        text = ", ".join(text_of(row[name]) for name in varied)
+        label = axes.annotate(text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=INK)
+        label.set_in_layout(False)
+        for offset, across, up in OFFSETS:
+            label.set(position=offset, ha=across, va=up)
+            box = label.get_window_extent(renderer)
+            is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if is_inside and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+        else:
+            label.remove()
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -155,7 +187,7 @@ def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     """Which limit bound each point, as shares of its time: a bar a point."""
     shown = rows[:MAX_BARS]
     height, font_size = (0.22, 8) if len(shown) <= MAX_WIDE_BARS else (0.12, 5.5)
-    figure = Figure(figsize=(7.5, 1.2 + height * len(shown)))
+    figure = Figure(figsize=(9.0, 1.2 + height * len(shown)))
     axes = figure.subplots()
     left = np.zeros(len(shown))
     for limit, values in shares_by_limit(shown).items():
@@ -164,7 +196,7 @@ def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     names = [", ".join(text_of(row[name]) for name in varied) for row in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=font_size)
     axes.set(xlim=(0, 1), ylim=(len(shown) - 0.4, -0.6), xlabel="share of time")
-    axes.xaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(axes.xaxis, text=in_percent)
     axes.grid(False)
     figure.legend(loc="outside lower center", ncols=5)
     more = f" (the first {len(shown)} of {len(rows)} points)" if len(rows) > len(shown) else ""

@@ -9,9 +9,9 @@ import numpy as np
 
 from ifbbench.fields import as_text
 from ifbbench.report import time_unit
+from ifbbench.report.colours import PERCENTILES, SERIES
 from ifbbench.report.limits import limit_colours
 from ifbbench.report.load import Floats
-from ifbbench.report.style import SERIES
 from ifbbench.report.sweep_table import SweepRow, number_in, shares
 
 THROUGHPUT, BOUND_BY = "output_throughput_tokens_per_s", "bound_by_time"
@@ -21,8 +21,6 @@ LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 # The ratio of the largest to the smallest value from which an axis is logarithmic.
 LOG_FROM_RATIO = 8
 MIN_KNEE_POINTS, MIN_KNEE_HEIGHT = 4, 0.15
-# The colours of p50 and p99.
-PERCENTILES = ("#86BFE3", "#14507A")
 
 
 @dataclass(frozen=True, slots=True)

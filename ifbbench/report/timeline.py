@@ -1,32 +1,24 @@
 """The scheduler timeline: cells while letters are legible, else bars, or requests aligned at their arrival."""
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from ifbbench.report import time_unit
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
+from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
 from ifbbench.report.figures import IterationClock, span_ends, token_times
 from ifbbench.report.load import Floats, RunData
-from ifbbench.report.style import (
-    INK,
-    MUTED,
-    PAUSE,
-    PHASE_COLOURS,
-    TimeBins,
-    draw_limit,
-    heading,
-    legend_above,
-    stack,
-    thousands,
-)
+from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, round_ticks, stack
 
 PHASE_NAMES = {
     "context": "context", "generation": "generation", "recompute": "recompute after a pause", "paused": "paused",
@@ -41,6 +33,9 @@ DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recom
 # From the axis up: what a request holds resources for, then what it does not.
 STACKING_ORDER = ("generation", "context", "recompute", "skipped", "paused", "waiting")
 BAR_HEIGHT = 0.03
+PAUSE_MARK: dict[str, Any] = {
+    "marker": ">", "color": PAUSE, "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.6,
+}  # fmt: skip
 # Up to so many requests, a gap between their rows is visible, and a pause is marked.
 MAX_NAMED_ROWS = 40
 MAX_ROWS_WITH_GAPS, MAX_ROWS_WITH_MARKS = 120, 400
@@ -75,7 +70,12 @@ def _is_large(run: RunData, requests: int) -> bool:
     return bool(lives < HAIRLINE_SHARE * (clock.end_s[-1] - clock.start_s[0]))
 
 
-def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Patch]:
+def pause_handle() -> Line2D:
+    """The key of the mark of a pause."""
+    return Line2D([], [], linestyle="", label="pause", **PAUSE_MARK)
+
+
+def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Artist]:
     """The key of the phases. counts: with the number of pauses."""
     names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
     if run.endpoint:
@@ -89,7 +89,7 @@ def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> l
 def _draw_bars(run: RunData, requests: list[str]) -> Figure:
     """Phases of each request as horizontal bars above, the tokens in the batch over time below."""
     bins, height = TimeBins.of(run), float(np.clip(BAR_HEIGHT * len(requests), 3.5, 9))
-    figure = Figure(figsize=(12, height + 2.6))
+    figure = Figure(figsize=(WIDTH, height + 2.6))
     phases, tokens = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height, 1.3]})
     draw_bars(phases, bins, run, requests)
     _tokens(tokens, bins, run)
@@ -104,7 +104,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
         rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
         axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
         axes.set(ylabel="output tokens/s", ylim=(0, float(rates.max()) * 1.1 or 1.0))
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis)
         return
     used = run.iterations["budget_used"].to_numpy(dtype=float)
     context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
@@ -112,7 +112,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
     draw_limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(total.max()))
     axes.set_ylabel("tokens in the batch,\nmean over time")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    round_ticks(axes.yaxis, 4, whole=True)
 
 
 def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], legend: bool = True) -> None:
@@ -134,18 +134,19 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
                                            rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES))  # fmt: skip
     if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
         paused = run.spans[run.spans["phase"] == "paused"]
-        axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows), ">",
-                  color=PAUSE, markersize=6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)  # fmt: skip
+        axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows),
+                  linestyle="", zorder=3, **PAUSE_MARK)  # fmt: skip
     axes.set(ylim=(max(len(requests), 1) - 0.5, -0.5), ylabel="request, in trace order")
     if len(requests) <= MAX_NAMED_ROWS:
         axes.set_yticks(range(len(requests)), requests, fontsize=7 if len(requests) > MAX_NAMED_ROWS // 2 else 8)
         axes.set_ylabel("request")
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis, 8, whole=True)
     axes.grid(visible=False)
     if legend:
         handles = phase_handles(run, seen)
+        if axes.lines:
+            handles.append(pause_handle())
         legend_above(axes, len(handles), handles)
 
 
@@ -153,7 +154,7 @@ def _draw_many(run: RunData, requests: list[str]) -> Figure:
     """How many requests are in each phase and the tokens in the batch over time; below, what each request did from its
     arrival on."""
     bins = TimeBins.of(run)
-    figure = Figure(figsize=(12, 9))
+    figure = Figure(figsize=(WIDTH, 9))
     grid = figure.add_gridspec(3, 1, height_ratios=[2.2, 1.2, 4])
     counts = figure.add_subplot(grid[0])
     tokens = figure.add_subplot(grid[1], sharex=counts)
@@ -178,8 +179,7 @@ def draw_population(axes: Axes, bins: TimeBins, run: RunData, highest: float | N
     total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
     axes.set_ylabel("requests in\nthe system")
     axes.set_ylim(0, (highest or float(total.max()) or 1.0) * 1.06)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    thousands(axes.yaxis)
+    round_ticks(axes.yaxis, 5, whole=True)
     return list(layers)
 
 
@@ -214,9 +214,9 @@ def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
     note = f"; {beyond:,} longer requests are cut off at the right" if beyond else ""
     axes.set_title(f"Each request from its arrival on{note}", fontsize=9, color=INK)
     axes.set(xlabel=f"time since the request's arrival ({unit})", ylabel="request, in order of arrival")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    round_ticks(axes.yaxis, 8, whole=True)
     for axis in (axes.xaxis, axes.yaxis):
-        thousands(axis)
+        round_ticks(axis)
     axes.tick_params(colors=MUTED)
     axes.grid(visible=False)
 

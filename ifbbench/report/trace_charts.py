@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from ifbbench.report import count, percent, significant
-from ifbbench.report.style import INK, MUTED, SERIES, save, styled, thousands, title
+from ifbbench.report.colours import INK, MUTED, SERIES
+from ifbbench.report.style import in_percent, round_ticks, save, styled, title
 from ifbbench.workload.reuse import reuse_distances
 from ifbbench.workload.statistics import TraceStatistics
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
@@ -56,15 +56,13 @@ def _lengths(shape: Axes, shares: Axes, lengths: Sequence[int], what: str, colou
     logarithmic = high >= 10 * low
     edges = np.unique(np.rint((np.geomspace if logarithmic else np.linspace)(low, high + 1, bins + 1)))
     shape.hist(values, bins=edges.tolist(), color=colour)
-    shape.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    thousands(shape.yaxis)
+    round_ticks(shape.yaxis, 5, whole=True)
     if logarithmic:
         shares.set_xscale("log")
-        shares.xaxis.set_minor_formatter(NullFormatter())
-    thousands(shares.xaxis)
+    round_ticks(shares.xaxis)
     shares.ecdf(values, color=colour, linewidth=1.6)
     shares.set(xlabel=f"{what} tokens", ylim=(0, 1.06))
-    shares.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    round_ticks(shares.yaxis, text=in_percent)
     percentiles = np.percentile(values, MARKS)
     shares.plot(percentiles, np.array(MARKS) / 100, "o", color=INK, markersize=4, zorder=3)
     texts = [f"p{mark} {value:,.0f}" for mark, value in zip(MARKS, percentiles, strict=True)]
@@ -91,12 +89,11 @@ def draw_arrivals(name: str, columns: RequestColumns, statistics: TraceStatistic
         axes.annotate(f"mean {significant(mean)}", (1, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
                       textcoords="offset points", color=INK, fontsize=8, va="center")  # fmt: skip
         axes.set_ylabel(label)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        thousands(axes.yaxis)
+        round_ticks(axes.yaxis, 4)
         axes.set_ylim(bottom=0)
     outputs.set_xlabel(f"time since the start of the trace ({unit})")
     outputs.set_xlim(edges_s[0] / per_unit, edges_s[-1] / per_unit)
-    thousands(outputs.xaxis)
+    round_ticks(outputs.xaxis)
     variation = f"gaps with a coefficient of variation of {significant(statistics.gap_cv)}"
     title(requests, f"Arrivals: {name}", f"bins of {significant(width_s)} s · {variation}")
     figure.align_ylabels()
@@ -126,8 +123,7 @@ def draw_reuse(trace: Trace, statistics: TraceStatistics) -> Figure:
         axes.text(0.5, 0.5, "no prompt begins like an earlier one", transform=axes.transAxes, ha="center", color=MUTED)
     axes.set(xlabel="tokens of all requests since their last use", ylabel="prompt tokens seen before (%)")
     axes.set_ylim(0, max(float(shares[-1]) * 1.15, 1.0) if len(shares) else 1.0)
-    thousands(axes.xaxis)
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    round_ticks(axes.xaxis)
     share = statistics.seen_before_share or 0.0
     title(axes, f"Reuse: {trace.name}",
           f"{percent(share, 1)} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the "

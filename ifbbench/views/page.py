@@ -10,6 +10,7 @@ from typing import Any
 from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.files import replace_file
+from ifbbench.report.colours import page_script, page_style
 from ifbbench.report.tables import settings_line
 from ifbbench.views import client_page
 from ifbbench.views.page_data import page_data
@@ -57,8 +58,8 @@ def _html(template: str, scripts: Sequence[str], title: str, content: dict[str, 
         "skip": skip,
         "body": body,
         "title": title.replace("&", "&amp;").replace("<", "&lt;"),
-        "style": (templates / "page.css").read_text(encoding="utf-8"),
-        "script": "\n".join((templates / name).read_text(encoding="utf-8") for name in scripts),
+        "style": page_style() + (templates / "page.css").read_text(encoding="utf-8"),
+        "script": page_script() + "\n".join((templates / name).read_text(encoding="utf-8") for name in scripts),
         "data": data,
     }
     html = (templates / "page.html").read_text(encoding="utf-8")

@@ -19,7 +19,8 @@ from matplotlib.ticker import LogLocator
 from ifbbench.config import RunConfig
 from ifbbench.planning.points import run_points
 from ifbbench.recording.run_directory import hardware
-from ifbbench.report.style import MUTED, SERIES, styled, thousands
+from ifbbench.report.colours import MUTED, SERIES
+from ifbbench.report.style import round_ticks, styled
 from ifbbench.workload.load import in_memory, read_source
 
 RATE, LONGEST_PROMPT = 8.0, 30_000
@@ -83,8 +84,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_xticks(NUM_TOKENS)
             axes.minorticks_off()
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            thousands(axes.xaxis)
-            thousands(axes.yaxis)
+            round_ticks(axes.xaxis)
+            round_ticks(axes.yaxis)
             if key.startswith("ttft"):
                 axes.set_xlabel("max_num_tokens")
         figure.axes[0].legend(loc="upper left")

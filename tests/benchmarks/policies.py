@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from ifbbench.config import RunConfig
 from ifbbench.planning.points import run_points
 from ifbbench.recording.run_directory import hardware
-from ifbbench.report.style import MUTED, styled
+from ifbbench.report.colours import MUTED
+from ifbbench.report.style import styled
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import columns_of
 

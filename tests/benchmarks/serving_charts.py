@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter
 
-from ifbbench.report.style import INK, MUTED, SERIES, styled, title
+from ifbbench.report.colours import INK, MUTED, SERIES
+from ifbbench.report.style import in_percent, round_ticks, styled, title
 from tests.benchmarks.serving_rows import METRICS, Comparison
 
 SCALES = {"itl": (1000.0, "ITL (ms)"), "ttft": (1000.0, "TTFT (ms)"), "throughput": (1.0, "output tokens/s")}
@@ -55,7 +56,6 @@ def _scatter(axes: Axes, chosen: Sequence[Comparison], metric: str) -> None:
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured", ylabel="predicted")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, axis="both")
     error = np.median(np.abs(predicted / measured - 1))
     title(axes, label, f"{len(chosen)} rows, median error {100 * error:.1f} %")
@@ -77,4 +77,4 @@ def _strips(axes: Axes, groups: dict[str, list[Comparison]], label: str) -> None
     axes.axhline(0, color=INK, linewidth=0.7)
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set(xlabel=label, ylim=(-MAX_ERROR, MAX_ERROR * 1.03))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, 0))
+    round_ticks(axes.yaxis, text=in_percent)

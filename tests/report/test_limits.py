@@ -1,7 +1,8 @@
 """The names and colours of limits."""
 
 from ifbbench.engine.policies.policy import Limit
-from ifbbench.report.limits import BINDING, LIMITS, limit_colours, limit_name, part_name, waits_for
+from ifbbench.report.colours import LIMIT_COLOURS
+from ifbbench.report.limits import BINDING, limit_colours, limit_name, part_name, waits_for
 from ifbbench.report.sweep_table import SHORT_NAMES
 from tests.conftest import REPOSITORY
 
@@ -11,9 +12,9 @@ def test_every_reason_of_the_engine_has_a_name_a_colour_and_a_description() -> N
     documented = (REPOSITORY / "docs/results.md").read_text()
     assert reasons <= SHORT_NAMES.keys()
     for name in {*reasons, *BINDING}:
-        assert LIMITS[name].colour
+        assert LIMIT_COLOURS[name]
         assert name == "none" or f"\n| `{name}` | " in documented
-    assert len({LIMITS[name].colour for name in {*reasons, "none"}}) == len(reasons) + 1
+    assert len({LIMIT_COLOURS[name] for name in {*reasons, "none"}}) == len(reasons) + 1
     assert BINDING[-1] == "none"
 
 

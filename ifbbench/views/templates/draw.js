@@ -1,12 +1,13 @@
 // Colours, and the drawing of strips.
 
-const PHASE_COLOURS = ["#1f6fa8", "#86bfe3", "#d55e00", "#f0c000", "waiting", "#b9a3cf"];
-const REQUEST_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#56b4e9", "#6a4c93", "#7a5c3e"];
-const RUN_COLOURS = ["#0072b2", "#d55e00"];
+// In the order of the phases of a run. Names are those of the theme.
+const THEMED = ["context", "waiting"];
+const PHASE_COLOURS = ["context", "generation", "recompute", "paused", "waiting", "skipped"].map(phase => (THEMED.includes(phase) ? phase : COLOURS.phases[phase]));
+const REQUEST_COLOURS = COLOURS.requests, RUN_COLOURS = COLOURS.series;
 
 function theme() {
   const style = getComputedStyle(document.documentElement), get = name => style.getPropertyValue(`--${name}`).trim();
-  return Object.fromEntries(["ground", "panel", "ink", "muted", "line", "accent", "limit", "waiting", "selected"].map(name => [name, get(name)]));
+  return Object.fromEntries(["ground", "panel", "ink", "muted", "line", "accent", "limit", "waiting", "context", "selected"].map(name => [name, get(name)]));
 }
 function causeColour(run, cause) {
   return (run.header.limit_texts[cause] || run.header.limit_texts.none)[2];
@@ -20,7 +21,7 @@ function spanColour(run, mode, r, i, colours) {
     return phase === PAUSED ? PHASE_COLOURS[PAUSED] : colours.line;
   }
   if (mode === "phase" || phase === WAITING || phase === PAUSED) {
-    return phase === WAITING ? colours.waiting : PHASE_COLOURS[phase];
+    return colours[PHASE_COLOURS[phase]] || PHASE_COLOURS[phase];
   }
   return REQUEST_COLOURS[(mode === "class" ? run.request.class[r] : r) % REQUEST_COLOURS.length];
 }
@@ -31,14 +32,14 @@ const LEFT = 74, RIGHT = 12, STRIP = 54, GAP = 12, AXIS = 24;
 function strips(run) {
   const config = run.header.config, list = [];
   for (const { size, pool, blocks } of run.windows) {
-    list.push({ name: ["KV blocks", `window ${grouped(+size)}`], layers: [[blocks, "#009e73"]], peak: blocks, limit: pool });
+    list.push({ name: ["KV window", grouped(+size)], layers: [[blocks, COLOURS.limits.kv_blocks]], peak: blocks, limit: pool });
   }
   if (run.header.num_kv_blocks && !run.windows.length) {
-    list.push({ name: ["KV blocks", "used"], layers: [[run.blocks, "#009e73"]], peak: run.blocks, limit: run.header.num_kv_blocks });
+    list.push({ name: ["KV blocks", "used"], layers: [[run.blocks, COLOURS.limits.kv_blocks]], peak: run.blocks, limit: run.header.num_kv_blocks });
   }
   list.push({ name: ["requests in", "the batch"], layers: [[run.generation, PHASE_COLOURS[1]], [run.context, PHASE_COLOURS[0]]], limit: config.max_batch_size });
-  list.push({ name: ["tokens in", "the batch"], layers: [[run.budget, "#0072b2"]], peak: run.budget, limit: config.max_num_tokens });
-  list.push({ name: ["requests", "waiting"], layers: [[run.waiting, "#8aa9c2"]] });
+  list.push({ name: ["tokens in", "the batch"], layers: [[run.budget, COLOURS.limits.num_tokens]], peak: run.budget, limit: config.max_num_tokens });
+  list.push({ name: ["requests", "waiting"], layers: [[run.waiting, COLOURS.limits.head_of_line]] });
   list.push({ name: ["bound by"], bound: true, height: 20 });
   return list;
 }
@@ -62,7 +63,7 @@ function drawStrip(context, run, strip, top, width, view, colours) {
   const near = strip.limit && strip.limit <= 3 * highest, scale = height / (Math.max(highest, near ? strip.limit : 0, 1) * 1.32);
   const below = new Float64Array(width);
   strip.layers.forEach(([, colour], layer) => {
-    context.fillStyle = colour;
+    context.fillStyle = colours[colour] || colour;
     context.beginPath();
     context.moveTo(LEFT, top + height);
     const above = new Float64Array(width);

@@ -7,7 +7,7 @@ document.getElementById("summary").append(tilesOf([run]), element("p", { class: 
   ...page.warnings.map(text => element("p", { class: "note" }, text)));
 for (const chart of page.charts) {
   document.getElementById("charts").append(element("figure", { style: "margin:0 0 18px" },
-    element("img", { src: `data:image/svg+xml;base64,${chart.svg}`, alt: chart.shows, title: chart.shows, style: "max-width:100%;background:#fff;border-radius:5px" })));
+    element("img", { src: `data:image/svg+xml;base64,${chart.svg}`, alt: chart.shows, title: chart.shows, style: "display:block;width:100%;max-width:1100px;background:#fff;border-radius:5px" })));
 }
 document.getElementById("slowest").append(element("h2", {}, "Slowest requests"),
   table("Completed requests of the longest end-to-end latency, and the part of it that took longest", ["Request", "E2E", "TTFT", "Most of it", "Share"],

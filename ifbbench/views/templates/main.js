@@ -105,7 +105,7 @@ function showLegend(state) {
     for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.nameOf(cause)));
     if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
   } else if (state.colour === "phase") {
-    PHASE_COLOURS.forEach((colour, phase) => seen.has(phase) && entries.push(entry(phase === WAITING ? "var(--waiting)" : colour, run.phaseName(phase))));
+    PHASE_COLOURS.forEach((colour, phase) => seen.has(phase) && entries.push(entry(THEMED.includes(colour) ? `var(--${colour})` : colour, run.phaseName(phase))));
   } else {
     entries.push("Context and recompute are darker.");
     if (state.colour === "class") run.header.classes.forEach((name, k) => entries.push(entry(REQUEST_COLOURS[k % REQUEST_COLOURS.length], name || "no class")));

@@ -132,7 +132,7 @@ function distribution(runs, label, name) {
     for (let i = 0; i < values.length; i += step) points.push(i);
     if (points[points.length - 1] !== values.length - 1) points.push(values.length - 1);
     const line = points.map(i => `${at(values[i]).toFixed(1)},${(T + (H - T - B) * (1 - i / Math.max(values.length - 1, 1))).toFixed(1)}`);
-    const colour = runs.length > 1 ? RUN_COLOURS[k] : "var(--accent)";
+    const colour = RUN_COLOURS[k];
     add("polyline", { points: line.join(" "), fill: "none", stroke: colour, "stroke-width": 1.8 });
     if (values[0] === values[values.length - 1]) add("circle", { cx: at(values[0]), cy: T, r: 4, fill: colour });
   });

@@ -99,6 +99,9 @@ function sharesBar(sweep, i) {
   return element("span", {}, bar, shares.length ? ` ${sweep.nameOf(sweep.limitOf(i))}` : "–");
 }
 
+/** A text that may be cut behind its underscores. */
+const breakable = text => text.split("_").flatMap((part, k, parts) => (k < parts.length - 1 ? [`${part}_`, element("wbr")] : [part]));
+
 function showTable(sweep) {
   const { columns, over } = sweep, shown = sweep.order.filter(i => sweep.shown.has(i)), focused = document.activeElement && document.activeElement.dataset.row;
   const complete = shown.filter(i => sweep.points[i].complete), heads = [...over.map(name => [name, name]), ["bound", "bound by (time)"], ...columns.map(one => [one.key, one.heading])];
@@ -109,14 +112,14 @@ function showTable(sweep) {
   });
   const sort = key => (sweep.sorted.key !== key ? "none" : sweep.sorted.down ? "descending" : "ascending");
   const head = element("tr", {}, ...heads.map(([key, text], k) => element("th", { scope: "col", "aria-sort": sort(key), class: k > over.length ? "number" : undefined },
-    element("button", { type: "button", "data-key": key, onclick: () => sweep.sortBy(key) }, text + (k > over.length && units[k - over.length - 1][0] ? ` ${units[k - over.length - 1][0]}` : ""), sort(key) === "none" ? null : sort(key) === "ascending" ? " ▲" : " ▼"))));
+    element("button", { type: "button", "data-key": key, onclick: () => sweep.sortBy(key) }, ...breakable(text), (k > over.length && units[k - over.length - 1][0] ? ` ${units[k - over.length - 1][0]}` : ""), sort(key) === "none" ? null : sort(key) === "ascending" ? " ▲" : " ▼"))));
   const cells = i => columns.map((one, k) => {
     const value = sweep.figure(one.key, i), best = value !== null && value === bests[k] && sweep.points[i].complete;
     const text = value === null ? "–" : one.kind === "number" && Number.isInteger(value) ? grouped(value) : significant(value, units[k][1]);
     return element("td", { class: best ? "number best" : "number", "data-figure": one.key, "data-value": value, title: best ? "the best of the column" : undefined }, text);
   });
   const rows = shown.map(i => element("tr", { class: sweep.selected === i ? "link selected" : "link", tabindex: 0, "data-row": i, "aria-label": sweep.titleOf(i), onclick: () => sweep.select(i), onkeydown: event => onRowKey(sweep, i, event) },
-    ...over.map(name => element("td", {}, short(sweep.value(name, i)))),
+    ...over.map(name => element("td", {}, ...breakable(short(sweep.value(name, i))))),
     ...(sweep.points[i].error ? [element("td", { colspan: columns.length + 1, class: "partial" }, sweep.points[i].error)] : [element("td", {}, sharesBar(sweep, i)), ...cells(i)])));
   document.getElementById("table").replaceChildren(element("table", {}, element("caption", { class: "hidden" }, "The points of the sweep and their figures"), element("thead", {}, head), element("tbody", {}, ...rows)));
   if (focused !== undefined) document.querySelector(`tr[data-row="${focused}"]`)?.focus({ preventScroll: true });

@@ -1,7 +1,8 @@
 // The charts of a sweep, as SVG: throughput against latency, metrics against a setting, heat maps. Marks of points that the
 // filter leaves out are faint; a click on a mark shows its point.
 
-const LINES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#56b4e9"], FAINT = "var(--line)";
+// A line is narrower than those before it and has other dashes, so that equal ones are seen on each other.
+const LINES = COLOURS.series, DASHES = ["", "7 4", "2 3", "9 3 2 3"], FAINT = "var(--line)";
 const MAX_LINES = LINES.length, LOG_FROM = 8, WIDTH = 460, HEIGHT = 290, PLOT = { left: 62, right: 14, top: 26, bottom: 42 };
 
 /** A value of a setting: 250000 as 250k; the end of a path. */
@@ -70,6 +71,14 @@ function axisOf(values, fromZero) {
   return fromZero ? { low: 0, high: high * 1.08 || 1 } : { low: low - (high - low || high || 1) * 0.05, high: high + (high - low || high || 1) * 0.05 };
 }
 
+/** The style of the line of group `k`, and a piece of it for a key. */
+const lineStyle = k => ({ stroke: LINES[k], "stroke-width": Math.max(3.2 - 0.5 * k, 1.4), "stroke-dasharray": DASHES[k % DASHES.length] });
+function lineKey(k) {
+  const svg = svgElement("svg", { width: 30, height: 8, "aria-hidden": "true", style: "vertical-align:middle" });
+  svg.append(svgElement("line", { x1: 0, x2: 30, y1: 4, y2: 4, ...lineStyle(k) }));
+  return svg;
+}
+
 /** A mark of a point, with what a click and the pointer on it do. */
 function mark(sweep, add, i, tag, attributes) {
   const shown = sweep.shown.has(i);
@@ -113,7 +122,7 @@ function drawCurves(sweep, setting) {
   const every = Math.ceil(ticksOf.length / 9), marks = ticksOf.filter((_, k) => k % every === 0).map(value => [value, short(value)]);
   const axis = numeric ? { low: ticksOf[0], high: ticksOf[ticksOf.length - 1], log, marks } : { places: ticksOf.map(short) };
   document.getElementById("curves-note").replaceChildren(...(!others.length ? [] : few
-    ? [`A line for each ${others.join(" and ")}: `, ...names.flatMap((name, k) => [element("span", { style: `color:${LINES[k]}` }, "▬ "), `${name}   `])]
+    ? [`A line for each ${others.join(" and ")}: `, ...names.flatMap((name, k) => [lineKey(k), ` ${name}   `])]
     : [`A line for each of ${groups.size} combinations of ${others.join(" and ")}.`]));
   return sweep.metrics.map(metric => {
     const all = sweep.order.map(i => sweep.figure(metric.key, i)), [unit, scale] = unitFor(metric.kind, all), known = all.filter(value => value !== null).map(value => value * scale);
@@ -121,14 +130,14 @@ function drawCurves(sweep, setting) {
     return axesOf(`${metric.label} against ${setting}`, setting, axis, named(metric.label, unit), axisOf(known, !wide), (add, x, y) => {
       const knee = sweep.knees[setting];
       if (knee !== null && knee !== undefined) {
-        add("line", { x1: x(place(knee)), x2: x(place(knee)), y1: PLOT.top, y2: HEIGHT - PLOT.bottom, stroke: "var(--limit)", "stroke-dasharray": "4 3", class: "knee" });
-        add("text", { x: x(place(knee)) + 5, y: HEIGHT - PLOT.bottom - 6, style: "fill:var(--limit)" }, `knee: ${short(knee)}`);
+        add("line", { x1: x(place(knee)), x2: x(place(knee)), y1: PLOT.top, y2: HEIGHT - PLOT.bottom, stroke: "var(--muted)", "stroke-dasharray": "4 3", class: "knee" });
+        add("text", { x: x(place(knee)) + 5, y: HEIGHT - PLOT.bottom - 6 }, `knee: ${short(knee)}`);
       }
       names.forEach((name, k) => {
         const group = ordered(groups.get(name)).filter(i => sweep.figure(metric.key, i) !== null), at = i => [x(place(sweep.value(setting, i))), y(sweep.figure(metric.key, i) * scale)];
         const lit = group.filter(i => sweep.shown.has(i));
-        if (numeric) add("polyline", { points: lit.map(i => at(i).map(value => value.toFixed(1)).join(",")).join(" "), fill: "none", stroke: few ? LINES[k] : FAINT, "stroke-width": few ? 1.6 : 1 });
-        for (const i of group) mark(sweep, add, i, "circle", { cx: at(i)[0], cy: at(i)[1], r: few ? 4.5 : 3, fill: sweep.colourOf(sweep.limitOf(i)), stroke: few && names.length > 1 ? LINES[k] : undefined, "stroke-width": 1.5 });
+        if (numeric) add("polyline", { points: lit.map(i => at(i).map(value => value.toFixed(1)).join(",")).join(" "), fill: "none", ...(few ? lineStyle(k) : { stroke: FAINT, "stroke-width": 1 }) });
+        for (const i of group) mark(sweep, add, i, "circle", { cx: at(i)[0], cy: at(i)[1], r: few ? 3.5 + (names.length - 1 - k) * 0.9 : 3, fill: sweep.colourOf(sweep.limitOf(i)), stroke: few && names.length > 1 ? LINES[k] : undefined, "stroke-width": 1.5 });
       });
     });
   });
