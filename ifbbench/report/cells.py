@@ -7,14 +7,13 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.limits import LIMITS, limit_name, window_name
 from ifbbench.report.load import RunData
-from ifbbench.report.style import LIMIT_DASHES, heading, legend_above, round_ticks
+from ifbbench.report.style import LIMIT_DASHES, heading, legend_above, limit_of, round_ticks
 
 MAX_ROWS, MAX_COLUMNS = 16, 64
 # With --exact: what a picture of 16,000 pixels holds.
@@ -115,7 +114,7 @@ def draw_cells(run: RunData, exact: bool = False) -> Figure:
     if with_cache:
         _blocks_by_iteration(panels[2], run, columns)
     panels[-1].set(xlim=(first - 0.5, last + 0.5), xlabel="iteration")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=min(columns, 24), integer=True))
+    round_ticks(panels[-1].xaxis, min(columns, 24), whole=True)
     heading(grid, "Scheduler timeline", run)
     figure.supxlabel(_key(cells, figure.get_figwidth()), fontsize=8, color=MUTED)
     figure.align_ylabels()
@@ -203,7 +202,7 @@ def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     axes.bar(where, used - context, width=0.94, color=PHASE_COLOURS["generation"], label="generation")
     axes.bar(where, context, bottom=used - context, width=0.94, color=PHASE_COLOURS["context"], label="context")
     _numbers(axes, where, used, columns)
-    _limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(used.max()))
+    _limit(axes, "max_num_tokens", limit_of(run, "max_num_tokens"), float(used.max()))
     axes.set_ylabel("tokens\nin the batch")
     round_ticks(axes.yaxis, 4, whole=True)
     legend_above(axes, 2)

@@ -10,7 +10,6 @@ from types import MappingProxyType
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import METRICS, find_lines
@@ -29,6 +28,7 @@ from ifbbench.report.style import (
     LIMIT_DASHES,
     WIDTH,
     TimeBins,
+    chosen_ticks,
     draw_limit,
     heading,
     in_percent,
@@ -224,7 +224,10 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     share = blocks.secondary_yaxis("right", functions=(lambda y: np.asarray(y) * to_percent,
                                                        lambda y: np.asarray(y) * to_blocks))  # fmt: skip
     share.set(ylabel="% of the pool")
-    share.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]) if near else MaxNLocator(nbins=4))
+    if near:
+        chosen_ticks(share.yaxis, [0, 25, 50, 75, 100])
+    else:
+        round_ticks(share.yaxis, 4)
     share.spines["right"].set_visible(False)
     share.tick_params(length=0)
 

@@ -3,7 +3,6 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ifbbench.errors import InputError
 from ifbbench.recording.run_directory import METRICS, find_lines
@@ -60,8 +59,7 @@ def draw_server_metrics(run: RunData) -> Figure:
         axes.plot(bins.scaled(at_s), values, ".", color=SERIES[0], markersize=3)
         axes.set_ylim(0, float(values.max()) * 1.15 or 1.0)
         axes.annotate(name, (0, 1), xycoords="axes fraction", xytext=(0, 3), textcoords="offset points", fontsize=8)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=bool((values == values.round()).all())))
-        round_ticks(axes.yaxis)
+        round_ticks(axes.yaxis, 4, whole=bool((values == values.round()).all()))
     bins.label(panels[-1])
     heading(panels[0], "Metrics of the server", run, legend=True)
     return figure

@@ -10,7 +10,17 @@ from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS
 from ifbbench.report.figures import span_ends
 from ifbbench.report.limits import limit_colours, limit_name
 from ifbbench.report.load import Floats, RunData
-from ifbbench.report.style import LIMIT_DASHES, WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, stack
+from ifbbench.report.style import (
+    LIMIT_DASHES,
+    WIDTH,
+    TimeBins,
+    heading,
+    in_percent,
+    legend_above,
+    limit_of,
+    round_ticks,
+    stack,
+)
 from ifbbench.report.timeline import PHASE_NAMES
 
 HISTOGRAM_BINS = 40
@@ -38,7 +48,7 @@ def draw_budget(run: RunData) -> Figure:
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
         stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
         axes.stairs(bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
-        limit = run.config.get(setting)
+        limit = limit_of(run, setting)
         _axis_to_limit(axes, setting, limit, float(values.max()))
         axes.set_ylabel(label)
         latency = iterations["latency_ms"].to_numpy(dtype=float)
@@ -75,8 +85,7 @@ def _time_at(axes: Axes, values: Floats, weights: Floats, top: float, limit: int
     axes.stairs(shares / total, edges, orientation="horizontal", fill=True, color=FAINT, linewidth=0)
     if limit is not None and limit <= top:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    round_ticks(axes.xaxis, text=in_percent)
-    round_ticks(axes.xaxis, 3)
+    round_ticks(axes.xaxis, 3, text=in_percent)
     axes.grid(visible=True, axis="x")
 
 

@@ -5,7 +5,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report import percent, significant, time_unit
@@ -23,7 +22,6 @@ LOG_FROM_RATIO = 20
 # Percentiles that the chart of latencies marks, and from which ratio of values its axis is logarithmic.
 MARKS = (50, 90, 99)
 LOG_LATENCY_FROM_RATIO = 10
-NARROW = 1.01
 RARE_RATIO = 15
 MAX_CURVE_POINTS = 2000
 # A stall is a gap of more than so many times the median one.
@@ -60,8 +58,6 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_LATENCY_FROM_RATIO
     if logarithmic:
         shares.set_xscale("log")
-    if values[-1] < values[0] * NARROW:
-        shares.xaxis.set_major_locator(MaxNLocator(nbins=3))  # their labels have many digits
     round_ticks(shares.xaxis)
     low, high = float(values[0]), float(values[-1])
     high_value = high

@@ -85,7 +85,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     over_time = [figure.add_subplot(grid[3 * place : 3 * place + 3, 0]) for place in range(4)]
     shares = [figure.add_subplot(grid[4 * place : 4 * place + 4, 1]) for place in range(3)]
     names = ("output\ntokens/s", "requests in\nthe batch", "requests\nwaiting", "KV blocks used\n(share of pool)")
-    for run, label, own, style in zip(runs, labels, bins, line_styles(len(runs)), strict=True):
+    for run, label, own, style in zip(runs, labels, bins, line_styles(len(runs), dashed=False), strict=True):
         table = run.iterations
         blocks, pool, _ = run.blocks_of_fullest()
         used = own.peaks(blocks) / pool if pool > 0 else None

@@ -91,14 +91,20 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int 
     legend: there is a legend above the axes, of `rows` rows."""
     config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
     where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
-    names = ("max_batch_size", "max_num_tokens")
-    parts = [config.get("policy"), *(f"{name} {config[name]}" for name in names if config.get(name))]
+    limits = {name: limit_of(run, name) for name in ("max_batch_size", "max_num_tokens")}
+    parts = [config.get("policy"), *(f"{name} {limit}" for name, limit in limits.items() if limit)]
     parts += ["chunked context"] if config.get("enable_chunked_context") else []
     parts += ["V1 static batches"] if config.get("type") == "v1" else []
     parts += ["partial run"] if run.partial else []
     parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
     of = ", ".join(filter(None, (trace.get("name") or run.name, where)))
     title(top, f"{what}: {of}", " · ".join(str(part) for part in parts if part), 15 * max(rows, 1) if legend else 0)
+
+
+def limit_of(run: RunData, name: str) -> int | None:
+    """The value of a limit, None where the run had none: static batches (V1) have no budget of tokens."""
+    value = run.config.get(name)
+    return None if value is None or (name == "max_num_tokens" and run.config.get("type") == "v1") else int(value)
 
 
 def title(top: Axes, text: str, subtitle: str = "", room: float = 0) -> None:
@@ -119,16 +125,17 @@ def retitle(figure: Figure, text: str) -> None:
             item.set_text(text)
 
 
-def line_styles(count: int, colours: Sequence[str] = SERIES) -> list[dict[str, Any]]:
-    """The style of each of several lines: each has another colour while there are any, then also other dashes. Later
-    lines are narrower, so that one that is equal to another one is seen on top of it."""
+def line_styles(count: int, colours: Sequence[str] = SERIES, dashed: bool = True) -> list[dict[str, Any]]:
+    """The style of each of several lines. Later lines are narrower, so that one that is equal to another one is seen on
+    top of it. dashed: they also differ in dashes, which steps that change often hide."""
     return [
         {
-            "color": colours[place % len(colours)], "linestyle": DASHES[place % len(DASHES)],
-            "linewidth": max(WIDEST_LINE - 0.4 * place, 1.2),
+            "color": colours[place % len(colours)],
+            "linestyle": DASHES[(place if dashed else place // len(colours)) % len(DASHES)],
+            "linewidth": max(WIDEST_LINE - 0.5 * place, 1.0),
         }
         for place in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None) -> Legend:

@@ -18,7 +18,7 @@ from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
 from ifbbench.report.figures import IterationClock, span_ends, token_times
 from ifbbench.report.load import Floats, RunData
-from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, round_ticks, stack
+from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, limit_of, round_ticks, stack
 
 PHASE_NAMES = {
     "context": "context", "generation": "generation", "recompute": "recompute after a pause", "paused": "paused",
@@ -110,7 +110,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
     layers = {"generation": bins.means(used - context), "context": bins.means(context)}
     total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
-    draw_limit(axes, "max_num_tokens", run.config.get("max_num_tokens"), float(total.max()))
+    draw_limit(axes, "max_num_tokens", limit_of(run, "max_num_tokens"), float(total.max()))
     axes.set_ylabel("tokens in the batch,\nmean over time")
     round_ticks(axes.yaxis, 4, whole=True)
 
@@ -215,8 +215,7 @@ def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
     axes.set_title(f"Each request from its arrival on{note}", fontsize=9, color=INK)
     axes.set(xlabel=f"time since the request's arrival ({unit})", ylabel="request, in order of arrival")
     round_ticks(axes.yaxis, 8, whole=True)
-    for axis in (axes.xaxis, axes.yaxis):
-        round_ticks(axis)
+    round_ticks(axes.xaxis)
     axes.tick_params(colors=MUTED)
     axes.grid(visible=False)
 

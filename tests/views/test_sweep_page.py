@@ -36,6 +36,16 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def sweep_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three settings, whose table is the widest of the usual ones."""
+    directory = tmp_path_factory.mktemp("sweeps") / "three"
+    _invoke(*SWEEP.split(), "--over", "max_batch_size=8,64", "--over", "max_num_tokens=512,2048", "--over",
+            "policy=max_utilization,guaranteed_no_evict", "--keep", "summary", "--output", str(directory))  # fmt: skip
+    _invoke("plot", str(directory), "--html")
+    return directory
+
+
 @pytest.fixture
 def page(sweep: Path, opened: Any) -> Any:
     return opened(sweep / "sweep.html")
@@ -104,10 +114,10 @@ def test_a_point_has_its_figures_its_command_and_its_run_page(sweep: Path, page:
 def test_marks_of_the_charts_lead_to_points(page: Any) -> None:
     rows = page.evaluate("ifbbench.sweep.points.length")
     assert page.locator("#pareto svg").count() == 3
-    for chart in page.locator("#curves svg").all():
+    for chart in page.locator("#curves .plots svg").all():
         assert chart.locator("circle.mark").count() == rows
     maps = page.locator("#maps svg")
-    assert maps.count() == page.locator("#curves svg").count() + 1
+    assert maps.count() == page.locator("#curves .plots svg").count() + 1
     assert maps.first.locator("rect.mark").count() == rows
     throughput = page.evaluate("ifbbench.sweep.figures['output_throughput_tokens_per_s']")
     texts = maps.first.locator("text.on-dark, text.on-light").all_text_contents()
@@ -117,7 +127,7 @@ def test_marks_of_the_charts_lead_to_points(page: Any) -> None:
     page.select_option("#map-rows", "policy")
     assert page.locator("#map-columns").input_value() == "max_batch_size"
     page.select_option("#against", "policy")
-    assert page.locator("#curves svg").first.get_attribute("aria-label").startswith("output tokens/s against policy")
+    assert page.locator("#curves .plots svg").first.get_attribute("aria-label").startswith("output tokens/s against policy")
 
 
 def test_the_front_is_of_points_that_no_other_one_beats(page: Any) -> None:
@@ -154,3 +164,27 @@ def test_a_command_has_the_settings_that_are_not_the_defaults(sweep: Path) -> No
         "--max_batch_size", "4", "--max_tokens_in_paged_kvcache", "40000", "--device", "sim:h100-sxm", "--model",
         "llama-3.1-8b",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [1000, 1300, 1900])
+def test_nothing_is_cut_off(sweep_of_three: Path, opened: Any, width: int) -> None:
+    page = opened(sweep_of_three / "sweep.html")
+    page.set_viewport_size({"width": width, "height": 1000})
+    wide = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.id || one.tagName)"
+    assert page.eval_on_selector_all("html, body, section, .scroll, .plots, td, th", wide) == []
+    right = "all => Math.max(...all.map(one => one.getBoundingClientRect().right))"
+    assert page.eval_on_selector_all("#table th, .plots svg", right) <= width
+
+
+def test_lines_differ_from_limits_and_from_each_other(sweep_of_three: Path, opened: Any) -> None:
+    page = opened(sweep_of_three / "sweep.html")
+    styles = page.eval_on_selector_all(
+        "#curves svg:first-child polyline",
+        "all => all.map(getComputedStyle).map(one => [one.stroke, one.strokeDasharray, parseFloat(one.strokeWidth)])",
+    )
+    assert len({(stroke, dashes) for stroke, dashes, _ in styles}) == len(styles) == 4
+    widths = [width for _, _, width in styles]
+    assert widths == sorted(widths, reverse=True), "an equal line that is drawn later does not hide the first"
+    limits = page.eval_on_selector_all("#legend i", "all => all.map(one => getComputedStyle(one).backgroundColor)")
+    assert {stroke for stroke, _, _ in styles} & set(limits) == set()
+    assert page.locator("#curves-note svg line").count() == len(styles)

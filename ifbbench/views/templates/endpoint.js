@@ -19,3 +19,4 @@ if (page.failed.length) {
 }
 document.getElementById("config").append(element("h2", {}, "Settings of the client"),
   table("", ["Setting", "Value"], Object.entries(page.config).map(([name, value]) => [name, JSON.stringify(value)])));
+document.documentElement.dataset.readyMs = Math.round(performance.now());

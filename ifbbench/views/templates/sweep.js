@@ -96,7 +96,7 @@ function sharesBar(sweep, i) {
   const shares = Object.entries(sweep.points[i].shares).filter(([, share]) => share > 0);
   const bar = element("span", { class: "shares", role: "img", "aria-label": boundBy(sweep, i) }, ...shares.map(([limit, share]) =>
     element("i", { style: `width:${(share * 90).toFixed(1)}px;background:${sweep.colourOf(limit)}` })));
-  return element("span", {}, bar, shares.length ? ` ${sweep.nameOf(sweep.limitOf(i))}` : "–");
+  return element("span", { style: "white-space:nowrap" }, bar, shares.length ? ` ${sweep.nameOf(sweep.limitOf(i))}` : "–");
 }
 
 /** A text that may be cut behind its underscores. */
