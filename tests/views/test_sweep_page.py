@@ -127,7 +127,8 @@ def test_marks_of_the_charts_lead_to_points(page: Any) -> None:
     page.select_option("#map-rows", "policy")
     assert page.locator("#map-columns").input_value() == "max_batch_size"
     page.select_option("#against", "policy")
-    assert page.locator("#curves .plots svg").first.get_attribute("aria-label").startswith("output tokens/s against policy")
+    first = page.locator("#curves .plots svg").first
+    assert first.get_attribute("aria-label").startswith("output tokens/s against policy")
 
 
 def test_the_front_is_of_points_that_no_other_one_beats(page: Any) -> None:
@@ -188,3 +189,19 @@ def test_lines_differ_from_limits_and_from_each_other(sweep_of_three: Path, open
     limits = page.eval_on_selector_all("#legend i", "all => all.map(one => getComputedStyle(one).backgroundColor)")
     assert {stroke for stroke, _, _ in styles} & set(limits) == set()
     assert page.locator("#curves-note svg line").count() == len(styles)
+
+
+def test_texts_of_ticks_do_not_touch(tmp_path: Path, opened: Any) -> None:
+    directory = tmp_path / "rates"
+    _invoke(*SWEEP.split(), "--over", "kv_cache_free_gpu_mem_fraction=0.5,0.505,0.51,0.6,0.9", "--keep", "summary",
+            "--output", str(directory))  # fmt: skip
+    _invoke("plot", str(directory), "--html")
+    page = opened(directory / "sweep.html")
+    # Of each chart the boxes of its texts; one of a tick and the name of an axis may not touch either.
+    boxes = "all => all.map(svg => [...svg.querySelectorAll('text')].map(one => one.getBoundingClientRect().toJSON()))"
+    for chart in page.eval_on_selector_all(".plots svg", boxes):
+        for place, one in enumerate(chart):
+            for other in chart[place + 1 :]:
+                apart_x = one["right"] <= other["left"] or other["right"] <= one["left"]
+                apart_y = one["bottom"] <= other["top"] + 2 or other["bottom"] <= one["top"] + 2
+                assert apart_x or apart_y, (one, other)

@@ -44,10 +44,15 @@ function table(caption, heads, rows, numbers = [], links = null) {
     })));
 }
 
+/** The smallest of 1, 2 and 5 times a power of ten that is at least this number. */
+function roundStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map(one => one * power).find(one => one >= least);
+}
+
 /** Round values for the ticks of an axis, and their texts. */
 function ticks(low, high, wanted) {
-  const rough = (high - low) / wanted || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(one => one * power).find(one => one >= rough), found = [];
+  const step = roundStep((high - low) / wanted || 1), found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
   const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   return found.map(value => [value, value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })]);

@@ -48,7 +48,7 @@ function axesOf(label, xName, x, yName, y, draw) {
   }
   const every = x.places ? Math.ceil(x.places.length / Math.max(Math.floor(width / (Math.max(...x.places.map(text => text.length)) * 7 + 10)), 1)) : 1;
   const marks = x.places ? x.places.map((text, place) => [place, text]).filter((_, place) => place % every === 0) : marksOf(x, 5);
-  for (const [mark, text] of marks) {
+  for (const [mark, text] of withRoom(marks, atX)) {
     add("line", { x1: atX(mark), x2: atX(mark), y1: HEIGHT - bottom, y2: HEIGHT - bottom + 4, stroke: "var(--muted)" });
     add("text", { x: atX(mark), y: HEIGHT - bottom + 16, "text-anchor": "middle" }, text);
   }
@@ -56,6 +56,14 @@ function axesOf(label, xName, x, yName, y, draw) {
   add("text", { x: 12, y: top + height / 2, "text-anchor": "middle", transform: `rotate(-90 12 ${top + height / 2})` }, yName);
   draw(add, atX, atY);
   return svg;
+}
+
+/** The ticks of which the texts do not touch: the last one, and each that has room between the one before it and the last. */
+function withRoom(marks, at) {
+  const halfWidth = text => String(text).length * 3.3 + 4, touches = ([a, one], [b, other]) => Math.abs(at(b) - at(a)) < halfWidth(one) + halfWidth(other);
+  const last = marks[marks.length - 1], found = [];
+  for (const mark of marks.slice(0, -1)) if (!touches(mark, last) && (!found.length || !touches(found[found.length - 1], mark))) found.push(mark);
+  return last ? [...found, last] : [];
 }
 
 /** The ticks of an axis and their texts; those that are given, or round ones. */
@@ -119,7 +127,7 @@ function drawCurves(sweep, setting) {
   const place = value => (numeric ? value : ticksOf.indexOf(value));
   const ordered = group => [...group].sort((a, b) => place(sweep.value(setting, a)) - place(sweep.value(setting, b)));
   const log = numeric && ticksOf[0] > 0 && ticksOf[ticksOf.length - 1] / ticksOf[0] >= LOG_FROM;
-  const every = Math.ceil(ticksOf.length / 9), marks = ticksOf.filter((_, k) => k % every === 0).map(value => [value, short(value)]);
+  const marks = ticksOf.map(value => [value, short(value)]);
   const axis = numeric ? { low: ticksOf[0], high: ticksOf[ticksOf.length - 1], log, marks } : { places: ticksOf.map(short) };
   document.getElementById("curves-note").replaceChildren(...(!others.length ? [] : few
     ? [`A line for each ${others.join(" and ")}: `, ...names.flatMap((name, k) => [lineKey(k), ` ${name}   `])]

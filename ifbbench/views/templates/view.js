@@ -201,7 +201,7 @@ class View {
       context.fillText(`${grouped(this.count)} lanes`, LEFT - 8, 8);
       return;
     }
-    const every = Math.max(1, Math.ceil((this.rowHeight >= MIN_NAMED_ROW ? 12 : 54) / this.rowHeight));
+    const every = roundStep(Math.max(1, (this.rowHeight >= MIN_NAMED_ROW ? 12 : 54) / this.rowHeight));
     for (let row = 0; row < this.shown.length; row += every) {
       const id = this.run.header.ids[this.shown[row]];
       context.fillText(id.length > 10 ? `…${id.slice(-9)}` : id, LEFT - 8, Math.max((row + 0.5) * this.rowHeight + 1, 7));
