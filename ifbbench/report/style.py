@@ -251,7 +251,7 @@ def _ticks_of_log(low: float, high: float, most: int) -> Iterator[Floats]:
     several = [np.outer(powers, steps).ravel() for steps in ([1, 2, 5], [1, 3])]
     for found in (*several, *(powers[::every] for every in range(1, len(powers)))):
         inside = found[(found >= low) & (found <= high)]
-        if len(inside) <= 2 * most:
+        if len(inside) <= 3 * most // 2:
             yield inside
 
 
