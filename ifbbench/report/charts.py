@@ -144,7 +144,8 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     for limit, colour in limit_colours((*BINDING, *run.iterations["bound_by"].unique())).items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
-            share = f" ({percent(shares[limit] / sum(shares.values()))})" if sum(shares.values()) else ""
+            # Of a killed run, no request that waited for this limit may have completed.
+            share = f" ({percent(shares.get(limit, 0.0) / sum(shares.values()))})" if sum(shares.values()) else ""
             axes.stairs(above, bins.edges, baseline=below, fill=True, color=colour, linewidth=0,
                         label=f"{limit_name(limit)}{share}")  # fmt: skip
         below = above

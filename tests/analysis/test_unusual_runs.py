@@ -154,6 +154,18 @@ def test_what_a_kill_leaves_is_read_by_every_command(
     read_by_every_command(tmp_path / "killed", normal, random.Random(0), charts=1)
 
 
+def test_a_chart_of_waiting_for_a_reason_that_no_completed_request_has(trace: Path, tmp_path: Path) -> None:
+    policy = KINDS["a policy with its own reason"]
+    directory = simulate(tmp_path, "run", trace, **policy, max_batch_size=4).data.path
+    killed(directory)
+    rows = [json.loads(line) for line in (directory / "requests.jsonl").read_bytes().splitlines()[:-1]]
+    for row in rows:
+        for name in [part for part in row.get("attribution_s", {}) if "fairness" in part]:
+            row["attribution_s"]["waiting_batch_size"] = row["attribution_s"].pop(name)
+    (directory / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("plot", directory, "--only", "throughput", "--format", "svg")
+
+
 def test_requests_that_the_trace_of_a_killed_server_lacks(normal: Path, tmp_path: Path) -> None:
     kill = copied(normal, tmp_path / "killed")
     killed_server(kill)
