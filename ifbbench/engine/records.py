@@ -83,10 +83,12 @@ class CacheState:
         held, filled = self.held_tokens, self.filled_tokens + tokens
         if used is not None and size is not None and total is not None and new is not None:
             used, total, new, held = used + blocks, total + blocks, new + new_blocks, held + blocks * size
-        windows = [
-            WindowBlocks(window.size, window.max_blocks, window.used_blocks + more)
-            for window, more in zip(self.windows, of_windows, strict=True)
-        ] if self.windows else []  # fmt: skip
+        windows = self.windows
+        if len(windows):
+            windows = [
+                WindowBlocks(window.size, window.max_blocks, window.used_blocks + more)
+                for window, more in zip(windows, of_windows, strict=True)
+            ]
         return CacheState(
             self.max_blocks, used, size, total, new, self.reused, self.max_tokens, held, filled, self.missed, windows
         )

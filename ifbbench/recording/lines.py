@@ -206,7 +206,7 @@ class IterationLines:
         changed, self._bound_by = bound_by != self._bound_by, bound_by
         size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
         used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
-        free = (cache.max_blocks or 0) - used
+        free, has_windows = (cache.max_blocks or 0) - used, len(cache.windows) > 0
         line = self._line(first)
         details = line.ifbbench
         for index, start_s in enumerate(stretch.start_s):
@@ -221,7 +221,7 @@ class IterationLines:
             line.used_kv_cache_blocks = used + more
             line.allocated_total_kv_cache_blocks = total + more
             line.allocated_new_kv_cache_blocks = new + stretch.more_new[index]
-            if cache.windows:
+            if has_windows:
                 details.kv_cache_iteration_stats = _of_windows(stretch.cache(index))
             details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
             details.host_ms = number((submit_s - start_s) * 1000)
