@@ -208,10 +208,10 @@ class Follower:
 
     def _last_iterations(self) -> list[_Iteration]:
         for text in self._new_lines("iterations"):
-            self._tail = self._tail[-TAIL_BYTES:] + text
-        # The first line is cut off at its begin.
-        begin = self._tail.find(b"\n", len(self._tail) - TAIL_BYTES) + 1 if len(self._tail) > TAIL_BYTES else 0
-        return self._decoded("iterations", self._iterations, self._tail[begin:])
+            self._tail += text
+            if (excess := len(self._tail) - TAIL_BYTES) > 0:
+                self._tail = self._tail[self._tail.find(b"\n", excess) + 1 :]  # whole lines
+        return self._decoded("iterations", self._iterations, self._tail)
 
     def _new_lines(self, name: str) -> Iterator[bytes]:
         # Before the run has written its first line, its format is not known.

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.cli.watch import run_progress
-from ifbbench.compressed import open_to_write
+from ifbbench.compressed import BUFFER_BYTES, open_to_write
 from ifbbench.views.live import Follower
 
 RUN = (
@@ -37,6 +37,18 @@ def going_on(run: Path, copy: Path, share: float) -> Path:
         content = (run / name).read_bytes()
         (copy / name).write_bytes(content[: int(len(content) * share)])
     return copy
+
+
+def test_a_last_line_that_goes_beyond_a_piece(run: Path, tmp_path: Path) -> None:
+    """What is read after the last whole line is not the end of one."""
+    part = going_on(run, tmp_path / "part", 1.0)
+    content = (run / "iterations.jsonl").read_bytes()
+    begin = content.rfind(b"\n", 0, BUFFER_BYTES) + 1
+    assert content.find(b"\n", begin) > BUFFER_BYTES + 3
+    (part / "iterations.jsonl").write_bytes(content[: BUFFER_BYTES + 3])
+    now = Follower(part, json.loads((part / "run.json").read_text())).snapshot()
+    assert now is not None
+    assert now.iteration == content[:begin].count(b"\n") - 1
 
 
 def test_a_snapshot_has_the_last_iteration_and_the_requests_so_far(run: Path, tmp_path: Path) -> None:
