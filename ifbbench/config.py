@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.fields import Setting, declare, located, settings_of, table
+from ifbbench.fields import Setting, declare, located, settings_of, table, unexpected
 from ifbbench.objectives import parse_objectives
 
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
@@ -62,6 +62,7 @@ DEFAULT_PRIORITY = 0.5
 # Upper bounds of settings, where the general ones of `fields` would make arrays that no memory holds, or never end.
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
 MAX_LORAS = 100_000
+MAX_REPLICAS = 1024
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
@@ -98,6 +99,16 @@ def _acceptance(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _replica(value: Any) -> Any:
+    """A share K/N of the requests, checked."""
+    if not isinstance(value, str):
+        return value
+    number, slash, count = value.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MAX_REPLICAS):
+        raise unexpected("replica", value, f"K/N, such as 1/4, with K from 1 to N and N at most {MAX_REPLICAS}")
+    return f"{int(number)}/{int(count)}"
 
 
 def _json_object(value: Any) -> Any:
@@ -144,6 +155,9 @@ class RunConfig:
     duration: float | None = _replay(
         None, "No request arrives later than this; the trace is not repeated.", above=0.0, maximum=MAX_SPAN_S, unit="s",
         elsewhere="max_seconds benchmark_duration test_duration")
+    replica: str | None = _replay(
+        None, "Replay only the share of replica K of N servers, K/N: requests, and sessions as a whole, go to them in "
+        "turn. Arrivals are those in the whole trace.", convert=_replica)
     reserve: str = _replay(
         "trace", "max_new_tokens of each request: trace (as recorded), actual (its output length), factor:F or "
         "fixed:N.")

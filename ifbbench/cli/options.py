@@ -11,16 +11,25 @@ from typing import Any
 import click
 
 from ifbbench.compressed import STANDARD_INPUT
-from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
+from ifbbench.config import MAX_REPLICAS, SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.fields import MAX_NUMBER_SETTING, TECHNICAL_LIMIT, Setting, boolean, did_you_mean, located, unexpected
+from ifbbench.fields import (
+    MAX_NUMBER_SETTING,
+    TECHNICAL_LIMIT,
+    Setting,
+    boolean,
+    did_you_mean,
+    integer,
+    located,
+    unexpected,
+)
 from ifbbench.recording.run_directory import SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
-# Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first two.
-COMMAND_KEYS = ("trace", "repeat", "over", "zip", "keep", "processes", "executor")
-RUN_KEYS = COMMAND_KEYS[:2]
+# Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first three.
+COMMAND_KEYS = ("trace", "repeat", "replicas", "over", "zip", "keep", "processes", "executor")
+RUN_KEYS = COMMAND_KEYS[:3]
 CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
 # Settings of a recorded run that say where its results went.
 PLACES = ("output", "overwrite", *SIDE_OUTPUTS)
@@ -237,13 +246,28 @@ def _help_text(setting: Setting) -> str:
     return setting.help + (f" [{in_brackets}]" if in_brackets else "")
 
 
-def given_config(config_file: Path | None, options: Mapping[str, Any]) -> RunConfig:
-    """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong."""
+def given_config(config_file: Path | None, options: Mapping[str, Any], *, replays: bool = True) -> RunConfig:
+    """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong.
+
+    replays: whether the command replays a trace, of which a file that is made for several replicas needs a share."""
     from_file = read_config_file(config_file) if config_file else {}
     from_command_line = {name: value for name, value in options.items() if value not in (None, ())}
     values = {**from_file, **from_command_line}
+    if config_file and replays and "replica" not in values:
+        _check_one_replica(config_file)
     engine_dir = values.pop("engine_dir", None)
     return from_mapping(with_engine(engine_dir, values) if engine_dir else values, command_line=True)
+
+
+def _check_one_replica(path: Path) -> None:
+    """InputError if the settings of a config file are those of several servers that share the requests."""
+    with located(str(path)):
+        replicas = integer(config_table(path).get("replicas", 1), "replicas", 1, MAX_REPLICAS, from_text=True)
+        if replicas > 1:
+            raise InputError(
+                f"replicas is {replicas}: so many servers with these settings share the requests. Add --replica "
+                f"1/{replicas} to replay the share of the first (up to {replicas}/{replicas}), or --replica 1/1 to "
+                "replay all requests on one server.")  # fmt: skip
 
 
 def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:

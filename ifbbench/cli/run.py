@@ -139,6 +139,7 @@ def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
     from ifbbench.planning.grid import axis_text
 
     keys = read_command_keys(config_file, COMMAND_KEYS, "sweep")
+    keys.pop("replicas", None)  # checked with the settings
     with located(str(config_file)):
         over = keys.get("over", ())
         if isinstance(over, Mapping):

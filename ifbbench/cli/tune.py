@@ -15,7 +15,6 @@ from ifbbench.cli.options import (
     read_config_file,
 )
 from ifbbench.clock import WallClock
-from ifbbench.config import RunConfig
 from ifbbench.settings import from_mapping
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def tune(
     """
     config = given_config(config_file, options)
     from_file = read_config_file(config_file) if config_file else {}
-    keys = read_command_keys(config_file, ("trace",), "tune")
+    keys = read_command_keys(config_file, ("trace", "replicas"), "tune")
     trace = keys.get("trace") if trace is None else trace
     if config_file and config_file.suffix not in CONFIG_SUFFIXES:  # that of a run has the defaults, too
         usual = from_mapping({}, command_line=True).as_dict()
@@ -66,7 +65,14 @@ def tune(
     from ifbbench.cli.console import echo_beside_bar, progress_line, report_console
     from ifbbench.planning.tune import Tuner
     from ifbbench.planning.tune_candidates import Goal
-    from ifbbench.planning.tune_files import answer, check, record_best, write_answer, write_server_files
+    from ifbbench.planning.tune_files import (
+        answer,
+        check,
+        record_best,
+        write_answer,
+        write_run_config,
+        write_server_files,
+    )
 
     clock, quiet = WallClock(), config.quiet
 
@@ -82,10 +88,11 @@ def tune(
         tuning = tuner.run()
         assert tuning.best is not None
         progress.stage("recording the best run")
-        findings = record_best(tuning, directory, config.overwrite)
-        found = answer(tuning, findings, command_of(trace, config, tuning))
+        recorded = record_best(tuning, directory, config.overwrite)
+        found = answer(tuning, recorded, commands_of(trace, tuning))
         write_answer(found, directory)
         write_server_files(tuning.best.settings, directory)
+        write_run_config(tuning, trace, directory)
         _plot(tuning, directory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -100,26 +107,37 @@ def tune(
         context.exit(1)
 
 
-def command_of(trace: str | None, config: RunConfig, tuning: "Tuning") -> list[str]:
-    """The words of the command that runs the recommendation."""
-    best = tuning.best
-    assert best is not None
-    values = {name: value for name, value in config.as_dict().items() if value != getattr(RunConfig(), name)}
-    values |= best.settings
-    if best.rate is not None and best.rate.low:
-        if config.request_rate is not None:
-            values["request_rate"] = config.request_rate * best.rate.low
-        else:
-            values["time_scale"] = config.time_scale / best.rate.low
+def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
+    """The words of the commands that run the recommendation, one for each replica."""
+    from ifbbench.planning.tune_files import settings_of_best
+
+    assert tuning.best is not None
     words = ["ifbbench", "run", *([trace] if trace else [])]
-    for name, value in values.items():
-        if name in ("output", "overwrite", "quiet") or value is None:
-            continue
+    for name, value in settings_of_best(tuning).items():
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no_'}{name}")
-        else:
+        elif value is not None:
             words += [f"--{name}", str(value)]
-    return words
+    if (replicas := tuning.best.run.case.replicas) == 1:
+        return [words]
+    return [[*words, "--replica", f"{number}/{replicas}"] for number in range(1, replicas + 1)]
+
+
+def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
+    """How the highest rate was reached, and what its interval is of; empty with another goal."""
+    if not (rate := figures.get("max_rate_requests_per_s")):
+        return ""
+    base, recorded = tuning.runs.base, tuning.runs.rate_per_s
+    failed, interval = figures["max_rate_failed_at_requests_per_s"], figures["max_rate_interval"]
+    text = f"Found for these requests: {rate:.4g} requests/s meet the objectives"
+    text += f", {failed:.4g} do not." if failed else "; no higher rate was tried."
+    if base.request_rate is None:
+        verb = "compressed" if figures["time_scale"] < 1 else "stretched"
+        text += (f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
+                 f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded.")  # fmt: skip
+    if interval:
+        text += f" The interval of the rate is over {len(figures['max_rate_by_seed'])} seeds of the arrivals."
+    return text
 
 
 def _best_line(best: "Candidate", goal: Any) -> str:
@@ -165,6 +183,9 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         table.add_row(name, f"[bold]{value}[/bold]", *others, matters)
     if tuners := {name for one in baselines for name in one["settings"]} - set(best["settings"]):
         table.add_row("tuners", "", *("on" if tuners & set(one["settings"]) else "" for one in baselines), "")
+    replicas = [one["figures"]["replicas"] for one in (best, *baselines)]
+    if max(replicas) > 1:
+        table.add_row("replicas", f"[bold]{replicas[0]}[/bold]", *map(str, replicas[1:]), "")
     for label, path, unit, scale in ROWS[tuning.goal.name] + LATENCY_ROWS:
         values = [_at(one["figures"], path) for one in (best, *baselines)]
         if any(value is not None for value in values):
@@ -180,11 +201,13 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         console.print(f"\n{binding['advice']}", markup=False)
     if other := best["next_best"]:
         changed = ", ".join(f"{name} {value}" for name, value in other["changed"].items())
-        loss = f"costs {percent(other['loss'], 1)}" if not other["misses"] else f"misses {', '.join(other['misses'])}"
+        loss = _loss_text(other, tuning.goal.name)
         varies = f", less than other requests like these vary (±{percent(other['noise'], 1)})"
         noise = varies if other["is_noise"] else ""
         noise += "; within the simulation's error, it may be as good on a real server" if other["is_undecided"] else ""
         console.print(f"Next best: {changed or 'other tuning'}; it {loss}{noise}.", markup=False)
+    if text := rate_text(best["figures"], tuning):
+        console.print(text, markup=False)
     if names := [one["name"] for one in baselines if one["is_undecided"]]:
         console.print(f"The gain over {' and '.join(names)} is within the simulation's error: not certain on a real "
                       "server.")  # fmt: skip
@@ -195,7 +218,23 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         f"[dim]{work['simulated_requests']:,} requests were simulated in {work['runs']} runs; a grid of "
         f"{work['grid_points']} points takes {work['grid_requests']:,}.[/dim]"
     )  # fmt: skip
+    if len(best["commands"]) > 1:
+        click.echo(f"\nThe figures are of all requests of {len(best['commands'])} replicas together; each replays its "
+                   "share with one of these commands:")  # fmt: skip
     click.echo(f"\n{best['command']}")  # never broken into lines, so that it can be copied
+
+
+def _loss_text(other: dict[str, Any], goal: str) -> str:
+    """What the next best settings are worse by, in the goal's figure."""
+    from ifbbench.report import percent
+
+    if other["misses"]:
+        return f"misses {', '.join(other['misses'])}"
+    share, is_worse = percent(abs(other["loss"]), 1), other["loss"] >= 0
+    if goal == "cost":
+        return f"is {share} {'dearer' if is_worse else 'cheaper'}"
+    figure = {"goodput": "goodput", "output_throughput": "throughput", "max_rate": "highest rate"}[goal]
+    return f"has a {figure} that is {share} {'lower' if is_worse else 'higher'}"
 
 
 LATENCY_ROWS = [

@@ -1,5 +1,6 @@
 """Many runs, of which only the summaries are kept: one after the other, or in parallel processes if simulated."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.execution.ranks import num_ranks
 from ifbbench.planning.equal_schedules import EqualSchedules
 from ifbbench.planning.processes import Lost, run_in_processes, usable_cores
+from ifbbench.recording.recorder import SummaryRecorder
 from ifbbench.replay.run import REPLAYING, summarise_run
 from ifbbench.workload.load import Source, in_memory, load_trace, read_source
 from ifbbench.workload.trace import Trace, columns_of
@@ -45,14 +47,15 @@ OnPoint = Callable[[int, int, PointResult], None]
 
 
 def run_points(
-    source: Source, configs: Sequence[RunConfig], processes: int | None = None, on_point: OnPoint | None = None
-) -> list[PointResult]:
+    source: Source, configs: Sequence[RunConfig], processes: int | None = None, on_point: OnPoint | None = None,
+    run_point: RunPoint | None = None,
+) -> list[PointResult]:  # fmt: skip
     """Replay `source` once for each of `configs`, in memory; the results are in their order.
 
     source: a trace that `read_source` returned, or its name; `max_num_samples` takes the first requests of it. It is
     read once, with the other READ_SETTINGS of the first configuration.
     processes: for simulated runs, the usable cores if None. Those on a real device run in this process, one after the
-    other."""
+    other. run_point: `summarise` if None."""
     if not configs:
         return []
     limits = [config.max_num_samples for config in configs]
@@ -62,7 +65,7 @@ def run_points(
     trace = in_memory(source)
 
     results: dict[int, PointResult] = {}
-    for number, result in run_all(summarise, [(trace, config) for config in configs], processes):
+    for number, result in run_all(run_point or summarise, [(trace, config) for config in configs], processes):
         results[number] = result
         if on_point is not None:
             on_point(len(results), len(configs), result)
@@ -89,10 +92,35 @@ def summarise(
     trace: Trace, config: RunConfig, progress: Progress, *, owns_process: bool = False
 ) -> tuple[dict[str, Any], int | None]:
     """A RunPoint that keeps only the summary."""
-    found: list[int] = []
-    summary = summarise_run(trace, config, progress, owns_process=owns_process,
-                            on_end=lambda metrics: found.append(metrics.peak_active))  # fmt: skip
-    return summary, next(iter(found), None)
+    ended: list[SummaryRecorder] = []
+    summary = summarise_run(trace, config, progress, owns_process=owns_process, on_end=ended.append)
+    return summary, ended[0].metrics.peak_active if ended else None
+
+
+def summarise_replicas(
+    trace: Trace, config: RunConfig, progress: Progress, *, replicas: int
+) -> tuple[dict[str, Any], int | None]:
+    """A RunPoint of `replicas` servers that share the requests as `--replica` says. The summary has the figures of all
+    requests together: percentiles over all of them, rates over the time from the first arrival to the last end.
+
+    They are overloaded if one of them is. The expected error is that of the server with most requests at a time."""
+    if replicas == 1:
+        return summarise(trace, config, progress)
+    ended: list[SummaryRecorder] = []
+    parts = [
+        summarise_run(trace, config.with_values(replica=f"{number}/{replicas}"), progress, on_end=ended.append)
+        for number in range(1, replicas + 1)
+    ]
+    first = ended[0]
+    for other in ended[1:]:
+        first.add_server(other)
+    digest = hashlib.sha256(" ".join(part["schedule_digest"] for part in parts).encode()).hexdigest()
+    summary = first.metrics.summary(digest, False, *first.times)
+    growth = sum(part["queue_growth_requests_per_s"] for part in parts)
+    if growth > summary["queue_growth_requests_per_s"]:
+        summary |= {"overloaded": True, "queue_growth_requests_per_s": growth}
+    busiest = max(parts, key=lambda part: part["request_throughput_per_s"] * (part["e2e_s"]["mean"] or 0.0))
+    return summary | {"expected_error": busiest["expected_error"]}, first.metrics.peak_active
 
 
 def outcome(run_point: RunPoint, trace: Trace, config: RunConfig, report: Report) -> PointResult:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from ifbbench.clock import NO_PROGRESS, Progress
-from ifbbench.config import RunConfig
+from ifbbench.config import MAX_REPLICAS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.heuristics import TUNERS, trtllm_bench_limits
 from ifbbench.planning.tune_candidates import Candidate, Goal, Judge
@@ -77,6 +77,10 @@ class Tuner:
         if goal.name == "max_rate" and (self.runs.rate_per_s is None or base.concurrency is not None):
             raise InputError("--goal max_rate: requests do not arrive at a rate of their own; give a trace with "
                              "arrival times or --request_rate, without --concurrency.")  # fmt: skip
+        draws_rate = base.rate_schedule is not None or base.arrival not in (None, "recorded")
+        if goal.name == "max_rate" and base.request_rate is None and draws_rate:
+            raise InputError("--goal max_rate: --arrival and --rate_schedule have rates of their own, which do not "
+                             "change; expected recorded arrivals, or --request_rate.")  # fmt: skip
         self.max_gpus = max_gpus or (COST_GPUS if goal.name == "cost" else self._least_gpus())
         self.found = Tuning(self.goal, self.space, self.runs)
         self._progress = progress
@@ -110,11 +114,15 @@ class Tuner:
         return self.found
 
     def _search(self) -> None:
-        best, prefix = None, FIRST_REQUESTS if self.runs.total > FIRST_REQUESTS else None
+        best = None
         self._progress.stage("first answer")
         deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
         starts = {tp: self._starts(tp) for tp, _ in deployments}
+        if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
+            raise InputError("--enable_steady_state: the figures of several replicas are those of all their requests; "
+                             "leave it out, or give --max-gpus for one replica with another goal.")  # fmt: skip
         for tp, replicas in deployments:
+            prefix = FIRST_REQUESTS * replicas if self.runs.total > FIRST_REQUESTS * replicas else None
             first = self._evaluate([Case(point, prefix, replicas) for point in starts[tp]])
             best = self.judge.best_of([best, *first])
         if best is None:
@@ -130,7 +138,7 @@ class Tuner:
             self._search_settings(starts[tp], replicas, len(deployments))
 
     def _replicas(self, tp: int) -> int:
-        return 1 if self.goal.name == "cost" else max(self.max_gpus // (tp * self.base.pp_size), 1)
+        return 1 if self.goal.name == "cost" else self._max_replicas(tp)
 
     def _starts(self, tp: int) -> list[Settings]:
         """The settings as they are, with the limits of trtllm-bench's rule, and at a small token budget."""
@@ -201,13 +209,12 @@ class Tuner:
 
     def _prefix(self, point: Settings, replicas: int) -> int | None:
         """How many of the first requests show what the whole trace does; None if no small number of them does."""
-        whole = self.runs.total // replicas
         (probe,) = self._candidates_of([Case(point, None, replicas)])
         if probe is None:
             return None
         peak: int = probe.summary["peak_scheduled_requests"]
-        prefix = max(int(whole * PREFIX_SHARE), CONCURRENCY_FACTOR * peak, MIN_PREFIX)
-        while prefix <= whole / 2:
+        prefix = max(int(self.runs.total * PREFIX_SHARE), replicas * max(CONCURRENCY_FACTOR * peak, MIN_PREFIX))
+        while prefix <= self.runs.total / 2:
             (part,) = self._candidates_of([Case(point, prefix, replicas)])
             if part is not None and abs(part.score - probe.score) <= MAX_PREFIX_ERROR * abs(probe.score):
                 return prefix
@@ -232,7 +239,8 @@ class Tuner:
                 factor = 1 / MAX_FACTOR if best is None or best.rate is None else best.rate.low * PRESSURE
                 case = Case(settings, None, replicas, rate=factor)
             else:
-                full_load = self._most_replicas(settings) if best is None else best.run.case.replicas - 1
+                most = self._max_replicas(dict(settings)["tp_size"])
+                full_load = most if best is None else best.run.case.replicas - 1
                 if not full_load:
                     break
                 case = Case(settings, None, full_load)
@@ -254,9 +262,9 @@ class Tuner:
         best = self.found.best
         return best is not None and not self.goal.shortfalls(best.summary) and one.score < FAR_OFF * best.score
 
-    def _most_replicas(self, settings: Settings) -> int:
-        gpus: int = dict(settings)["tp_size"] * self.base.pp_size
-        return max(self.max_gpus // gpus, 1)
+    def _max_replicas(self, tp: int) -> int:
+        """Replicas that the GPUs are enough for, each with at least one session of the trace."""
+        return max(min(self.max_gpus // (tp * self.base.pp_size), self.runs.sessions, MAX_REPLICAS), 1)
 
     def _at_full_load(
         self, settings: Settings, replicas: int, known: Candidate | None, start: float = 1.0,
@@ -267,7 +275,8 @@ class Tuner:
         known: another one, whose number of replicas is near. start: a rate that is near."""
         if self.goal.name == "cost":
             near = known.run.case.replicas if known else 1
-            run = find_replicas(self.runs, self.goal, settings, self._most_replicas(settings), near)
+            most = self._max_replicas(dict(settings)["tp_size"])
+            run = find_replicas(self.runs, self.goal, settings, most, near)
             candidate = self.judge.candidate(run) if run is not None else None
         else:
             found = find_max_rate(self.runs, self.goal, settings, replicas, start, is_final)
@@ -319,8 +328,7 @@ class Tuner:
 
     def _requests(self, case: Case) -> int:
         """How many requests a run of `case` simulates."""
-        share = max(self.runs.total // case.replicas, 1)
-        return min(case.requests or share, share)
+        return min(case.requests or self.runs.total, self.runs.total)
 
     def _announce(self, candidate: Candidate | None) -> None:
         """Keep `candidate` if it is the best of those that ran so much of the trace, or ran more."""

@@ -120,12 +120,12 @@ class Judge:
             return None
         gpus = case.replicas * dict(case.settings)["tp_size"] * self.runs.base.pp_size
         if self.goal.name == "cost":
-            tokens_per_s = case.replicas * summary["output_throughput_tokens_per_s"]
+            tokens_per_s = summary["output_throughput_tokens_per_s"]
             score = -gpus * self.price / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("-inf")
         elif self.goal.name == "max_rate":
             score = (self.runs.rate_per_s or 0.0) * (rate.low if rate else 0.0)
         else:
-            score = case.replicas * summary[self.goal.figure]
+            score = summary[self.goal.figure]
         return Candidate(run, gpus, score, rate=rate)
 
     def key(self, one: Candidate) -> tuple[float, ...]:

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ifbbench.analysis.figures import numbers_of
-from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.objectives import Objective
 from ifbbench.planning.tune import Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal, Summary
-from ifbbench.report.confidence import OF_BLOCKS, half_widths
+from ifbbench.report.confidence import OF_BLOCKS, RunSample, half_widths
 
 # Figures of which the simulation's error against real servers is known, and those that follow them.
 THROUGHPUT, ITL = "output_throughput_tokens_per_s", "itl_s"
@@ -17,35 +16,34 @@ ERROR_OF = {"tpot_s": ITL, "cost_per_million_output_tokens": THROUGHPUT, "max_ra
             "goodput_requests_per_s": THROUGHPUT}  # fmt: skip
 
 
-def intervals(tuning: Tuning, run: RecordedRun) -> dict[str, list[float]]:
+def intervals(tuning: Tuning, sample: RunSample) -> dict[str, list[float]]:
     """95 % intervals of the figures of the best candidate and of the goal, if other requests like these came; none of
     a run that is too short or overloaded.
 
-    run: of the best candidate; of its replicas, one."""
+    The highest rate has one only if arrivals are drawn: over their seeds. sample: the requests of all replicas."""
     best, goal = tuning.best, tuning.goal
     assert best is not None
     found: dict[str, list[float]] = {}
-    if best.rate is not None and best.rate.low:
-        found[goal.figure] = [best.score / best.rate.low * factor for factor in best.rate.interval]
-    figures, replicas = dict(numbers_of(best.summary)), best.run.case.replicas
-    for name, half in half_widths(run.sample).items():
-        factor = replicas if name.endswith("_per_s") else 1
+    if best.rate is not None and best.rate.low and (interval := best.rate.interval):
+        found[goal.figure] = [best.score / best.rate.low * factor for factor in interval]
+    figures = dict(numbers_of(best.summary))
+    for name, half in half_widths(sample).items():
         if (value := figures.get(name)) is not None:
-            found[name] = [factor * max(value - half, 0.0), factor * (value + half)]
+            found[name] = [max(value - half, 0.0), value + half]
     if "goodput_share" in found:
         found["goodput_share"][1] = min(found["goodput_share"][1], 1.0)
     if goal.name == "cost" and (found.get(THROUGHPUT) or [0.0])[0]:
-        tokens_per_s = figures[THROUGHPUT] * replicas
+        tokens_per_s = figures[THROUGHPUT]
         low, high = (-best.score * tokens_per_s / limit for limit in reversed(found[THROUGHPUT]))
         found[goal.figure] = [low, high]
     return found
 
 
-def interval_of(run: RecordedRun) -> str:
+def interval_of(sample: RunSample) -> str:
     """What the intervals of the best candidate are of, or why there are none, in words."""
-    if reason := run.sample.too_short:
+    if reason := sample.too_short:
         return f"No intervals: the run is too short to tell how much other requests like these vary; {reason}."
-    return OF_BLOCKS.format(run.sample.blocks)
+    return OF_BLOCKS.format(sample.blocks)
 
 
 def next_best(best: Candidate, tuning: Tuning, known: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
@@ -59,7 +57,8 @@ def next_best(best: Candidate, tuning: Tuning, known: Mapping[str, Sequence[floa
     if not alike:
         return None
     other, goal = alike[0], tuning.goal
-    loss = 1 - other.score / best.score if best.score else 0.0
+    # A cost is a negative score: the larger it is, the higher the ratio.
+    loss = abs(1 - other.score / best.score) * (1 if other.score <= best.score else -1) if best.score else 0.0
     changed = {name: value for name, value in other.settings.items() if best.settings.get(name) != value}
     interval = known.get(goal.figure)
     width = None

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.compressed import STANDARD_INPUT
+from ifbbench.config import SIDE_OUTPUTS
 from ifbbench.files import check_new_directory, replace_file
 from ifbbench.planning.sweep import check_free
 from ifbbench.planning.tune import Tuning
@@ -19,28 +21,34 @@ from ifbbench.recording import run_directory
 from ifbbench.replay.run import run_trace
 from ifbbench.report import percent, time_unit
 from ifbbench.report.colours import LIMIT, MUTED, SERIES
+from ifbbench.report.confidence import RunSample
 from ifbbench.report.style import FORMATS, LIMIT_DASHES, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
+from ifbbench.settings import from_mapping
 
 FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
     "overloaded", "pauses", "recomputed_tokens", "prefix_hit_rate", "peak_scheduled_requests",
 )  # fmt: skip
 RUN, ANSWER, PICTURE = "run", "tune.json", "pareto"
-SERVER_FILES = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt", "run.yaml")
+SERVER_FILES, RUN_CONFIG = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt"), "run.yaml"
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
-RATES = ("request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s")
 
 
-def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) -> dict[str, Any]:
-    """The object of `tune --json`. findings: of the recorded run of the best candidate."""
+def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The object of `tune --json`. recorded: the runs of the best candidate, one for each replica. commands: the words
+    of the command of each replica."""
     best, goal = tuning.best, tuning.goal
     assert best is not None
     ranked = [one for one in (*tuning.candidates, *tuning.baselines)
               if one.run.case.requests == best.run.case.requests]  # fmt: skip
-    found = intervals(tuning, findings.run) if findings else {}
+    runs = [RecordedRun.load(directory) for directory in recorded]
+    sample = RunSample(row for run in runs for row in run.row_of.values()) if len(runs) > 1 else None
+    sample = runs[0].sample if len(runs) == 1 else sample
+    found = intervals(tuning, sample) if sample else {}
+    lines = [shlex.join(words) for words in commands]
     shown = {one.run.case: described(one, goal) for one in (*tuning.candidates, *tuning.baselines)}
     return {
         "goal": goal.name,
@@ -48,18 +56,19 @@ def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) ->
         "recommendation": {
             **described(best, goal),
             "intervals_95": found,
-            "interval_of": interval_of(findings.run) if findings else None,
+            "interval_of": interval_of(sample) if sample else None,
             "expected_error": best.summary.get("expected_error"),
             "at_risk": at_risk(best.summary, goal.objectives),
             "next_best": next_best(best, tuning, found),
-            "command": shlex.join(command),
+            "command": "\n".join(lines),
+            "commands": lines,
         },
         "verdict": verdict(tuning),
         "baselines": [{"name": one.name, **described(one, goal), "is_undecided": is_undecided(best, one, goal)}
                       for one in tuning.baselines],
         "candidates": [*shown.values()],
         "pareto": [shown[one.run.case] for one in pareto(ranked, goal)],
-        "binding": binding(findings) if findings else {},
+        "binding": binding(Findings(runs[0]), len(runs)) if runs else {},
         "importance": tuning.importance,
         "work": {
             "simulated_requests": tuning.runs.work, "trace_requests": tuning.runs.total, "runs": len(tuning.runs.done),
@@ -72,20 +81,18 @@ def answer(tuning: Tuning, findings: Findings | None, command: Sequence[str]) ->
 def described(one: Candidate, goal: Goal) -> dict[str, Any]:
     """A candidate: settings, figures of all replicas together, and what it misses. requests: None is all of them."""
     summary, case = one.summary, one.run.case
-    figures: dict[str, Any] = {
-        name: summary[name] * (case.replicas if name in RATES and summary[name] else 1)
-        if isinstance(summary[name], float) else summary[name]
-        for name in FIGURES if name in summary
-    }  # fmt: skip
+    figures: dict[str, Any] = {name: summary[name] for name in FIGURES if name in summary}
     figures |= {name: {part: summary[name][part] for part in STATISTICS} for name in LATENCIES}
     figures |= {"gpus": one.gpus, "replicas": case.replicas}
     if goal.name == "max_rate":
         figures["max_rate_requests_per_s"] = one.score if one.rate else None
         if one.rate:
             scale = one.score / one.rate.low if one.rate.low else 0.0
-            figures["max_rate_interval"] = [scale * factor for factor in one.rate.interval]
+            interval = one.rate.interval
+            figures["max_rate_interval"] = interval and [scale * factor for factor in interval]
             figures["max_rate_by_seed"] = [scale * factor for factor in one.rate.by_seed]
             figures["time_scale"] = 1 / one.rate.low if one.rate.low else None
+            figures["max_rate_failed_at_requests_per_s"] = None if one.rate.high is None else scale * one.rate.high
     if goal.name == "cost":
         figures["cost_per_million_output_tokens"] = -one.score
     missed = goal.shortfalls(summary)
@@ -132,7 +139,7 @@ def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
 
 def throughput(one: Candidate, goal: Goal) -> float:
     """Output tokens/s of all replicas; with the goal cost, of a GPU."""
-    tokens_per_s = one.run.case.replicas * float(one.summary["output_throughput_tokens_per_s"])
+    tokens_per_s = float(one.summary["output_throughput_tokens_per_s"])
     return tokens_per_s / one.gpus if goal.name == "cost" else tokens_per_s
 
 
@@ -143,11 +150,10 @@ def latency(one: Candidate, goal: Goal) -> float:
     return float(value or 0.0)
 
 
-def binding(findings: Findings) -> dict[str, Any]:
-    """What bound the run of the best candidate."""
-    return {
-        "by_time": findings.by_time, "waiting_s": findings.waiting_s, "advice": findings.waiting_text,
-    }  # fmt: skip
+def binding(findings: Findings, replicas: int) -> dict[str, Any]:
+    """What bound the run of the best candidate, of several replicas the first one."""
+    text = findings.waiting_text if replicas == 1 else f"Replica 1 of {replicas}: {findings.waiting_text}"
+    return {"by_time": findings.by_time, "waiting_s": findings.waiting_s, "advice": text}
 
 
 # Files.
@@ -156,31 +162,75 @@ def binding(findings: Findings) -> dict[str, Any]:
 def check(directory: Path, overwrite: bool) -> None:
     """InputError if `directory` is not empty and `overwrite` is off, or a file or the run could not be written there at
     the end of the search. Nothing is made: a search that is ended early leaves nothing behind."""
-    check_new_directory(directory, "--output", (ANSWER, *SERVER_FILES, *(f"{PICTURE}.{kind}" for kind in FORMATS)))
+    pictures = (f"{PICTURE}.{kind}" for kind in FORMATS)
+    check_new_directory(directory, "--output", (ANSWER, RUN_CONFIG, *SERVER_FILES, *pictures))
     check_free(directory, overwrite)
     run_directory.check(directory / RUN, overwrite=True)
 
 
-def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> Findings:
-    """Run the best candidate again into `directory`/run, with everything recorded. InputError if there is a run and
-    `overwrite` is off."""
+def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> list[Path]:
+    """Run the best candidate again into `directory`/run, with everything recorded; of several replicas the first one
+    there, and the K-th into run-K. InputError if there is a run and `overwrite` is off."""
     assert tuning.best is not None
     case, runs = tuning.best.run.case, tuning.runs
-    config = runs.config(case).with_values(output=str(directory / RUN), overwrite=overwrite)
     runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
-    run_trace(runs.trace_of(case), config)
-    return Findings(RecordedRun.load(directory / RUN))
+    recorded = []
+    for number in range(1, case.replicas + 1):
+        path = directory / (RUN if number == 1 else f"{RUN}-{number}")
+        share: dict[str, Any] = {} if case.replicas == 1 else {"replica": f"{number}/{case.replicas}"}
+        run_trace(runs.trace_of(case), runs.config(case).with_values(output=str(path), overwrite=overwrite, **share))
+        recorded.append(path)
+    return recorded
+
+
+def settings_of_best(tuning: Tuning) -> dict[str, Any]:
+    """The settings with which `ifbbench run` replays the requests of the best candidate, without --replica: what was
+    asked for, in place of its defaults, what was found, and the rate."""
+    best, asked = tuning.best, tuning.runs.base
+    assert best is not None
+    usual, left_out = from_mapping({}, command_line=True).as_dict(), ("output", "overwrite", *SIDE_OUTPUTS, "quiet")
+    values = {name: value for name, value in asked.as_dict().items() if value != usual[name] and name not in left_out}
+    values |= {"model": asked.model, "device": asked.device} | best.settings
+    if best.run.case.requests is not None:  # of a search that was interrupted
+        values["max_num_samples"] = best.run.case.requests
+    if best.run.case.seed is not None:
+        values["seed"] = best.run.case.seed
+    if best.run.case.rate != 1.0 and asked.request_rate is not None:
+        values["request_rate"] = asked.request_rate * best.run.case.rate
+    elif best.run.case.rate != 1.0:
+        values["time_scale"] = asked.time_scale / best.run.case.rate
+    return values
+
+
+def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path:
+    """Write `run.yaml`: with it, `ifbbench run --config` replays the requests of the best candidate."""
+    import yaml
+
+    assert tuning.best is not None
+    replicas = tuning.best.run.case.replicas
+    head: dict[str, Any] = {} if trace in (None, STANDARD_INPUT) else {"trace": trace}
+    use = "# ifbbench run --config run.yaml\n"
+    if replicas > 1:
+        head |= {"replicas": replicas}
+        use = f"# For each K from 1 to {replicas}: ifbbench run --config run.yaml --replica K/{replicas}\n"
+    text = use + yaml.safe_dump(head | settings_of_best(tuning), sort_keys=False)
+    replace_file(directory / RUN_CONFIG, text)
+    return directory / RUN_CONFIG
 
 
 def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
-    """The settings for trtllm-serve, gptManagerBenchmark, vLLM and `ifbbench run --config`."""
+    """The settings for trtllm-serve, gptManagerBenchmark and vLLM."""
     import yaml
 
-    reuse, chunked = settings.get("enable_kv_cache_reuse", False), settings["enable_chunked_context"]
+    chunked = settings["enable_chunked_context"]
+    # A trace of lengths alone cannot tell whether prompts share prefixes: then nothing is said about reuse, and each
+    # server keeps its default.
+    reuse = settings.get("enable_kv_cache_reuse")
+    cache = {"tokens_per_block": settings["tokens_per_block"]}
     llm = {
         "max_batch_size": settings["max_batch_size"], "max_num_tokens": settings["max_num_tokens"],
         "tensor_parallel_size": settings["tp_size"], "enable_chunked_prefill": chunked,
-        "kv_cache_config": {"enable_block_reuse": reuse, "tokens_per_block": settings["tokens_per_block"]},
+        "kv_cache_config": cache if reuse is None else {"enable_block_reuse": reuse} | cache,
         "scheduler_config": {
             "capacity_scheduler_policy": settings["policy"].upper(),
             "context_chunking_policy": settings["context_chunking_policy"].upper(),
@@ -189,19 +239,19 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
     gpt_manager = [
         f"--max_batch_size {settings['max_batch_size']}", f"--max_num_tokens {settings['max_num_tokens']}",
         f"--scheduler_policy {settings['policy']}", f"--enable_chunked_context {str(chunked).lower()}",
-        f"--enable_kv_cache_reuse {str(reuse).lower()}",
+        *([] if reuse is None else [f"--enable_kv_cache_reuse {str(reuse).lower()}"]),
     ]  # fmt: skip
     no = {True: "", False: "no-"}
     vllm = [
         f"--max-num-seqs {settings['max_batch_size']}", f"--max-num-batched-tokens {settings['max_num_tokens']}",
         f"--tensor-parallel-size {settings['tp_size']}", f"--block-size {settings['tokens_per_block']}",
-        f"--{no[chunked]}enable-chunked-prefill", f"--{no[reuse]}enable-prefix-caching",
+        f"--{no[chunked]}enable-chunked-prefill",
+        *([] if reuse is None else [f"--{no[reuse]}enable-prefix-caching"]),
     ]  # fmt: skip
     texts = (
         "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(llm),
         " ".join(gpt_manager) + "\n",
         " ".join(vllm) + "\n",
-        "# ifbbench run TRACE --config run.yaml\n" + yaml.safe_dump(dict(settings)),
     )
     for name, text in zip(SERVER_FILES, texts, strict=True):
         replace_file(directory / name, text)

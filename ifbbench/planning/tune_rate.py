@@ -1,6 +1,6 @@
 """The load that given settings take: the highest rate of arrivals, and the fewest replicas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
@@ -15,8 +15,6 @@ from ifbbench.report.confidence import CONFIDENCE, student_t
 COARSE, FINE, RATES_ABOVE = 0.02, 0.005, (1.01, 1.02, 1.03)
 MAX_FACTOR = 64.0
 SEEDS = 3
-# Replicas that are run to confirm their number.
-CONFIRMED_REPLICAS = 3
 
 Meets = Callable[[float], bool]
 
@@ -37,10 +35,11 @@ class MaxRate:
     is_final: bool = False
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """With several seeds the confidence interval of the mean over them, else the border between met and missed."""
+    def interval(self) -> tuple[float, float] | None:
+        """The confidence interval of the mean over several seeds of arrivals; None with one, as of recorded arrivals:
+        the rate is then that of these requests, and how much it varies with others is not known."""
         if len(self.by_seed) < 2:
-            return self.low, self.low if self.high is None else self.high
+            return None
         half = student_t(CONFIDENCE, len(self.by_seed) - 1) * stdev(self.by_seed) / sqrt(len(self.by_seed))
         middle = fmean(self.by_seed)
         return middle - half, middle + half
@@ -106,15 +105,13 @@ def _bracket(meets: Meets, start: float, step: float) -> tuple[float | None, flo
 
 
 def find_replicas(runs: Runs, goal: Goal, settings: Settings, most: int, start: int = 1) -> Run | None:
-    """The run of one of the fewest replicas that meet the objectives; None if `most` do not. start: a number near it.
-
-    Several of the replicas are run, because their shares of the traffic differ."""
+    """The run of the fewest replicas that meet the objectives; None if `most` do not. start: a number near it."""
 
     def meets(replicas: int) -> bool:
-        cases = [Case(settings, None, replicas, replica) for replica in range(min(replicas, CONFIRMED_REPLICAS))]
-        return _all_meet(goal, runs.run(cases[:1])) and _all_meet(goal, runs.run(cases))
+        (tried,) = runs.run([Case(settings, None, replicas)])
+        return not tried.error and not goal.shortfalls(tried.summary)
 
-    low, high = 0, max(start, 1)
+    low, high = 0, min(max(start, 1), most)
     while not meets(high):
         if high >= most:
             return None
@@ -123,7 +120,3 @@ def find_replicas(runs: Runs, goal: Goal, settings: Settings, most: int, start: 
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)
     return runs.run([Case(settings, None, high)])[0]
-
-
-def _all_meet(goal: Goal, found: Sequence[Run]) -> bool:
-    return all(not one.error and not goal.shortfalls(one.summary) for one in found)

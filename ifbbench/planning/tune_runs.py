@@ -1,14 +1,12 @@
 """The simulated runs of a search: each once, in memory, in parallel, and the number of requests simulated."""
 
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 from ifbbench.config import RunConfig
-from ifbbench.planning.points import PointResult, run_points
+from ifbbench.planning.points import PointResult, run_points, summarise_replicas
 from ifbbench.planning.tune_space import Settings
 from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.load import in_memory, load_trace
@@ -17,26 +15,25 @@ from ifbbench.workload.trace import Trace, columns_of
 # Settings that have made the requests of a trace; they are not applied again.
 APPLIED: Mapping[str, Any] = {
     "request_rate": None, "enable_exp_delays": False, "burstiness": None, "rate_schedule": None, "duration": None,
-    "reserve": "trace", "max_prompt_len": None,
+    "reserve": "trace", "max_prompt_len": None, "replica": None,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run. requests: the first of the trace; None is all. replicas: this one serves every `replicas`-th request.
-    rate: arrivals come so many times as fast. seed: of arrivals that are drawn; None is that of the settings."""
+    """One run. requests: the first of the trace; None is all. replicas: servers that share them. rate: arrivals come so
+    many times as fast. seed: of arrivals that are drawn; None is that of the settings."""
 
     settings: Settings
     requests: int | None = None
     replicas: int = 1
-    replica: int = 0
     rate: float = 1.0
     seed: int | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A case that has run. summary: as in `summary.json`; empty if it failed with `error`."""
+    """A case that has run. summary: as in `summary.json`, of all replicas together; empty if it failed with `error`."""
 
     case: Case
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -51,13 +48,19 @@ class Runs:
         self.work = 0
         self._source = source
         self._processes = processes
-        self._traces: dict[tuple[int, int, int], Trace] = {}
+        self._traces: dict[int, Trace] = {}
         self._known: dict[Case, Run] = {}
-        self.trace = self._trace(base.seed, 1, 0)
+        self.trace = self._trace(base.seed)
 
     @property
     def total(self) -> int:
         return len(self.trace)
+
+    @property
+    def sessions(self) -> int:
+        """Sessions of the trace; a request that belongs to none is one of its own."""
+        columns = columns_of(self.trace.requests)
+        return len(columns) if columns.after is None else len(set(session_starts(predecessors(columns)).tolist()))
 
     @property
     def done(self) -> list[Run]:
@@ -74,22 +77,23 @@ class Runs:
 
     def run(self, cases: Sequence[Case]) -> list[Run]:
         """The outcome of each case; those of before are not run again."""
-        by_trace: dict[tuple[int, int, int], list[Case]] = {}
+        groups: dict[tuple[int | None, int], list[Case]] = {}
         for case in dict.fromkeys(cases):
             if case not in self._known:
-                key = self.base.seed if case.seed is None else case.seed, case.replicas, case.replica
-                by_trace.setdefault(key, []).append(case)
-        for key, wanted in by_trace.items():
-            trace = self._trace(*key)
+                groups.setdefault((case.seed, case.replicas), []).append(case)
+        for (_, replicas), wanted in groups.items():
+            trace = self.trace_of(wanted[0])
             self.work += sum(min(case.requests or len(trace), len(trace)) for case in wanted)
             configs = [self.config(case) for case in wanted]
-            for case, result in zip(wanted, run_points(trace, configs, self._processes), strict=True):
+            run_point = partial(summarise_replicas, replicas=replicas)
+            results = run_points(trace, configs, self._processes, run_point=run_point)
+            for case, result in zip(wanted, results, strict=True):
                 self._known[case] = _run_of(case, result)
         return [self._known[case] for case in cases]
 
     def trace_of(self, case: Case) -> Trace:
         """The requests that a case runs over, of which it may take the first ones."""
-        return self._trace(self.base.seed if case.seed is None else case.seed, case.replicas, case.replica)
+        return self._trace(self.base.seed if case.seed is None else case.seed)
 
     def config(self, case: Case) -> RunConfig:
         """The settings of a run over a trace that has its arrivals and lengths already."""
@@ -99,28 +103,14 @@ class Runs:
             "max_num_samples": case.requests, "quiet": True, **dict(case.settings),
         })  # fmt: skip
 
-    def _trace(self, seed: int, replicas: int, replica: int) -> Trace:
-        """The requests with the arrivals that `base` asks for, and of several replicas the share of one."""
-        key = seed, replicas, replica
-        if key not in self._traces:
-            trace = in_memory(load_trace(self._source, self.base.with_values(seed=seed)))
-            self._traces[key] = trace if replicas == 1 else replace(trace, requests=_share(trace, replicas, replica))
-        return self._traces[key]
+    def _trace(self, seed: int) -> Trace:
+        """The requests with the arrivals that `base` asks for."""
+        if seed not in self._traces:
+            self._traces[seed] = in_memory(load_trace(self._source, self.base.with_values(seed=seed)))
+        return self._traces[seed]
 
 
 def _run_of(case: Case, result: PointResult) -> Run:
     if not result.error and not result.summary["requests"]["completed"]:
         return Run(case, error="every request is refused")
     return Run(case, result.summary, result.error)
-
-
-def _share(trace: Trace, replicas: int, replica: int) -> Any:
-    """The requests of one replica: requests, and sessions as a whole, go to the replicas in turn."""
-    columns = columns_of(trace.requests)
-    order = np.arange(len(columns))
-    if columns.after is not None:
-        order = np.unique(session_starts(predecessors(columns)), return_inverse=True)[1]
-    chosen = np.flatnonzero(order % replicas == replica)
-    kept: dict[str, Any] = {name: array(column.typecode, np.asarray(column)[chosen].tobytes())
-            for name, column in vars(columns).items() if isinstance(column, array)}  # fmt: skip
-    return replace(columns, **kept)

@@ -129,7 +129,7 @@ class ChunkGaps(TokenGaps):
         self.end_s.extend(times_s)
         self.tokens.extend(tokens)
 
-    def extend(self, other: TokenGaps) -> None:
+    def extend(self, other: TokenGaps, offset: int = 0) -> None:
         assert isinstance(other, ChunkGaps)
         for name in ("gap_s", "end_s", "tokens"):
             getattr(self, name).extend(getattr(other, name))

@@ -45,6 +45,13 @@ class DraftTotals:
         self._steps += counts.requests
         self._draft_s += counts.draft_s
 
+    def add_totals(self, other: "DraftTotals") -> None:
+        """Take in another run."""
+        self._drafted += other._drafted
+        self._accepted += other._accepted
+        self._steps += other._steps
+        self._draft_s += other._draft_s
+
     def figures(self) -> dict[str, Any]:
         """The entry of `summary.json`.
 

@@ -185,11 +185,11 @@ class TokenGaps:
                 ends.append(last)
             before = last
 
-    def extend(self, other: "TokenGaps") -> None:
-        """Take in the gaps of other requests."""
+    def extend(self, other: "TokenGaps", offset: int = 0) -> None:
+        """Take in the gaps of other requests. offset: added to their iteration numbers."""
         self.every = max(self.every, other.every)
         for mine, others in zip((*self._steps, *self._long), (*other._steps, *other._long), strict=True):
-            mine.extend(others)
+            mine.extend(others if not offset else array("i", (number + offset for number in others)))
 
     def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
         """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
@@ -249,12 +249,23 @@ class Population:
             of_all = np.concatenate([part.columns[name] for part in parts]) if parts else np.empty(0)
             whole.columns[name] = array("d", of_all[order].tobytes())
         for part in parts:
-            whole.prompt_lens.extend(part.prompt_lens)
-            whole.output_lens.extend(part.output_lens)
-            whole.reused_tokens += part.reused_tokens
-            whole.failed += part.failed
-            whole.gaps.extend(part.gaps)
+            whole._add_rest(part)
         return whole
+
+    def add_all(self, other: "Population", place: int, iteration: int) -> None:
+        """Take in the requests of another server. place, iteration: added to their places and iteration numbers."""
+        for name, column in self.columns.items():
+            column.extend(other.columns[name])
+        self.places.extend([one + place for one in other.places])
+        self._add_rest(other, iteration)
+
+    def _add_rest(self, other: "Population", iteration: int = 0) -> None:
+        """Take in what is no column and no place."""
+        self.prompt_lens.extend(other.prompt_lens)
+        self.output_lens.extend(other.output_lens)
+        self.reused_tokens += other.reused_tokens
+        self.failed += other.failed
+        self.gaps.extend(other.gaps, iteration)
 
     def figures(
         self, span_s: float, ends: Sequence[float] | Floats, objectives: Objectives = (), window: Window | None = None

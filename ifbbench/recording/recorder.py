@@ -162,6 +162,39 @@ class RunMetrics:
             line.priority = number(priority)
         return line
 
+    def add_server(self, other: "RunMetrics") -> None:
+        """Take in the run of another server that shared the requests, as if its iterations followed those so far.
+
+        Of the cache and of peaks, the largest values of one server count."""
+        for key, population in other._populations.items():
+            self._populations[key].add_all(population, self._completed, self.iterations)
+        self.total += other.total
+        self.slots, self.padded_slots = self.slots + other.slots, self.padded_slots + other.padded_slots
+        self.empty_generation_slots += other.empty_generation_slots
+        self.pauses += other.pauses
+        self.recomputed_tokens += other.recomputed_tokens
+        self.computed_tokens += other.computed_tokens
+        self.iterations += other.iterations
+        self._completed += other._completed
+        self.peak_scheduled = max(self.peak_scheduled, other.peak_scheduled)
+        self.peak_active = max(self.peak_active, other.peak_active)
+        if other.peak_used_blocks is not None:
+            self.peak_used_blocks = max(self.peak_used_blocks or 0, other.peak_used_blocks)
+        for size, known in other._windows.items():
+            mine = self._windows.setdefault(size, dict(known))
+            mine["peak_used"] = max(mine["peak_used"], known["peak_used"])
+        self.peak_held_tokens = max(self.peak_held_tokens, other.peak_held_tokens)
+        self.peak_filled_tokens = max(self.peak_filled_tokens, other.peak_filled_tokens)
+        self.first_arrival_s = min(self.first_arrival_s, other.first_arrival_s)
+        self.last_end_s = max(self.last_end_s, other.last_end_s)
+        numbers = [self._limits[name] for name in other._limits]
+        self._limit_of.extend([numbers[number] for number in other._limit_of])
+        for name, seconds in other._waited_s.items():
+            self._waited_s[name] = self._waited_s.get(name, 0.0) + seconds
+        if other._drafts is not None:
+            self._drafts = self._drafts or DraftTotals()
+            self._drafts.add_totals(other._drafts)
+
     def summary(self, digest: str, partial: bool, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
         """The content of `summary.json`. starts, ends: of each iteration, in seconds."""
         whole = Population.merged(list(self._populations.values()))
@@ -255,6 +288,17 @@ class SummaryRecorder:
         """End the recording; returns the summary. partial: the run did not reach its end. complete(summary): more."""
         summary = self.metrics.summary(self._digest.hexdigest(), partial, self._starts, self._ends)
         return summary if complete is None else summary | complete(summary)
+
+    @property
+    def times(self) -> tuple["array[float]", "array[float]"]:
+        """Start and end of each iteration, in seconds."""
+        return self._starts, self._ends
+
+    def add_server(self, other: "SummaryRecorder") -> None:
+        """Take in the run of another server that shared the requests; see RunMetrics."""
+        self.metrics.add_server(other.metrics)
+        self._starts.extend(other._starts)
+        self._ends.extend(other._ends)
 
     def _end(self, finished: list[Request], iteration: int) -> None:
         """These requests are complete with `iteration`."""

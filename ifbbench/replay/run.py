@@ -25,7 +25,7 @@ from ifbbench.model.named_models import built_in_shape
 from ifbbench.recording import run_directory
 from ifbbench.recording.lines import thinned
 from ifbbench.recording.printing import PrintingRecorder
-from ifbbench.recording.recorder import Recorder, RunMetrics, SummaryRecorder
+from ifbbench.recording.recorder import Recorder, SummaryRecorder
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
 from ifbbench.replay.rank_runs import leading, starts_ranks
@@ -104,11 +104,11 @@ def run_trace(
 
 def summarise_run(
     source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
-    on_end: Callable[[RunMetrics], None] = lambda metrics: None,
+    on_end: Callable[[SummaryRecorder], None] = lambda recorder: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
 
-    on_end: takes what the summary is made of. InputError and RunFailed as there."""
+    on_end: takes the recorder that made the summary. InputError and RunFailed as there."""
     if config.enable_steady_state or config.endpoint is not None:  # found in the recorded requests
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
@@ -125,7 +125,7 @@ def summarise_run(
             columns_of(trace.requests).class_at, _delivery(client),
         )  # fmt: skip
         summary = _replay(trace, engine, client, recorder, progress, "nothing was recorded")
-        on_end(recorder.metrics)
+        on_end(recorder)
         return summary
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -105,7 +106,8 @@ def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns
     if config.max_prompt_len is not None:
         prompts = integers(np.minimum(prompts, config.max_prompt_len))
     columns = replace(columns, prompt_len=prompts, max_new_tokens=reserved, output_len=outputs)
-    return _until(config.duration, _in_time(_with_arrivals(columns, config)), config.keeps_arrivals)
+    columns = _until(config.duration, _in_time(_with_arrivals(columns, config)), config.keeps_arrivals)
+    return columns if config.replica is None else _share(columns, config.replica)
 
 
 def _in_time(columns: RequestColumns) -> RequestColumns:
@@ -154,11 +156,30 @@ def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bo
     return _first(columns, count)
 
 
+def _share(columns: RequestColumns, replica: str) -> RequestColumns:
+    """The requests of replica K of N (`K/N`): requests, and sessions as a whole, go to the replicas in turn."""
+    number, replicas = map(int, replica.split("/"))
+    turn = np.arange(len(columns))
+    if columns.after is not None:
+        turn = np.unique(session_starts(predecessors(columns)), return_inverse=True)[1]
+    chosen = np.flatnonzero(turn % replicas == number - 1)
+    if not len(chosen):
+        kind = "requests" if columns.after is None else "sessions"
+        raise InputError(f"--replica {replica}: no request is left for it, the trace has {turn.max() + 1} {kind}; give "
+                         "fewer replicas.")  # fmt: skip
+    return _taken(columns, lambda column: array(column.typecode, np.asarray(column)[chosen].tobytes()))
+
+
 def _first(columns: RequestColumns, count: int | None) -> RequestColumns:
     """The first `count` requests; all of them for None."""
     if count is None or count >= len(columns):
         return columns
-    kept: dict[str, Any] = {name: value[:count] for name, value in vars(columns).items() if isinstance(value, array)}
+    return _taken(columns, lambda column: column[:count])
+
+
+def _taken(columns: RequestColumns, take: Callable[["array[Any]"], "array[Any]"]) -> RequestColumns:
+    """The requests that `take` leaves of each column."""
+    kept: dict[str, Any] = {name: take(value) for name, value in vars(columns).items() if isinstance(value, array)}
     return replace(columns, **kept)
 
 

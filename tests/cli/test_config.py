@@ -98,7 +98,8 @@ def test_the_schema_takes_config_files_and_refuses_others() -> None:
 # endpoint, of other devices, and of where results go are not among them.
 OTHER_VALUES: dict[str, Any] = {
     "max_num_samples": 5, "time_scale": 0.5, "request_rate": 90.0, "enable_exp_delays": True, "burstiness": 0.5,
-    "arrival": "all_at_once", "rate_schedule": "rates.csv", "duration": 0.2, "reserve": "factor:1.5",
+    "arrival": "all_at_once", "rate_schedule": "rates.csv", "duration": 0.2, "replica": "2/3",
+    "reserve": "factor:1.5",
     "max_prompt_len": 200, "skip_bad_rows": True, "trace_format": "ifbbench", "characters_per_token": 3.0,
     "default_output_len": 3, "concurrency": 2, "wait_sleep": 3, "beam_width": 2, "streaming": True,
     "normalize_log_probs": True, "exclude_input_in_output_seq": True, "eos_id": 7, "pad_id": 5, "warm_up": 1, "seed": 4,
@@ -231,7 +232,7 @@ def test_a_sweep_is_the_config_file_of_the_same_sweep() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("over: {polcy: [a]}", ["polcy", "Did you mean policy?"]),
+        ("over: {polcy: [a]}", ["polcy", "Did you mean policy"]),
         ("over: {max_batch_size: [8, 8]}", ["8 is there twice"]),
         ("over: {max_batch_size: 8..4}", ["ends before it begins"]),
         ("over: []", ["--over", "missing"]),

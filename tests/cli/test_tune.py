@@ -1,14 +1,18 @@
 """`ifbbench tune`: its output, files and exit status."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
+from ifbbench.cli.tune import _loss_text
 
 MODEL = ["--model", "llama-3.1-8b", "--device", "h100-sxm"]
 LOAD = ["--max_num_samples", "60", "--request_rate", "40"]
@@ -70,8 +74,106 @@ def test_files_for_other_programs_have_the_settings(directory, tmp_path):
     run = ["run", "chat", *MODEL, "--max_num_samples", "4", *flags, "--quiet", "--output", str(tmp_path / "run")]
     assert CliRunner().invoke(main, run).exit_code == 0
     assert f"--max-num-seqs {settings['max_batch_size']}" in (directory / "tuned/vllm.txt").read_text()
-    assert RunConfig(**yaml.safe_load((directory / "tuned/run.yaml").read_text())).policy == "max_utilization"
+    # Lengths alone cannot tell whether prompts share prefixes.
+    names = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt")
+    files = [(directory / "tuned" / name).read_text() for name in names]
+    assert not any(word in text for text in files for word in ("reuse", "prefix-caching"))
     assert (directory / "tuned/pareto.png").stat().st_size > 10_000
+
+
+def test_the_config_file_replays_the_requests_that_were_tuned(directory, tmp_path):
+    figures = json.loads((directory / "tuned/tune.json").read_text())["recommendation"]["figures"]
+    values = yaml.safe_load((directory / "tuned/run.yaml").read_text())
+    asked = {"trace": "chat", "model": "llama-3.1-8b", "device": "sim:h100-sxm", "request_rate": 40.0,
+             "max_num_samples": 60, "policy": "max_utilization"}  # fmt: skip
+    assert asked.items() <= values.items()
+    output = ["--output", str(tmp_path / "run"), "--json"]
+    result = CliRunner().invoke(main, ["run", "--config", str(directory / "tuned/run.yaml"), *output])
+    summary = json.loads(result.stdout)
+    assert {name: summary["ttft_s"][name] for name in figures["ttft_s"]} == figures["ttft_s"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """The answer of a search for the fewest GPUs, which are several replicas."""
+    path = tmp_path_factory.mktemp("cost")
+    limits = ["--max_batch_size", "64", "--max_num_tokens", "1024", "--policy", "guaranteed_no_evict", "--tp_size", "1"]
+    rest = ["--enable_chunked_context", "--tokens_per_block", "32", "--enable_exp_delays", "--request_rate", "90"]
+    slo = ["--slo", "ttft.p99=300ms", "--slo", "tpot.p99=9ms"]
+    result = tune(path, "--goal", "cost", "--max-gpus", "16", *limits, *rest, *slo)
+    assert result.exit_code == 0, result.output
+    (path / "stdout").write_text(result.stdout)
+    return path
+
+
+def test_the_commands_of_all_replicas_together_give_the_figures(shared, tmp_path):
+    found = json.loads((shared / "tuned/tune.json").read_text())["recommendation"]
+    figures, replicas = found["figures"], found["figures"]["replicas"]
+    assert len(found["commands"]) == replicas > 1
+    rows: list[dict[str, Any]] = []
+    gaps: list[float] = []
+    for number, command in enumerate(found["commands"], start=1):
+        assert command in (shared / "stdout").read_text()
+        path = tmp_path / f"run-{number}"
+        result = CliRunner().invoke(main, [*command.split()[1:], "--output", str(path), "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads((path / "run.json").read_text())["config"]["replica"] == f"{number}/{replicas}"
+        rows += [json.loads(line) for line in (path / "requests.jsonl").read_text().splitlines()]
+        gaps += token_gaps(path)
+    assert len(rows) == 60
+    assert len(gaps) == sum(row["output_len"] - 1 for row in rows)
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        values = [row[name] for row in rows if row[name] is not None]
+        assert figures[name]["p99"] == pytest.approx(np.percentile(values, 99))
+        assert figures[name]["mean"] == pytest.approx(np.mean(values))
+    assert figures["itl_s"]["p99"] == pytest.approx(np.percentile(gaps, 99), rel=1e-6)
+    duration_s = max(row["end_s"] for row in rows) - min(row["arrival_s"] for row in rows)
+    tokens_per_s = sum(row["output_len"] for row in rows) / duration_s
+    assert figures["output_throughput_tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert figures["cost_per_million_output_tokens"] == pytest.approx(replicas / 3600 / tokens_per_s * 1e6)
+    assert max(figures["ttft_s"]["p99"] / 0.3, figures["tpot_s"]["p99"] / 0.009) <= 1  # "objectives are met"
+
+
+def token_gaps(directory: Path) -> list[float]:
+    """The gaps between the tokens of each request (s), from the spans and iterations of a run."""
+    run = RecordedRun.load(directory)
+    found: list[float] = []
+    for spans in run.spans.values():  # a span yields a token in each of its last iterations
+        numbers = [number for span in spans for number in range(span.last + 1 - span.produced, span.last + 1)]
+        found += np.diff([run.iterations.end_of(number) for number in numbers]).tolist()
+    return found
+
+
+def test_a_config_file_for_several_replicas_is_not_run_on_one(shared, tmp_path):
+    path = shared / "tuned/run.yaml"
+    replicas = yaml.safe_load(path.read_text())["replicas"]
+    output = ["--output", str(tmp_path / "run")]
+    for words in (["run"], ["sweep", "--over", "seed=1,2"]):
+        result = CliRunner().invoke(main, [*words, "--config", str(path), *output])
+        assert result.exit_code == 2
+        assert f"replicas is {replicas}" in result.output
+        assert f"--replica 1/{replicas}" in result.output
+    one = CliRunner().invoke(main, ["run", "--config", str(path), "--replica", f"1/{replicas}", "--json", *output])
+    assert json.loads(one.stdout)["requests"]["total"] == -(-60 // replicas)
+
+
+def test_the_table_has_the_replicas_and_the_next_best_is_dearer(shared):
+    text = (shared / "stdout").read_text()
+    assert re.search(rf"^replicas +{yaml.safe_load((shared / 'tuned/run.yaml').read_text())['replicas']}\b", text, re.M)
+    assert not re.search(r"-\d+(\.\d)? %", text)
+
+
+@pytest.mark.parametrize(
+    ("goal", "loss", "words"),
+    [
+        ("cost", 0.329, "is 32.9 % dearer"), ("cost", -0.024, "is 2.4 % cheaper"),
+        ("goodput", 0.124, "has a goodput that is 12.4 % lower"),
+        ("max_rate", 0.124, "has a highest rate that is 12.4 % lower"),
+        ("output_throughput", -0.124, "has a throughput that is 12.4 % higher"),
+    ],
+)  # fmt: skip
+def test_the_loss_of_the_next_best_settings_in_words(goal, loss, words):
+    assert _loss_text({"loss": loss, "misses": {}}, goal) == words
 
 
 def test_tables_show_what_users_get_without_a_search(tmp_path):

@@ -81,6 +81,7 @@ DRAWS: dict[str, Draw] = {
                          "on_off:5e3:0.002:0.003"),
     "rate_schedule": sometimes(0.04, "rates.csv"),
     "duration": sometimes(0.1, 0.001, 0.004, 1.0),
+    "replica": sometimes(0.1, "1/2", "2/3"),
     "reserve": sometimes(0.3, "actual", "factor:1.5", "factor:0.5", "fixed:7"),
     "max_prompt_len": sometimes(0.15, 1, 8, 40),
     "skip_bad_rows": on_or_off(0.1),
