@@ -131,7 +131,7 @@ def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
     failed, interval = figures["max_rate_failed_at_requests_per_s"], figures["max_rate_interval"]
     text = f"Found for these requests: {rate:.4g} requests/s meet the objectives"
     text += f", {failed:.4g} do not." if failed else "; no higher rate was tried."
-    if base.request_rate is None:
+    if base.request_rate is None and figures["time_scale"] != 1:
         verb = "compressed" if figures["time_scale"] < 1 else "stretched"
         text += (f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
                  f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded.")  # fmt: skip

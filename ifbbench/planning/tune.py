@@ -35,6 +35,12 @@ FINALISTS = 3
 # Further starts: shares of the requests that run at once without a limit, and token budgets.
 SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
 PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
+# Where objectives are missed, or settings with so many times the best figure miss them: a grid of the two limits that
+# decide gaps and waiting, shares of the requests that run at once by token budgets, and further work in whole traces
+# around the nearest of its points.
+HELD_BACK = 1.05
+GRID_DIVISORS, GRID_TOKENS = (1, 2, 3, 4, 6, 8), (128, 256, 384, 512, 1024, 2048, 4096, 8192)
+NEAREST, NEAREST_STEPS, NEAREST_WORK = 3, (2.0**0.5, 2.0**0.25), 12.0
 # With max_rate, settings are compared at this many times the rate that the best ones so far reach.
 # ROUND_WORK: the share of the work that a round of comparing takes.
 PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 4, 0.4
@@ -182,6 +188,8 @@ class Tuner:
             finalists = starts  # the whole trace is the only prefix
         self._progress.stage("searching on the whole trace")
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
+        if best is not None and self._is_held_back(best):
+            best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix)])
         if best is not None and best == self.found.best:
             known = self.judge.importance(best, self._candidates.values(), self.space)
             moves = [point for name, point in self.space.moves(best.run.case.settings, best.summary, IMPORTANCE_STEP)
@@ -190,6 +198,33 @@ class Tuner:
             best = self.judge.best_of([best, *others]) or best
             self._announce(best)
             self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
+
+    def _is_held_back(self, best: Candidate) -> bool:
+        """Whether `best` misses objectives, or settings that are clearly faster miss them."""
+        if self.goal.shortfalls(best.summary):
+            return True
+        return any(one.score > HELD_BACK * best.score and self.goal.shortfalls(one.summary)
+                   for one in self._candidates.values() if one.run.case.replicas == best.run.case.replicas)  # fmt: skip
+
+    def _search_nearest(self, point: Settings, replicas: int, prefix: int | None) -> Candidate | None:
+        """Search further where objectives with a statistic hold the best settings so far back: those that meet them may
+        be few, and in between limits that were tried. Candidates are compared by how much they miss."""
+        self._progress.stage("searching settings that meet the objectives")
+        (probe,) = self._candidates_of([Case(point, None, replicas)])
+        if probe is None:
+            return None
+        tp, peak = dict(point)["tp_size"], probe.summary["peak_scheduled_requests"]
+        found: list[Candidate] = []
+        for divisor in GRID_DIVISORS:  # from few limits to narrow ones, until settings meet the objectives
+            batch = {} if divisor == 1 else {"max_batch_size": max(peak // divisor, 1)}
+            points = dict.fromkeys(self.space.point(tp_size=tp, max_num_tokens=tokens, **batch)
+                                   for tokens in GRID_TOKENS)  # fmt: skip
+            found += self._evaluate([Case(one, prefix, replicas) for one in points])
+            if any(not self.goal.shortfalls(one.summary) for one in found):
+                break
+        found.sort(key=self.judge.key, reverse=True)
+        nearest = [replace(one.run.case, requests=None) for one in found[:NEAREST]]
+        return self._descend(nearest, NEAREST_STEPS, self.runs.work + NEAREST_WORK * self.runs.total)
 
     def _spread(self, point: Settings, replicas: int) -> list[Settings]:
         """With objectives, smaller limits to start from too: where few requests meet them, small changes of large

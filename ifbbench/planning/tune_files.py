@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.compressed import STANDARD_INPUT
-from ifbbench.config import SIDE_OUTPUTS
+from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.files import check_new_directory, replace_file
 from ifbbench.planning.sweep import check_free
 from ifbbench.planning.tune import Tuning
@@ -58,6 +58,7 @@ def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence
             "intervals_95": found,
             "interval_of": interval_of(sample) if sample else None,
             "expected_error": best.summary.get("expected_error"),
+            "rate_from": rate_from(best, tuning.runs.base),
             "at_risk": at_risk(best.summary, goal.objectives),
             "next_best": next_best(best, tuning, found),
             "command": "\n".join(lines),
@@ -76,6 +77,16 @@ def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence
             "grid_requests": len(tuning.space.grid()) * tuning.runs.total, "complete": tuning.is_complete,
         },
     }  # fmt: skip
+
+
+def rate_from(best: Candidate, base: RunConfig) -> str | None:
+    """Where the arrivals of the highest rate come from; None with another goal."""
+    if best.rate is None:
+        return None
+    if base.request_rate is not None:
+        return "--request_rate"
+    changed = {True: ", compressed", False: ", stretched"}[best.rate.low > 1] if best.rate.low != 1 else ""
+    return f"recorded arrivals{changed}"
 
 
 def described(one: Candidate, goal: Goal) -> dict[str, Any]:

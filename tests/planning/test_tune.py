@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ifbbench.cli.tune import rate_text
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.points import run_points
@@ -188,6 +189,25 @@ def test_the_pareto_front_has_no_beaten_candidate(goodput):
     assert max(one.summary["output_throughput_tokens_per_s"] for one in alike) == speeds[-1]
 
 
+@pytest.mark.parametrize(
+    ("source", "slo", "num", "rate"),
+    [
+        ("chat", "itl.p99=25ms,ttft.p90=1500ms", 30, 25.0), ("chat", "itl.p99=15ms,ttft.p99=600ms", 60, 15.0),
+        ("mixed", "itl.p99=35ms,ttft.p99=3000ms", 60, 8.0), ("chat", "itl.p99=15ms,ttft.p90=3000ms", 30, 25.0),
+    ],
+)  # fmt: skip
+def test_objectives_that_some_settings_of_a_grid_meet_are_met(source, slo, num, rate):
+    found = tune(source, slo=slo, max_num_samples=num, request_rate=rate,
+                 context_chunking_policy="first_come_first_served")  # fmt: skip
+    assert found.best is not None
+    assert not found.goal.shortfalls(found.best.summary)
+    points = [found.space.point(max_num_tokens=tokens, max_batch_size=size)
+              for tokens in (128, 256, 384, 512, 768, 1024, 2048) for size in (16, 32, 256)]  # fmt: skip
+    runs = found.runs.run([Case(point) for point in points])
+    meeting = [run.summary["output_throughput_tokens_per_s"] for run in runs if not found.goal.shortfalls(run.summary)]
+    assert found.best.score >= 0.97 * max(meeting)
+
+
 def test_objectives_that_no_setting_meets_are_said_with_the_nearest():
     found = tune(goal="output_throughput", slo="ttft.p99=1us", request_rate=40)
     assert found.best is not None
@@ -240,6 +260,27 @@ def test_the_highest_rate_agrees_with_a_fine_scan():
 def test_the_highest_rate_needs_arrivals():
     with pytest.raises(InputError, match="--goal max_rate"):
         tuner(goal="max_rate", slo="ttft.p99=1s", time_scale=0)
+
+
+def test_the_highest_rate_of_recorded_arrivals_has_no_interval_and_says_how_it_was_reached():
+    given: dict[str, Any] = {"max_batch_size": 256, "max_num_tokens": 2048, "policy": "guaranteed_no_evict",
+                             "enable_chunked_context": True, "tp_size": 1, "tokens_per_block": 32}  # fmt: skip
+    found = tune(goal="max_rate", slo="ttft.p99=300ms", max_num_samples=80, **given)
+    described = answer(found, [], [])["recommendation"]
+    figures = described["figures"]
+    assert figures["max_rate_interval"] is None
+    assert found.goal.figure not in described["intervals_95"]
+    assert figures["max_rate_failed_at_requests_per_s"] > figures["max_rate_requests_per_s"]
+    verb = "compressed" if figures["time_scale"] < 1 else "stretched"
+    assert f"{verb} to that (--time_scale {figures['time_scale']:.4g})" in rate_text(figures, found)
+    assert described["rate_from"] == f"recorded arrivals, {verb}"
+    drawn = tune(goal="max_rate", slo="ttft.p99=300ms", max_num_samples=80, request_rate=10, **given)
+    assert "recorded" not in rate_text(answer(drawn, [], [])["recommendation"]["figures"], drawn)
+
+
+def test_the_highest_rate_needs_arrivals_that_can_be_scaled():
+    with pytest.raises(InputError, match="--arrival and --rate_schedule have rates of their own"):
+        tuner(goal="max_rate", slo="ttft.p99=1s", arrival="ramp:5:50:4")
 
 
 @pytest.mark.parametrize(("border", "low"), [(5.0, 2.5), (0.3, 0.15), (100.0, 40.0)])
