@@ -59,6 +59,8 @@ ENDPOINT_REFUSES = (
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
+# Of GPUs with several hardware profiles, or one with a longer name: the one that the short name means.
+DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100-sxm", "h200": "h200-sxm"}
 # Upper bounds of settings, where the general ones of `fields` would make arrays that no memory holds, or never end.
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
 MAX_LORAS = 100_000
@@ -66,13 +68,21 @@ MAX_REPLICAS = 1024
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
+def profile_name(device: str) -> str:
+    """The name of the hardware profile that `device` means, with or without `sim:`; of a family its usual member."""
+    name = device.removeprefix(SIMULATED)
+    plain = name.lower().replace("_", "-")
+    return DEVICE_FAMILIES.get(plain, name)
+
+
 def _device(name: Any) -> Any:
     """`name`, with `sim:` before the name or the file of a hardware profile that is not the name of a device."""
-    if not isinstance(name, str) or name.lower() in ("", *DEVICES) or name.startswith(SIMULATED):
+    if not isinstance(name, str) or name.lower() in ("", *DEVICES):
         return name
+    profile = profile_name(name)
     profiles = [path.stem for path in HARDWARE_PROFILES.glob("*.toml")]
-    is_profile = name.endswith(".toml") or any(one.startswith(name.lower().replace("_", "-")) for one in profiles)
-    return SIMULATED + name if is_profile else name
+    is_profile = name.endswith(".toml") or any(one.startswith(profile.lower().replace("_", "-")) for one in profiles)
+    return SIMULATED + profile if is_profile or name.startswith(SIMULATED) else name
 
 
 def _windows(value: Any) -> Any:

@@ -48,6 +48,11 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return {own: values[name] for own, name in given.items()}
 
 
+def usual_settings(engine_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of each setting that is not given on the command line. engine_defaults: those of --engine_overhead."""
+    return from_mapping(engine_defaults, command_line=True).as_dict()
+
+
 def from_mapping(values: Mapping[str, Any], command_line: bool = False) -> RunConfig:
     """A RunConfig from names (own or alias) and values, texts included. Missing ones have the default of the library,
     or that of the command line."""

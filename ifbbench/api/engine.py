@@ -28,6 +28,7 @@ from ifbbench.execution.ranks import num_ranks
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.model.config import ModelConfig
 from ifbbench.model.named_models import load_model_config
+from ifbbench.model.quantization import quantization_of
 from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
 from ifbbench.simulation.engines import EngineOverhead, load_overhead
 from ifbbench.simulation.hardware import load_hardware
@@ -84,6 +85,8 @@ class Engine:
             "dtype": self.config.dtype,
             "device": self.device,
         }
+        if (found := quantization_of(self.config.model)) is not None and found.dtype == self.config.dtype:
+            known["quantization"] = str(found)
         if self.device == "cpu" and self.makes_tokens:
             from ifbbench.model.compiled import missing_kernels
 

@@ -18,6 +18,7 @@ from ifbbench.errors import InputError
 from ifbbench.execution.host import available_host_bytes
 from ifbbench.fields import memory_size
 from ifbbench.model.config import ModelConfig
+from ifbbench.model.quantization import quantization_of
 
 if TYPE_CHECKING:
     from ifbbench.model.part import ModelPart
@@ -37,7 +38,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    config = _as_batching_type_needs(config)
+    config = _as_checkpoint_says(_as_batching_type_needs(config))
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
     if config.has_drafts:
@@ -74,6 +75,17 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         max_input_len=min(config.max_input_len or longest, longest),
         warm_up=(0 if config.makes_no_tokens else WARM_UP_REQUESTS) if config.warm_up is None else config.warm_up,
     )
+
+
+def _as_checkpoint_says(config: RunConfig) -> RunConfig:
+    """The data types of a quantized model, where none are given. InputError for one that cannot be simulated."""
+    found = None if config.dtype or config.device == "null" else quantization_of(config.model)
+    if found is None:
+        return config
+    if found.dtype is None:
+        raise InputError(f"--model {config.model}: its {found}, are not simulated; choose another model, or give "
+                         "--dtype to run it in another data type.")
+    return config.with_values(dtype=found.dtype, kv_cache_dtype=config.kv_cache_dtype or found.kv_cache_dtype)
 
 
 def _as_batching_type_needs(config: RunConfig) -> RunConfig:

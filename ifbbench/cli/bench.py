@@ -172,25 +172,12 @@ def _values(command: str, options: dict[str, Any]) -> dict[str, Any]:
     given = from_files | {name: value for name, value in values.items() if value is not None}
     if model_path is not None:
         given["model"] = model_path
-    elif "engine_dir" not in given and "model" in given:
-        given["model"] = _known_model(given["model"])
     defaults = dict(DEFAULTS[command])
     if options["concurrency"] is not None:  # without a limit
         defaults.pop("concurrency", None)
     if not any(name in defaults | given for name in ARRIVALS):
         defaults["time_scale"] = 0
     return defaults | given
-
-
-def _known_model(name: str) -> str:
-    """A model that `ifbbench run` takes, or the built-in shape of a model on Hugging Face."""
-    from ifbbench.model.named_models import built_in_models, built_in_shape
-
-    shape = None if name in built_in_models() or Path(name).exists() else built_in_shape(name)
-    if shape is None:
-        return name
-    _log.warning("--model %s: its shape, %s, runs with random weights; --model_path names a directory.", name, shape)
-    return shape
 
 
 def _from_file(path: Path) -> dict[str, Any]:

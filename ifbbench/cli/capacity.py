@@ -63,7 +63,7 @@ def capacity(
         raise click.UsageError("--memory-gib and --memory-bytes exclude each other; leave out one of them.")
     if memory_gib is not None:
         memory_bytes = int(memory_gib * BYTES_PER_GIB)
-    config = given_config(config_file, options)
+    config = given_config(config_file, options, needs_model=False)
 
     from ifbbench.cli.console import progress_line
     from ifbbench.planning.capacity import study

@@ -146,12 +146,13 @@ def _run_all(
     paths: Sequence[str], over: Sequence[str], config_file: Path | None, options: Mapping[str, Any], quiet: bool
 ) -> list[Path]:
     """Run the trace at each point, below results/ or --output; returns the run directories."""
-    from ifbbench.cli.run import run_points
+    from ifbbench.cli.run import is_swept, run_points
 
     if len(paths) > 1:
         raise click.UsageError("give one trace to compare several values of a setting.")
     names = {one.name for one in settings()} - set(_lists(options))
-    config = given_config(config_file, {name: value for name, value in options.items() if name in names})
+    single = {name: value for name, value in options.items() if name in names}
+    config = given_config(config_file, single, needs_model=not is_swept("model", over))
     if config.output is None:
         keys = "-".join(text.partition("=")[0].strip() for text in over)
         config = config.with_values(output=f"results/compare-{keys}")
@@ -166,7 +167,7 @@ def _simulate_again(runs: "Sequence[RecordedRun]", count: int, quiet: bool) -> "
 
     asked = []
     for run in runs:
-        config, source = given_config(run.path, {}), config_table(run.path).get("trace")
+        config, source = given_config(run.path, {}, is_noted=False), config_table(run.path).get("trace")
         if config.hardware is None:
             raise click.UsageError(f"--repeat: {run.path} was not simulated; repeat it with `ifbbench run --repeat`.")
         if source is None:

@@ -59,7 +59,7 @@ def schema() -> None:
 def shown_settings(file: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each setting: name, group, value, source (a file, or one of DEFAULT, OPTION, DERIVED), default, unit.
     InputError as of a run with these settings."""
-    asked = given_config(file, options)
+    asked = given_config(file, options, needs_model=False, is_noted=False)
     from_file = read_config_file(file) if file else {}
     given = {name for name, value in options.items() if value not in (None, ())}
     final, rows = _resolved(asked).as_dict(), []

@@ -4,14 +4,14 @@ import difflib
 import json
 import logging
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ifbbench.compressed import STANDARD_INPUT
-from ifbbench.config import MAX_REPLICAS, SIDE_OUTPUTS, SIMULATED, RunConfig, settings
+from ifbbench.config import DEVICE_FAMILIES, MAX_REPLICAS, SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
 from ifbbench.fields import (
     MAX_NUMBER_SETTING,
@@ -246,17 +246,86 @@ def _help_text(setting: Setting) -> str:
     return setting.help + (f" [{in_brackets}]" if in_brackets else "")
 
 
-def given_config(config_file: Path | None, options: Mapping[str, Any], *, replays: bool = True) -> RunConfig:
+def given_config(
+    config_file: Path | None,
+    options: Mapping[str, Any],
+    *,
+    needs_model: bool = True,
+    is_noted: bool = True,
+    replays: bool = True,
+) -> RunConfig:
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong.
 
-    replays: whether the command replays a trace, of which a file that is made for several replicas needs a share."""
+    needs_model: whether a GPU needs a model, which is not given otherwise. is_noted: whether what names stand for, and
+    what comes from a file, is printed. replays: whether the command replays a trace, of which a file that is made for
+    several replicas needs a share."""
     from_file = read_config_file(config_file) if config_file else {}
     from_command_line = {name: value for name, value in options.items() if value not in (None, ())}
     values = {**from_file, **from_command_line}
     if config_file and replays and "replica" not in values:
         _check_one_replica(config_file)
     engine_dir = values.pop("engine_dir", None)
-    return from_mapping(with_engine(engine_dir, values) if engine_dir else values, command_line=True)
+    if engine_dir:
+        values = with_engine(engine_dir, values)
+    from_engine = engine_defaults(values.get("engine_overhead"))
+    from_engine = {name: value for name, value in from_engine.items() if name not in values}
+    config = from_mapping(from_engine | values, command_line=True)
+    if needs_model:
+        _check_model_is_given(config, values)
+    if is_noted:
+        for note in _notes(config, values, from_engine):
+            _log.warning(note)
+        if config_file is not None:
+            model, device = (
+                f"--{name} {getattr(config, name)}{_origin(name, from_file, values)}" for name in ("model", "device")
+            )
+            _log.warning("%s: the run has %s and %s.", config_file, model, device)
+    return config
+
+
+def engine_defaults(engine_overhead: str | None) -> Mapping[str, Any]:
+    """The settings that come closest to the defaults of this engine, a value of --engine_overhead; none for None."""
+    if engine_overhead is None:
+        return {}
+    from ifbbench.simulation.engines import load_overhead
+
+    return load_overhead(engine_overhead).settings
+
+
+def _check_model_is_given(config: RunConfig, values: Mapping[str, Any]) -> None:
+    """InputError for a GPU that was asked for without a model: the default one is for a CPU."""
+    from ifbbench.model.named_models import TINY, built_in_models
+
+    is_gpu = config.device == "cuda" or (config.hardware is not None and "cpu" not in config.hardware)
+    if is_gpu and config.endpoint is None and "device" in values and "model" not in values:
+        names = ", ".join(name for name in built_in_models() if name != TINY)
+        raise InputError(f"--model: missing, and --device {config.device} is a GPU; give the model that runs there: "
+                         f"one of {names}, the name of a published model of such a shape, or a directory with "
+                         "config.json.")
+
+
+def _notes(config: RunConfig, values: Mapping[str, Any], from_engine: Mapping[str, Any]) -> Iterator[str]:
+    """What names that are short or foreign stand for."""
+    from ifbbench.model.named_models import published_shape
+    from ifbbench.model.quantization import quantization_of
+
+    if str(values.get("device", "")).removeprefix(SIMULATED).lower() in DEVICE_FAMILIES:
+        yield f"--device {values['device']}: this is {config.hardware}."
+    if config.endpoint is None:
+        shape, found = published_shape(config.model), quantization_of(config.model) if config.dtype is None else None
+        facts = [f"the built-in shape {shape}, with random weights"] if shape else []
+        if facts or found:
+            yield f"--model {config.model}: {'; '.join([*facts, *([str(found)] if found else [])])}."
+    if from_engine:
+        listed = ", ".join(f"--{name} {value}" for name, value in from_engine.items())
+        yield f"--engine_overhead {config.engine_overhead}: as the defaults of that engine, {listed}."
+
+
+def _origin(name: str, from_file: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Where a setting of a run with a config file comes from, if not from the file."""
+    if name not in values:
+        return " (the default)"
+    return "" if name in from_file and from_file[name] == values[name] else " (of the command line)"
 
 
 def _check_one_replica(path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
-from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, given_config, read_command_keys
+from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults, given_config, read_command_keys
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import boolean, choice, integer, located
-from ifbbench.settings import from_mapping
+from ifbbench.settings import usual_settings
 
 if TYPE_CHECKING:
     from ifbbench.planning.sweep import SweepResult
@@ -98,10 +98,10 @@ def sweep(
     Every value is checked before the first run starts. A sweep that was interrupted goes on where it was when the same
     command is given again. The directory of a sweep is also a config file: sweep --config DIRECTORY.
     """
-    config = given_config(config_file, options)
     given = {"trace": trace, "over": over or None, "zip": is_paired, "repeat": repeat, "keep": keep,
              "processes": processes, "executor": executor}  # fmt: skip
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
+    config = given_config(config_file, options, needs_model=not is_swept("model", asked.over))
     result = _sweep(asked, config, config.quiet)
     _report_sweep(result, as_json)
     if result.failed:
@@ -127,7 +127,7 @@ class SweepKeys:
 
         asked = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         asked["over"] = {name.strip(): values for name, _, values in (text.partition("=") for text in self.over)}
-        usual = from_mapping({}, command_line=True).as_dict()
+        usual = usual_settings(engine_defaults(config.engine_overhead))
         changed = {name: value for name, value in config.as_dict().items()
                    if value != usual[name] and name not in (*PLACES, "quiet")}  # fmt: skip
         asked = {name: value for name, value in asked.items() if value is not None}
@@ -159,6 +159,11 @@ def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
         raise InputError("--over: what is swept is missing; give a setting and its values, such as "
                          "--over max_batch_size=8,16,32, or `over` in the file of --config.")  # fmt: skip
     return SweepKeys(**asked)
+
+
+def is_swept(name: str, over: Sequence[str]) -> bool:
+    """Whether one of the axes, texts as of `--over`, is the setting `name`."""
+    return any(text.partition("=")[0].strip().lstrip("-") == name for text in over)
 
 
 def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:

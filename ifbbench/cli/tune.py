@@ -10,12 +10,14 @@ from ifbbench.cli.options import (
     CONFIG_SUFFIXES,
     FloatRange,
     SettingsCommand,
+    engine_defaults,
     given_config,
     read_command_keys,
     read_config_file,
 )
 from ifbbench.clock import WallClock
-from ifbbench.settings import from_mapping
+from ifbbench.config import RunConfig
+from ifbbench.settings import usual_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +60,7 @@ def tune(
     keys = read_command_keys(config_file, ("trace", "replicas"), "tune")
     trace = keys.get("trace") if trace is None else trace
     if config_file and config_file.suffix not in CONFIG_SUFFIXES:  # that of a run has the defaults, too
-        usual = from_mapping({}, command_line=True).as_dict()
+        usual = usual_settings(engine_defaults(config.engine_overhead))
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 

@@ -28,6 +28,7 @@ from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_lin
 from ifbbench.model.llama import Gpt2Model, LlamaModel
 from ifbbench.model.named_models import load_model_config, weights_path
 from ifbbench.model.operations import operations_for
+from ifbbench.model.quantization import quantization_of
 from ifbbench.model.weights import ModelWeights, load_weights, random_weights
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ def load_model(config: RunConfig, communicator: "Communicator | None" = None) ->
     device = choose_device(config) if communicator is None else communicator.device
     dtype = TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)
     model_config, path = load_model_config(config.model), weights_path(config.model)
+    if path is not None and path.is_dir() and (found := quantization_of(config.model)) is not None:
+        raise InputError(f"--model {config.model}: {found}; quantized weights are not read. Choose --device "
+                         "sim:PROFILE, or the model before its quantization.")
     part = None if communicator is None else communicator.part(model_config)
     own_config = model_config if part is None else part.config
     check_data_types(config, own_config, device)

@@ -36,7 +36,7 @@ GGUF_SUFFIX = ".gguf"
 TOKENIZER_FILE = "tokenizer.json"
 SHAPES = Path(__file__).parent / "shapes"
 # Fields that must be absent or have this value in every family, because other values are not implemented.
-ALWAYS_EXPECTED: Mapping[str, object] = {"quantization_config": None, "partial_rotary_factor": 1.0}
+ALWAYS_EXPECTED: Mapping[str, object] = {"partial_rotary_factor": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,19 @@ def built_in_shape(name: str) -> str | None:
     return None
 
 
+def published_shape(name: str) -> str | None:
+    """The built-in shape of a model that is published under `name` (`meta-llama/Llama-3.1-8B-Instruct-FP8`); None if
+    there is none, or `name` is that of a shape, a file or a directory, or looks like a path."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    if is_path or name in built_in_models():
+        return None
+    return built_in_shape(name)
+
+
 def config_path(name: str | Path) -> Path:
     """The file that holds the shape of `name`: config.json of a directory, `name` itself if it is a file, the GGUF file
-    of `smollm2`, or the file of a built-in shape other than TINY. InputError if there is no such model."""
+    of `smollm2`, or the file of a built-in shape other than TINY, also by the name of a published model of this shape.
+    InputError if there is no such model."""
     if str(name) == SMOLLM2:
         return _smollm2_file()
     given = Path(name)
@@ -122,7 +132,7 @@ def config_path(name: str | Path) -> Path:
         return given
     if given.suffix == GGUF_SUFFIX:
         raise InputError(f"--model: there is no file {given}; check the path.")
-    shape = SHAPES / f"{str(given).lower()}.json"
+    shape = SHAPES / f"{published_shape(str(name)) or str(given).lower()}.json"
     if shape.is_file():
         return shape
     names = built_in_models()

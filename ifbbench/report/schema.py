@@ -36,7 +36,8 @@ class TraceIdentity(Struct):
 
 
 class ModelFacts(Struct):
-    """The model and its device. missing_kernels: why a run on a CPU was without compiled kernels, and slower."""
+    """The model and its device. missing_kernels: why a run on a CPU was without compiled kernels, and slower.
+    quantization: of the checkpoint, where it decided the data type, and how that is known."""
 
     name: str
     parameters: int
@@ -45,6 +46,7 @@ class ModelFacts(Struct):
     dtype: str | None
     device: str
     missing_kernels: str | UnsetType
+    quantization: str | UnsetType
 
 
 class Gpu(Struct):

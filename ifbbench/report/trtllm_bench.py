@@ -21,6 +21,8 @@ from ifbbench.report.load import RunData, read_lines
 
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 NANOSECONDS = 1e9
+# trtllm-bench's words for data types of quantized weights.
+QUANTIZED = {"fp8": "FP8", "int4": "W4A16"}
 
 
 def write_report(run: RunData, path: Path) -> None:
@@ -132,7 +134,7 @@ def _engine(run: RunData) -> dict[str, Any]:
         "backend": "ifbbench",
         "dtype": config.get("dtype"),
         "kv_cache_dtype": config.get("kv_cache_dtype"),
-        "quantization": None,
+        "quantization": QUANTIZED.get(config.get("dtype", "")),
         "max_input_length": config.get("max_input_len"),
         "max_sequence_length": config.get("max_seq_len"),
     }

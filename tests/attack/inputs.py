@@ -20,7 +20,7 @@ from tests.workload.sample_files import NAMES, SAMPLES, rows_of
 Try = Callable[[Outcomes, Path, random.Random], None]
 
 # A simulated GPU holds millions of blocks for the smallest model, which take longer to make than everything else.
-SIMULATED = ("--device", "sim:h100-sxm", "--quiet", "--max_tokens_in_paged_kvcache", "65536")
+SIMULATED = ("--device", "sim:h100-sxm", "--model", "tiny", "--quiet", "--max_tokens_in_paged_kvcache", "65536")
 NULL = ("--device", "null", "--time_scale", "0", "--quiet")
 ROWS: list[dict[str, Any]] = [
     {"request_id": 0, "arrival_s": 0.0, "prompt_len": 20, "max_new_tokens": 8, "output_len": 5},

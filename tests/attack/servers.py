@@ -132,8 +132,8 @@ def traffic_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     note = damage(copy, draw)
     command, *options = draw.choice((*QUICK, "run", "run")).split()
     if command == "run":
-        arguments = ["run", *(["--config"] if options else []), str(copy), "--device", "sim:h100-sxm", "--quiet",
-                     "--output", str(fresh(folder, "run"))]  # fmt: skip
+        arguments = ["run", *(["--config"] if options else []), str(copy), "--device", "sim:h100-sxm", "--model",
+                     "tiny", "--quiet", "--output", str(fresh(folder, "run"))]  # fmt: skip
     elif command == "compare":
         arguments = [command, str(recorded_traffic()), str(copy)]
     else:

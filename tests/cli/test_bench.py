@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.bench import BenchCommand, latency, throughput
 from ifbbench.cli.main import main
+from ifbbench.model.named_models import built_in_shape
 from ifbbench.report.trtllm_text import report_text
 
 # Of trtllm-bench in TensorRT-LLM 0.12 to 1.2: of the group, of both commands, and of throughput alone.
@@ -59,6 +60,7 @@ HEADINGS = [
 ]  # fmt: skip
 assert isinstance(throughput, BenchCommand)
 SIMULATED = ["--device", "h100-sxm", "--max_tokens", "65536"]
+TINY = ["--model", "tiny"]  # before other words, which may name another model
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +85,13 @@ def arguments_of(command: str) -> list[str]:
 
 def bench(*words: str) -> dict:
     """The settings of the run that `ifbbench bench` made."""
-    done = CliRunner().invoke(main, ["bench", *words, *SIMULATED, "--output", "out", "--overwrite"])
+    done = CliRunner().invoke(main, ["bench", *TINY, *words, *SIMULATED, "--output", "out", "--overwrite"])
     assert done.exit_code == 0, done.output
     return json.loads(Path("out/run.json").read_text())["config"]
 
 
 def error_of(*words: str) -> str:
-    done = CliRunner().invoke(main, ["bench", *words, *SIMULATED, "--output", "out"])
+    done = CliRunner().invoke(main, ["bench", *TINY, *words, *SIMULATED, "--output", "out"])
     assert done.exit_code == 2, done.output
     assert not Path("out").exists()
     return done.stderr
@@ -103,7 +105,7 @@ def test_a_command_line_of_upstream_runs(version: str) -> None:
     assert re.search(r"^Total Output Throughput \(tokens/sec\): +[0-9.]+$", done.stdout, re.MULTILINE)
     assert Path("out/summary.json").is_file()
     model = json.loads(Path("out/run.json").read_text())["config"]["model"]
-    assert model == ("model" if "model_path" in COMMANDS[version] else "llama-3.1-8b")
+    assert model == "model" if "model_path" in COMMANDS[version] else built_in_shape(model) == "llama-3.1-8b"
 
 
 def test_every_option_of_upstream_exists() -> None:
@@ -138,7 +140,7 @@ def test_an_option_without_effect_says_so_in_one_line(option, caplog) -> None:
           "enable_chunked_context": False, "max_batch_size": 7}),
         ("--config llm.yaml --max_batch_size 9", {"max_batch_size": 9}),
         ("--model_path model --model x/y", {"model": "model"}),
-        ("-m mistralai/Mistral-7B-v0.1", {"model": "mistral-7b"}),
+        ("-m mistralai/Mistral-7B-v0.1", {"model": "mistralai/Mistral-7B-v0.1"}),
     ],
 )  # fmt: skip
 def test_options_become_settings(words: str, expected: dict) -> None:
@@ -155,11 +157,10 @@ def test_latency_offers_one_request_after_another() -> None:
 
 def test_options_of_the_group_stand_before_the_command(caplog) -> None:
     config = bench("--model", "meta-llama/Llama-2-7b-hf", "-w", "/tmp", "throughput", "--dataset", "documentation")
-    assert config["model"] == "llama-2-7b"
+    assert config["model"] == "meta-llama/Llama-2-7b-hf"
     assert caplog.messages == [
         "--workspace has no effect: no intermediate files are written; --output names the run directory.",
-        "--model meta-llama/Llama-2-7b-hf: its shape, llama-2-7b, runs with random weights; --model_path names a "
-        "directory.",
+        "--model meta-llama/Llama-2-7b-hf: the built-in shape llama-2-7b, with random weights.",
     ]
 
 
@@ -190,7 +191,8 @@ def test_sampler_options_are_settings() -> None:
 
 
 def test_the_printed_report_has_the_figures_of_its_file() -> None:
-    words = ["latency", "default", "--num_requests", "6", "--report_json", "r.json", "--output", "out", *SIMULATED]
+    sizes = ["--num_requests", "6", "--report_json", "r.json"]
+    words = ["latency", "default", *sizes, "--output", "out", *TINY, *SIMULATED]
     printed = CliRunner().invoke(main, ["bench", *words]).stdout
     report = json.loads(Path("r.json").read_text())
     assert report_text(report) in printed
@@ -208,7 +210,8 @@ def test_unknown_figures_are_not_available() -> None:
 
 
 def test_a_quiet_run_prints_its_report() -> None:
-    done = CliRunner().invoke(main, ["bench", "throughput", "documentation", *SIMULATED, "--quiet", "--output", "out"])
+    words = ["throughput", "documentation", *TINY, *SIMULATED, "--quiet", "--output", "out"]
+    done = CliRunner().invoke(main, ["bench", *words])
     assert (done.exit_code, done.stderr) == (0, "")
     assert "Request Throughput (req/sec):" in done.stdout
 

@@ -146,7 +146,8 @@ def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -
     given = {"model": "llama-3.1-8b", "max_num_samples": 8, name: OTHER_VALUES[name], **NEEDS.get(name, {})}
     options = [f"--{'' if value else 'no_'}{one}" if isinstance(value, bool) else f"--{one}={value}"
                for one, value in given.items()]  # fmt: skip
-    made = CliRunner().invoke(main, ["run", "chat", "--device", "h100-sxm", *options, "--quiet", "--output", "first"])
+    words = ["run", "chat", "--device", "h100-sxm", "--model", "tiny", *options, "--quiet", "--output", "first"]
+    made = CliRunner().invoke(main, words)
     assert made.exit_code in (0, 1), made.output  # 1: requests that are too long
     ifbbench("run", "--config", "first", "--output", "second", "--quiet", status=made.exit_code)
     first, second = (json.loads(Path(one, "run.json").read_text()) for one in ("first", "second"))
@@ -159,11 +160,17 @@ def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_the_file_of_a_sweep_has_this_setting(name: str) -> None:
-    config = from_mapping({name: OTHER_VALUES[name], **NEEDS.get(name, {})}, command_line=True)
+    config = given_config(None, {name: OTHER_VALUES[name], **NEEDS.get(name, {})})
     Path("sweep.yaml").write_text(SweepKeys("chat", ["max_batch_size=1,2"]).described(config))
     read = given_config(Path("sweep.yaml"), {})
     assert getattr(read, name) != usual()[name]
     assert read == config
+
+
+def test_the_file_of_a_sweep_has_what_is_not_the_engine_s_default() -> None:
+    config = given_config(None, {"engine_overhead": "vllm", "policy": "guaranteed_no_evict"})
+    Path("sweep.yaml").write_text(SweepKeys("chat", ["max_batch_size=1,2"]).described(config))
+    assert given_config(Path("sweep.yaml"), {}) == config
 
 
 def usual() -> dict[str, Any]:

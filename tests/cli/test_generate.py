@@ -34,7 +34,7 @@ def test_every_prompt_is_continued(tmp_path: Path) -> None:
     [
         (["--model", "tiny", "he"], "tiny: has no tokenizer"),
         (["--device", "null", "he"], "null runs no model"),
-        (["--device", "sim:h100-sxm", "he"], "sim:h100-sxm runs no model"),
+        (["--device", "sim:h100-sxm", "--model", "tiny", "he"], "sim:h100-sxm runs no model"),
         (["--model", "qwen3-0.6b", "he"], "qwen3-0.6b: has no tokenizer"),
         ([], "Missing argument"),
     ],

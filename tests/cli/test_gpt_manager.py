@@ -71,7 +71,8 @@ VARIABLES = {
     "dataset_file": "data.json", "dataset_file_json": "data.json", "results_csv": "results.csv",
 }  # fmt: skip
 # A small cache, because making the blocks of a whole GPU takes most of the time of such a run.
-SIMULATED = ["--device", "a100-80gb-sxm", "--max_tokens", "65536"]
+SIMULATED_GPU = ["--device", "a100-80gb-sxm", "--max_tokens", "65536"]
+SIMULATED = ["--model", "tiny", *SIMULATED_GPU]
 ENGINE = {
     "version": "0.17.0",
     "pretrained_config": {
@@ -217,7 +218,7 @@ def test_a_boolean_takes_no_other_value() -> None:
 
 def test_minus_one_means_not_given_as_in_early_versions(checkout: Path) -> None:
     words = "--max_num_sequences -1 --max_tokens_in_paged_kvcache -1 --kv_cache_free_gpu_mem_fraction -1.0 --quiet"
-    done = CliRunner().invoke(main, ["run", "documentation", *SIMULATED[:2], *words.split(), "--output", "out"])
+    done = CliRunner().invoke(main, ["run", "documentation", *SIMULATED[:4], *words.split(), "--output", "out"])
     assert done.exit_code == 0, done.output
     assert config_of(Path("out"))["kv_cache_free_gpu_mem_fraction"] == 0.9
 
@@ -239,7 +240,7 @@ def test_the_log_level_is_that_of_the_messages(checkout: Path) -> None:
     seen: list[logging.LogRecord] = []
     for level in ("error", "verbose"):
         options = ["--log_level", level, "--cuda_graph_cache_size", "3", "--quiet", "--output", f"out-{level}"]
-        words = [*options, *SIMULATED]
+        words = ["--model", "tiny", *options, *SIMULATED_GPU]
         handler = Kept(seen)
         logger.addHandler(handler)
         assert CliRunner().invoke(main, ["run", "documentation", *words]).exit_code == 0
@@ -260,7 +261,7 @@ def engine_dir(checkout: Path) -> Path:
 
 
 def test_an_engine_gives_the_shape_and_the_defaults_of_limits(engine_dir: Path) -> None:
-    words = ["--engine_dir", str(engine_dir), *SIMULATED, "--max_batch_size", "5", "--quiet", "--output", "out"]
+    words = ["--engine_dir", str(engine_dir), *SIMULATED_GPU, "--max_batch_size", "5", "--quiet", "--output", "out"]
     done = CliRunner().invoke(main, ["run", "documentation", *words])
     assert done.exit_code == 0, done.output
     assert json.loads(Path("out/run.json").read_text())["model"]["layers"] == 3
@@ -290,7 +291,8 @@ def test_an_engine_runs_on_a_cpu_with_random_weights(engine_dir: Path) -> None:
     ],
 )
 def test_an_engine_that_is_not_there_is_replaced_and_said(words: str, model: str, checkout: Path, caplog) -> None:
-    done = CliRunner().invoke(main, ["run", "documentation", *words.split(), *SIMULATED, "--quiet", "--output", "out"])
+    words = f"run documentation {words} --quiet --output out"
+    done = CliRunner().invoke(main, [*words.split(), *SIMULATED_GPU])
     assert done.exit_code == 0, done.output
     assert config_of(Path("out"))["model"] == model
     assert f"there is no such directory; model {model} runs instead" in caplog.text
@@ -305,7 +307,7 @@ def test_an_engine_that_is_not_there_is_replaced_and_said(words: str, model: str
 )
 def test_an_engine_of_another_kind_is_explained(config: dict, words: str, engine_dir: Path) -> None:
     (engine_dir / "config.json").write_text(json.dumps(config))
-    done = CliRunner().invoke(main, ["run", "--engine_dir", str(engine_dir), *SIMULATED])
+    done = CliRunner().invoke(main, ["run", "--engine_dir", str(engine_dir), *SIMULATED_GPU])
     assert done.exit_code == 2
     assert words in done.stderr
 

@@ -135,7 +135,8 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("device", ["cpu", "sim:h100-sxm"])
 def test_contradictions_end_with_exit_code_2(options: str, error: str, device: str, tmp_path: Path) -> None:
     words = options.replace("DIR", str(save_adapter(tmp_path / "adapter"))).split()
-    done = CliRunner().invoke(main, ["run", "default", "--device", device, "--output", str(tmp_path / "run"), *words])
+    command = ["run", "default", "--device", device, "--model", "tiny", "--output", str(tmp_path / "run"), *words]
+    done = CliRunner().invoke(main, command)
     assert done.exit_code == 2, done.output
     assert error in done.stderr
     assert not (tmp_path / "run").exists()

@@ -122,7 +122,7 @@ def test_a_step_without_a_prompt_has_no_ttft():
     ("arguments", "message"),
     [
         (["tiny", "--generation", "1x1"], "--device: auto is not simulated; expected a hardware profile: a100-40gb"),
-        (["tiny", "--device", "h100", "--generation", "1x1"], "Did you mean h100-sxm?"),
+        (["tiny", "--device", "h100-sxn", "--generation", "1x1"], "Did you mean h100-sxm?"),
         (["big", "--device", "h100-sxm", "--generation", "1x1"], "'big' is neither a directory nor a"),
         (["tiny", "--device", "h100-sxm"], "a batch of 0 requests; expected 1 to 1,000,000"),
         (["tiny", "--device", "h100-sxm", "--context", "5@x"], "--context: '5@x' is not valid; expected LENGTH@START"),

@@ -125,7 +125,8 @@ def test_existing_results_are_replaced_only_with_overwrite(tmp_path: Path) -> No
 
 def test_the_command_and_its_report(tmp_path: Path) -> None:
     directory = tmp_path / "r"
-    options = ["--device", "sim:h100-sxm", "--request_rate", "30", "--burstiness", "0.5", "--max_num_samples", "20"]
+    options = ["--device", "sim:h100-sxm", "--model", "tiny", "--request_rate", "30", "--burstiness", "0.5"]
+    options += ["--max_num_samples", "20"]
     done = CliRunner().invoke(main, ["run", "default", *options, "--repeat", "3", "--output", str(directory)])
     assert done.exit_code == 0, done.output
     runs = [json.loads((directory / f"repeat-{number}" / "summary.json").read_text()) for number in (1, 2, 3)]
@@ -146,7 +147,8 @@ def test_the_command_and_its_report(tmp_path: Path) -> None:
 
 
 def test_a_repeat_with_failed_requests_fails_the_command(tmp_path: Path) -> None:
-    options = ["--device", "sim:h100-sxm", "--max_seq_len", "300", "--quiet", "--output", str(tmp_path / "r")]
+    options = ["--device", "sim:h100-sxm", "--model", "tiny", "--max_seq_len", "300", "--quiet"]
+    options += ["--output", str(tmp_path / "r")]
     done = CliRunner().invoke(main, ["run", "default", "--repeat", "2", *options])
     assert done.exit_code == 1
     assert "2 of 2 repeats failed or had failed requests." in done.output

@@ -16,7 +16,7 @@ from ifbbench.errors import InputError
 from ifbbench.planning.point_table import read_sweep
 from tests.attack.commands import Outcomes
 
-SETTINGS = ("trace.jsonl", "--device", "sim:h100-sxm", "--quiet", "--slo", "ttft=1s")
+SETTINGS = ("trace.jsonl", "--device", "sim:h100-sxm", "--model", "tiny", "--quiet", "--slo", "ttft=1s")
 RUN = ("run", *SETTINGS, "--policy", "max_utilization", "--max_tokens_in_paged_kvcache", "128")
 SWEEP = ("sweep", *SETTINGS, "--over", "max_batch_size=2,4", "--processes", "1", "--output", "damaged")
 REMOVED = object()
@@ -29,7 +29,7 @@ READ_RUN = (
     "why damaged --iteration 5", "compare run damaged", "watch damaged --once", "export damaged",
     "export damaged --format perfetto", "dataset info damaged", "config show --config damaged",
     "run --config damaged --quiet --output again --overwrite", "plot damaged --html", "plot damaged --only ttft",
-    "calibrate --from damaged --device sim:h100-sxm --output profile.toml --overwrite",
+    "calibrate --from damaged --device sim:h100-sxm --model tiny --output profile.toml --overwrite",
     "explain-step llama-3.1-8b --device sim:h100-sxm --generation 4x100 --config damaged",
     "report damaged --output-csv a --report-json b --request-json c --iteration-log d --result-json e --overwrite",
 )  # fmt: skip

@@ -68,7 +68,8 @@ def test_parameters_are_the_settings() -> None:
 
 def test_a_repository_for_a_triton_that_is_started_otherwise(tmp_path: Path) -> None:
     repository = tmp_path / "models"
-    options = ["--device", "sim:h100-sxm", "--triton_model_name", "llm", "--model_repository", str(repository)]
+    options = ["--device", "sim:h100-sxm", "--model", "tiny", "--triton_model_name", "llm"]
+    options += ["--model_repository", str(repository)]
     result = CliRunner().invoke(main, ["triton", *options])
     assert result.exit_code == 0, result.output
     assert sorted(str(path.relative_to(repository)) for path in repository.rglob("*.*")) == [
@@ -81,7 +82,7 @@ def test_a_repository_for_a_triton_that_is_started_otherwise(tmp_path: Path) -> 
 
 def test_errors_before_triton_starts(tmp_path: Path) -> None:
     def message(*options: str) -> str:
-        result = CliRunner().invoke(main, ["triton", "--device", "sim:h100-sxm", *options])
+        result = CliRunner().invoke(main, ["triton", "--device", "sim:h100-sxm", "--model", "tiny", *options])
         assert result.exit_code == 2
         assert "Traceback" not in result.output
         return result.output
