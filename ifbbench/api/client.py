@@ -36,6 +36,7 @@ def response_tensors(response: Response) -> Tensors:
     output_ids: int32 [1, beams, longest sequence], padded with the pad id. The prompt comes first, unless the request
         excludes it or streams (a streamed response contains new tokens only).
     sequence_length: int32 [1, beams], the length of each beam's output_ids without padding.
+    reused_tokens: int32 [1, 1], tokens of the prompt that were found in the KV cache when it was first run.
     context_logits: float32 [1, prompt length, vocabulary]; zeros [1, 1, 1] if not requested, and in all but the final
         response of a stream.
     generation_logits: float32 [1, beams, output length, vocabulary], or zeros [1, 1, 1, 1].
@@ -51,6 +52,7 @@ def response_tensors(response: Response) -> Tensors:
     tensors: Tensors = {
         "output_ids": _padded(sequences, options.pad_id),
         "sequence_length": np.array([[len(sequence) for sequence in sequences]], np.int32),
+        "reused_tokens": np.array([[response.request.reused_tokens]], np.int32),
         "context_logits": np.zeros((1, 1, 1), np.float32) if context is None else context[None],
         "generation_logits": _padded(generation) if generation else np.zeros((1, 1, 1, 1), np.float32),
     }

@@ -140,7 +140,8 @@ class StepOutputs:
     generation_logits: index of an output -> [beams, vocabulary], the logits from which its token was chosen, for
         requests that asked. Of a last chunk: [1, vocabulary].
     accepted: [outputs], how many of its draft tokens were accepted; None without drafts, and from executors without a
-        model. Where it is given, `tokens` and `log_probs` are [outputs, 1 + maximum of drafts], of which the first
+        model, where the engine draws it.
+        Of a batch with drafts, `tokens` and `log_probs` are [outputs, 1 + maximum of drafts], of which the first
         1 + accepted of each row are valid, and generation logits [1 + accepted, vocabulary].
     draft_s: seconds of the device that the draft model took.
     """

@@ -1,7 +1,6 @@
 """Answers in the OpenAI API: choices as their tokens come, as one object or as server-sent events."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +23,15 @@ class GenerationFailed(IfbbenchError):
 
 @dataclass(slots=True)
 class Part:
-    """What is new of a choice. finish_reason: set in its last part."""
+    """What is new of a choice. finish_reason: set in its last part. stop_reason: the stop text, or the stop token of
+    the client, that ended it."""
 
     index: int
     text: str = ""
     ids: list[int] = field(default_factory=list)
     log_probs: list[LogProb] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 class Choice:
@@ -38,17 +39,17 @@ class Choice:
     0, the token that the engine makes is dropped."""
 
     def __init__(
-        self, index: int, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str], max_new_tokens: int,
-        top_log_probs: int,
-    ) -> None:  # fmt: skip
+        self, index: int, generation: Generation, tokenizer: Tokenizer, body: Generating, max_new_tokens: int
+    ) -> None:
         self.generation = generation
         self.num_tokens = 0
         self.is_done = False
         self.index = index
         self._tokenizer = tokenizer
-        self._text = GrowingText(tokenizer, stops)
+        self._text = GrowingText(tokenizer, body.stops)
+        self._stop_token_ids = body.stop_token_ids or ()
         self._max_new_tokens = max_new_tokens
-        self._top = top_log_probs
+        self._top = body.top_log_probs or 0
 
     def advance(self) -> list[Part]:
         """What is new: at most one part, but one of each beam after a beam search. GenerationFailed if there is an
@@ -74,12 +75,16 @@ class Choice:
         self.num_tokens += len(part.ids)
         ends_with_token = is_final and bool(part.ids) and part.ids[-1] in stop_ids
         part.text = self._text.add(part.ids[:-1] if ends_with_token else part.ids)
-        if is_final and not self._text.stopped:
+        if is_final:
             part.text += self._text.end()
-        if is_final or self._text.stopped:
-            self.is_done = True
-            is_full = self.num_tokens >= self._max_new_tokens and not ends_with_token and not self._text.stopped
-            part.finish_reason = "length" if is_full else "stop"
+        self.is_done = is_final or self._text.stop is not None
+        if self.is_done:
+            is_full = self.num_tokens >= self._max_new_tokens
+            is_stopped = ends_with_token or self._text.stop is not None
+            part.finish_reason = "length" if is_full and not is_stopped else "stop"
+            part.stop_reason = self._text.stop
+            if ends_with_token and self._text.stop is None and part.ids[-1] in self._stop_token_ids:
+                part.stop_reason = part.ids[-1]
         return [part] if new or self.is_done else []
 
     def _beams(self, beams: list[tuple[list[int], list[float]]]) -> list[Part]:
@@ -100,13 +105,13 @@ class Choice:
 class Answer:
     """The answer to one HTTP request.
 
-    choices: of all prompts, in order. prompt_tokens: of all prompts. echoes: the prompt of each choice, to begin with.
-    stop(generations): ends them early.
+    request_id: the end of its id. choices: of all prompts, in order. prompt_tokens: of all prompts. echoes: the prompt
+    of each choice, to begin with. stop(generations): ends them early.
     """
 
     def __init__(
-        self, body: Generating, model: str, created: int, choices: Sequence[Choice], prompt_tokens: int,
-        echoes: Sequence[str], stop: Callable[[Sequence[Generation]], None],
+        self, body: Generating, model: str, request_id: str, created: int, choices: Sequence[Choice],
+        prompt_tokens: int, echoes: Sequence[str], stop: Callable[[Sequence[Generation]], None],
     ) -> None:  # fmt: skip
         self.generations = [choice.generation for choice in choices]
         self._body = body
@@ -120,7 +125,7 @@ class Answer:
         self._prompt_log_probs: dict[int, list[LogProb]] = {}
         kind = "chat.completion" if self._is_chat else "text_completion"
         prefix = "chatcmpl" if self._is_chat else "cmpl"
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": created, "model": model}
+        self._head = {"id": f"{prefix}-{request_id}", "object": kind, "created": created, "model": model}
 
     async def complete(self) -> dict[str, Any]:
         """The whole answer as one object. GenerationFailed if the engine fails."""
@@ -131,7 +136,7 @@ class Answer:
                 whole.text += part.text
                 whole.ids += part.ids
                 whole.log_probs += part.log_probs
-                whole.finish_reason = part.finish_reason
+                whole.finish_reason, whole.stop_reason = part.finish_reason, part.stop_reason
         for choice in self._choices if self._body.scores_prompt else ():
             await ended(choice.generation)
             top = max(self._body.prompt_logprobs or 0, self._body.top_log_probs or 0)
@@ -150,12 +155,18 @@ class Answer:
         has_usage = bool(options and options.continuous_usage_stats)
         if self._is_chat:
             self._head["object"] = "chat.completion.chunk"
-            first = [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                     for index in range(len(self._choices))]  # fmt: skip
-            yield b"".join(self._event([choice], has_usage) for choice in first)
+        begun = set[int]()
         try:
             async for parts in self._parts():
-                yield b"".join(self._event([self._choice(part, is_chunk=True)], has_usage) for part in parts)
+                choices = []
+                for part in parts:
+                    # The role comes with the first token and not before, because clients take it for the first token.
+                    if self._is_chat and part.index not in begun:
+                        begun.add(part.index)
+                        role = {"role": "assistant", "content": ""}
+                        choices.append({"index": part.index, "delta": role, "finish_reason": None})
+                    choices.append(self._choice(part, is_chunk=True))
+                yield b"".join(self._event([choice], has_usage) for choice in choices)
         except GenerationFailed as error:
             yield b"data: " + encode({"error": error_object(str(error), "server_error", 500)}) + b"\n\n"
         else:
@@ -183,14 +194,24 @@ class Answer:
             chunk["usage"] = self._usage()
         return b"data: " + encode(chunk) + b"\n\n"
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
+        """Token counts. The prompt's cached tokens are those of the first choice of each prompt."""
         outputs = sum(choice.num_tokens for choice in self._choices)
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": outputs,
-                "total_tokens": self._prompt_tokens + outputs}  # fmt: skip
+        first_choices = self.generations[:: len(self.generations) // self._body.num_prompts]
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": outputs,
+            "total_tokens": self._prompt_tokens + outputs,
+            "prompt_tokens_details": {"cached_tokens": sum(one.reused_tokens for one in first_choices)},
+        }
 
     def _choice(self, part: Part, is_chunk: bool) -> dict[str, Any]:
         asked = self._body.top_log_probs is not None
-        choice: dict[str, Any] = {"index": part.index, "finish_reason": part.finish_reason}
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
         if self._is_chat:
             choice["logprobs"] = chat_form(part.log_probs) if asked else None
             text = {"content": part.text}

@@ -2,19 +2,24 @@
 
 import asyncio
 import hmac
+import re
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ifbbench import __version__
+from ifbbench.api.request import InferenceRequest
 from ifbbench.clock import WallClock
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
@@ -26,11 +31,16 @@ from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.metrics import CONTENT_TYPE, ServerMetrics
 from ifbbench.serving.openapi import openapi
 from ifbbench.serving.protocol import (
+    Body,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Generating,
+    ServerRequest,
+    TokenizeRequest,
     check_supported,
     engine_requests,
+    read_body,
 )
 from ifbbench.serving.service import QueueFull, Service, ServiceEnded
 from ifbbench.serving.texts import Texts
@@ -38,8 +48,11 @@ from ifbbench.serving.texts import Texts
 JSON = "application/json"
 CLIENT_LEFT = 499
 RETRY_AFTER_S = 1
-# Longer bodies are read in a thread, so that other clients need not wait for it.
-LONG_BODY = 100_000
+# Longer bodies, and those with more requests, are read in a thread, so that other clients need not wait for it.
+LONG_BODY = 16_000
+MANY_REQUESTS = 16
+# What a client may send as X-Request-Id.
+REQUEST_ID = re.compile("[!-~]{1,256}")
 Result = TypeVar("Result")
 
 
@@ -74,13 +87,25 @@ class Endpoints:
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{name:path}", self._guarded(self.model_of_name)),
+            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/load", self.load),
+            Route("/version", self.version),
             Route("/metrics", self.scrape),
             Route("/iterations", self.iterations),
             Route("/openapi.json", self.description),
         ]
         handlers: dict[Any, Any] = {BadRequest: _bad_request, HTTPException: _http_error, Exception: _defect}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=self._middleware())
+
+    def _middleware(self) -> list[Middleware]:
+        """With --allowed_origins: what lets pages of these origins call the server from a browser."""
+        if self.config.allowed_origins is None:
+            return []
+        origins = [origin.strip() for origin in self.config.allowed_origins.split(",")]
+        return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionRequest)
@@ -101,6 +126,28 @@ class Endpoints:
         if self.service.is_running:
             return _json({"status": "ok"})
         return _json({"status": "the engine has ended"}, 503)
+
+    async def load(self, _request: Request) -> Response:
+        return _json({"server_load": self.service.num_live})
+
+    async def version(self, _request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text or a chat, in vLLM's form."""
+        _, body, ids = await self._read(request, TokenizeRequest, lambda body: body.ids(self.texts))
+        decode = self.texts.tokenizer.decode
+        return _json({
+            "count": len(ids),
+            "max_model_len": self.service.engine.limits.max_seq_len,
+            "tokens": ids,
+            "token_strs": [decode([one]) for one in ids] if body.return_token_strs else None,
+        })  # fmt: skip
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, in vLLM's form."""
+        _, _, text = await self._read(request, DetokenizeRequest, lambda body: self.texts.tokenizer.decode(body.tokens))
+        return _json({"prompt": text})
 
     async def scrape(self, _request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
@@ -139,31 +186,44 @@ class Endpoints:
         return checked
 
     async def _generate(self, request: Request, body_type: type[Generating]) -> Response:
-        content = await self._content(request)
-        received_s = self.service.real_now()
+        received_s, body, prompts = await self._read(request, body_type, self._prompts)
+        request_id = request.headers.get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = body.request_id or uuid.uuid4().hex
         try:
-            if len(content) > LONG_BODY:
-                body, prompts = await asyncio.to_thread(self._read, content, body_type)
-            else:
-                body, prompts = self._read(content, body_type)
-            answer = self._submit(body, prompts, received_s)
-        except InputError as error:
-            param, colon, _ = str(error).partition(":")
-            raise BadRequest(400, str(error), param=param if colon and param.isidentifier() else None) from None
+            answer = self._submit(body, prompts, received_s, request_id)
         except QueueFull as error:
             self.service.statistics.refused += 1
             raise BadRequest(429, str(error), "rate_limit_error") from None
         except ServiceEnded as error:
             raise BadRequest(503, str(error), "server_error") from None
+        headers = {"x-request-id": request_id}
         if body.stream:
-            return EventStream(answer, self.service)
+            return EventStream(answer, self.service, headers)
         try:
             result = await while_connected(request.receive, answer.complete())
         except GenerationFailed as error:
             raise BadRequest(500, str(error), "server_error") from None
         finally:
             self.service.cancel(answer.generations)
-        return Response(status_code=CLIENT_LEFT) if result is None else _json(result)
+        return Response(status_code=CLIENT_LEFT) if result is None else _json(result, headers=headers)
+
+    async def _read(
+        self, request: Request, body_type: type[Body], use: Callable[[Body], Result]
+    ) -> tuple[float, Body, Result]:
+        """When the body of a request was received, the body, and what `use` makes of it. BadRequest if it is not valid.
+
+        Work that grows with the body is done in a thread if it may take long, to leave the event loop free."""
+        content = await self._content(request)
+        received_s = self.service.real_now()
+        is_long = len(content) > LONG_BODY
+        try:
+            body = await _run(is_long, read_body, content, body_type, self.config.ignore_unknown_fields)
+            self._check(body)
+            return received_s, body, await _run(is_long or body.num_requests > MANY_REQUESTS, use, body)
+        except InputError as error:
+            param, colon, _ = str(error).partition(":")
+            raise BadRequest(400, str(error), param=param if colon and param.isidentifier() else None) from None
 
     async def _content(self, request: Request) -> bytes:
         """The body of a request, of limited size."""
@@ -178,50 +238,61 @@ class Endpoints:
             raise BadRequest(CLIENT_LEFT, "the client left.") from None
         return bytes(content)
 
-    def _read(self, content: bytes, body_type: type[Generating]) -> tuple[Generating, list[list[int]]]:
-        """The body and the token ids of its prompts. InputError if it is not valid."""
-        try:
-            body = msgspec.json.decode(content, type=body_type)
-        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:  # also ValidationError
-            problem, _, place = str(error).partition(" - at `$")
-            raise InputError(f"{place.strip('.`') or 'body'}: {problem[:300]}.") from None
-        check_supported(body, self.service.engine.makes_tokens)
-        return body, body.prompts(self.texts)
-
-    def _submit(self, body: Generating, prompts: list[list[int]], received_s: float) -> Answer:
-        engine, tokenizer = self.service.engine, self.texts.tokenizer
-        # Where there are adapters, an unknown name may be meant as one.
-        if self.adapters and body.model not in (None, self.model, *self.adapters):
+    def _check(self, body: ServerRequest) -> None:
+        """BadRequest or InputError for a body that this server cannot answer, before its prompts are read."""
+        if body.model not in (None, self.model, *self.adapters):
             raise self._unknown(body.model or "")
-        adapter = self.adapters.get(body.model or "")
+        if isinstance(body, Generating):
+            check_supported(body, self.service.engine.makes_tokens)
+        if body.num_requests > (limit := self.service.max_requests):
+            raise InputError(f"prompt: prompts times n are {body.num_requests} requests, and this server takes {limit} "
+                             "at a time (--max_queue_size); send fewer.")
+
+    def _prompts(self, body: Generating) -> "Prompts":
+        """The prompts of `body`. InputError if the engine would refuse one."""
+        engine, tokenizer = self.service.engine, self.texts.tokenizer
+        prompts = body.prompts(self.texts)
         requests = engine_requests(
             body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
-            engine.limits.vocab_size, adapter,
+            engine.limits.vocab_size, self.adapters.get(body.model or ""),
         )  # fmt: skip
         if engine.limits.batching_type is BatchingType.V1:  # static batches respond at their end
             requests = [replace(one, streaming=False) for one in requests]
         for one in requests:
             self.service.check(one)
+        return Prompts(requests, sum(map(len, prompts)), echoes_of(body, prompts, tokenizer))
+
+    def _submit(self, body: Generating, prompts: "Prompts", received_s: float, request_id: str) -> Answer:
+        engine, tokenizer = self.service.engine, self.texts.tokenizer
         choices, index = [], 0
-        for generation in self.service.submit(requests, received_s=received_s):
+        for generation in self.service.submit(prompts.requests, received_s=received_s):
             one = generation.request
             longest = min(one.max_new_tokens, engine.limits.max_seq_len - len(one.input_ids))
             if body.max_new_tokens == 0:
                 longest = 0
-            choices.append(Choice(index, generation, tokenizer, body.stops, longest, body.top_log_probs or 0))
+            choices.append(Choice(index, generation, tokenizer, body, longest))
             index += one.beam_width
-        model = self.model if adapter is None else body.model or ""
         return Answer(
-            body, model, int(WallClock().timestamp()), choices, sum(map(len, prompts)),
-            echoes_of(body, prompts, tokenizer), self.service.cancel,
+            body, body.model or self.model, request_id, int(WallClock().timestamp()), choices, prompts.num_tokens,
+            prompts.echoes, self.service.cancel,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a body. requests: of the engine. num_tokens: of all prompts. echoes: the text of the prompt of
+    each choice, if the answer has it."""
+
+    requests: list[InferenceRequest]
+    num_tokens: int
+    echoes: list[str]
 
 
 class EventStream(Response):
     """The answer as server-sent events, until it is complete or the client goes away."""
 
-    def __init__(self, answer: Answer, service: Service) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, answer: Answer, service: Service, headers: dict[str, str]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._answer = answer
         self._service = service
@@ -251,6 +322,11 @@ async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result |
             task.cancel()
             with suppress(asyncio.CancelledError, GenerationFailed, OSError):
                 await task
+
+
+async def _run(aside: bool, work: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of `work`, which runs in a thread if it is to leave the event loop free."""
+    return await asyncio.to_thread(work, *arguments) if aside else work(*arguments)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -47,6 +47,11 @@ class ServerConfig(FrontDoorConfig):
     default_max_tokens: int = _server(
         1024, "Output tokens of a chat request that gives no limit; a text completion then has 16.", minimum=1,
         unit="tokens")
+    ignore_unknown_fields: bool = _server(
+        False, "Ignore fields of a request that this server does not have, instead of refusing it with status 400.")
+    allowed_origins: str | None = _server(
+        None, "Origins of web pages that may call the server from a browser, with commas between; * is all. Default: "
+        "none.")
 
     max_clients: int = _limits(
         4096, "Open connections; more are refused with status 503.", minimum=1, unit="connections")

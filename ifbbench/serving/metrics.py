@@ -132,7 +132,8 @@ class ServerMetrics(Collector):
     # The names of vLLM.
 
     def _vllm(self) -> Iterator[Metric]:
-        statistics, values, labels = self._statistics, self._values(), {"model_name": self._model}
+        statistics, values = self._statistics, self._values()
+        labels = {"model_name": self._model, "engine": "0"}
         used = values.get("Fraction used KV cache blocks", 0.0)
         gauges = {
             "num_requests_running": values["Active Request Count"], "num_requests_waiting": values["Waiting Requests"],
@@ -158,9 +159,20 @@ class ServerMetrics(Collector):
             "request_time_per_output_token_seconds": statistics.tpot_s,
             "e2e_request_latency_seconds": statistics.e2e_s, "request_queue_time_seconds": statistics.queue_time_s,
             "request_prompt_tokens": statistics.prompt_len, "request_generation_tokens": statistics.output_len,
+            "request_prefill_time_seconds": statistics.prefill_s, "request_decode_time_seconds": statistics.decode_s,
+            "request_inference_time_seconds": statistics.running_s, "iteration_tokens_total": statistics.iteration_len,
+            "request_params_max_tokens": statistics.reserved_len,
         }  # fmt: skip
         for name, histogram in histograms.items():
             yield _histogram(f"vllm:{name}", _in_words(name), labels, histogram)
+        limits = self._engine.limits
+        cache = {
+            "block_size": str(limits.tokens_per_block),
+            "enable_prefix_caching": str(limits.reuse.enabled),
+            "num_gpu_blocks": str(limits.num_blocks),
+            "engine": "0",
+        }
+        yield _gauge("vllm:cache_config_info", "Settings of the KV cache.", cache, 1.0)
 
 
 def _in_words(name: str) -> str:

@@ -18,8 +18,8 @@ ERRORS = {
 }  # fmt: skip
 
 
-# Fields that are read to be refused by name, because they would change the answer.
-UNSUPPORTED = ("best_of", "suffix", "tools", "response_format")
+# Fields that are refused with most values.
+UNSUPPORTED = ("best_of",)
 UNSUPPORTED_WITHOUT_TOKENS = ("logit_bias", "use_beam_search")
 OPTIONS = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 COMPLETIONS = {
@@ -52,6 +52,8 @@ def openapi(vocab_size: int | None) -> dict[str, Any]:
     texts, lists = ({"type": "array", "items": one, "minItems": 1} for one in (text, ids))
     components["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, ids, texts, lists]
     components["Message"]["properties"]["role"]["pattern"] = "^[A-Za-z_]+$"
+    for name in ("StreamOptions", "TextPart", "Message", "CompletionRequest", "ChatRequest"):
+        components[name]["additionalProperties"] = False
     for name in ("CompletionRequest", "ChatRequest"):
         fields = components[name]["properties"]
         stop_ids = {"type": "array", "items": token, "maxItems": 1000}

@@ -1,10 +1,13 @@
 """Bodies of requests in the OpenAI API: their fields, ranges and meaning; the schema of the API is made from them."""
 
-from typing import Annotated, Any, Literal
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
-from msgspec import Meta, Struct, field
-from msgspec.structs import asdict
+from msgspec import Meta, Struct
 
 from ifbbench.api.request import InferenceRequest
 from ifbbench.config import DEFAULT_PRIORITY, RunConfig
@@ -28,6 +31,47 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
+# Fields of other servers that never change an answer.
+WITHOUT_EFFECT = (
+    "cache_control",
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+# Fields of other servers that this one does not have, and the values with which they do not change an answer; null
+# never does. Any other value is refused, and so is any field that is neither here nor read.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "annotations": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "include_obfuscation": (True, False),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+
 
 class StreamOptions(Struct):
     """include_usage: a last chunk has the token counts. continuous_usage_stats: every chunk has them."""
@@ -36,17 +80,27 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = False
 
 
-class Generating(Struct, kw_only=True):
+class ServerRequest(Struct, kw_only=True):
+    """What all bodies have in common. model: this server's, or the name of a LoRA adapter."""
+
+    model: str | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the engine that answer it."""
+        return 0
+
+
+class Generating(ServerRequest, kw_only=True):
     """What completions and chats have in common. Fields that are left out, or null, have the settings of the server.
 
     n: choices, each with a seed of its own; with use_beam_search the beams. stop: texts that end a choice and are not
     part of it. ignore_eos: the model's end token does not end it. min_tokens: no end token before so many.
     return_token_ids: choices also have the ids of their tokens. prompt_logprobs: list the log-probability of each token
-    of the prompt, and of so many of the most likely tokens there. priority: higher ones run first; 0.5 without. model:
-    the name of a LoRA adapter uses it.
+    of the prompt, and of so many of the most likely tokens there. priority: higher ones run first; 0.5 without.
+    request_id: ends the id of the answer.
     """
 
-    model: str | None = None
     max_tokens: Count | None = None
     n: Choices | None = None
     stream: bool | None = None
@@ -69,11 +123,21 @@ class Generating(Struct, kw_only=True):
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOG_PROBS)] | None = None
     priority: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
-    user: str | None = None
+    request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None = None
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, each of which has its own choices."""
+        return 1
+
+    @property
+    def num_requests(self) -> int:
+        """One for each choice of each prompt; all beams are one."""
+        return self.num_prompts * (1 if self.use_beam_search else self.num_choices)
 
     @property
     def stops(self) -> list[str]:
@@ -110,7 +174,10 @@ class CompletionRequest(Generating, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     echo: bool | None = None
     best_of: Choices | None = None
-    suffix: str | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
 
     @property
     def top_log_probs(self) -> int | None:
@@ -138,11 +205,19 @@ class CompletionRequest(Generating, kw_only=True):
         return [texts.encode(one) if isinstance(one, str) else _checked_ids(one) for one in prompt]
 
 
-class Message(Struct):
-    """A message of a conversation. content: a text, or parts of which those with `text` count."""
+class TextPart(Struct):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, omit_defaults=True):
+    """A message of a conversation. content: a text, or several. name: of the participant, for the chat template."""
 
     role: Annotated[str, Meta(min_length=1)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[TextPart] | None = None
+    name: str | None = None
 
 
 class ChatRequest(Generating, kw_only=True):
@@ -153,8 +228,6 @@ class ChatRequest(Generating, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOG_PROBS)] | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = field(default=None)
 
     @property
     def top_log_probs(self) -> int | None:
@@ -169,7 +242,31 @@ class ChatRequest(Generating, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self, texts: Texts) -> list[list[int]]:
-        return [texts.encode_chat([asdict(message) for message in self.messages])]
+        return [texts.encode_chat(msgspec.to_builtins(self.messages))]
+
+
+class TokenizeRequest(ServerRequest, kw_only=True):
+    """A text or a chat whose token ids are wanted. add_special_tokens: those of the model around a text; true without.
+    return_token_strs: also the text of each token."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def ids(self, texts: Texts) -> list[int]:
+        """The token ids. InputError if there is neither a text nor a chat, or both."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InputError("prompt: expected either prompt or messages.")
+        if self.prompt is not None:
+            return texts.tokenizer.encode(self.prompt, self.add_special_tokens is not False)
+        return texts.encode_chat(msgspec.to_builtins(self.messages))
+
+
+class DetokenizeRequest(ServerRequest, kw_only=True):
+    """Token ids whose text is wanted."""
+
+    tokens: list[TokenId]
 
 
 def _checked_ids(ids: Any) -> list[int]:
@@ -180,20 +277,48 @@ def _checked_ids(ids: Any) -> list[int]:
     return list(ids)
 
 
+Body = TypeVar("Body", bound=ServerRequest)
+
+
+def read_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool = False) -> Body:
+    """The body of a request. InputError if it is not valid, or has a field that would change the answer and that this
+    server does not have."""
+    try:
+        fields = msgspec.json.decode(content)
+        body = msgspec.convert(fields, body_type)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:  # also ValidationError
+        problem, _, path = str(error).partition(" - at `$")
+        raise InputError(f"{path.strip('.`') or 'body'}: {problem[:300]}.") from None
+    if not ignore_unknown_fields:
+        for path, name, value in _unread_fields(fields, body, ""):
+            if value is not None and name not in WITHOUT_EFFECT and value not in NEUTRAL_VALUES.get(name, ()):
+                raise InputError(f"{path}: is not supported; leave it out, or start the server with "
+                                 "--ignore_unknown_fields.")
+    return body
+
+
+def _unread_fields(fields: Any, read: Any, path: str) -> Iterator[tuple[str, str, Any]]:
+    """The path, name and value of each field of an object and of the objects in it that `read`, which was made from
+    them, does not have."""
+    if isinstance(fields, list) and isinstance(read, list) and read and isinstance(read[0], Struct):
+        for index, (of_one, one) in enumerate(zip(fields, read, strict=True)):
+            yield from _unread_fields(of_one, one, f"{path}[{index}]")
+    elif isinstance(read, Struct):
+        prefix = f"{path}." if path else ""
+        for name, value in fields.items():
+            if name in read.__struct_fields__:
+                yield from _unread_fields(value, getattr(read, name), prefix + name)
+            else:
+                yield f"{prefix}{name[:100]}", name, value
+
+
 def check_supported(body: Generating, makes_tokens: bool) -> None:
-    """InputError for a field that would change the answer, and that this server does not have. makes_tokens: whether a
-    model runs."""
-    response_format = getattr(body, "response_format", None) or {}
-    unsupported = {
-        "logit_bias": bool(body.logit_bias) and not makes_tokens,
-        "suffix": bool(getattr(body, "suffix", None)),
-        "tools": bool(getattr(body, "tools", None)),
-        "response_format": response_format.get("type", "text") != "text",
-        "best_of": (getattr(body, "best_of", None) or body.num_choices) != body.num_choices,
-    }
-    for name, is_given in unsupported.items():
-        if is_given:
-            raise InputError(f"{name}: is not supported; leave it out.")
+    """InputError for fields that do not work together, or not with this engine. makes_tokens: whether a model runs."""
+    if body.logit_bias and not makes_tokens:
+        raise InputError("logit_bias: a simulated device has no logits; leave it out.")
+    if isinstance(body, CompletionRequest) and (body.best_of or body.num_choices) != body.num_choices:
+        raise InputError(f"best_of: {body.best_of} is not n ({body.num_choices}), and choices are not ranked; leave it "
+                         "out.")
     if body.use_beam_search and not makes_tokens:
         raise InputError("use_beam_search: a simulated device has no beams to compare; leave it out.")
     if body.scores_prompt and body.stream:
@@ -215,6 +340,7 @@ def engine_requests(
     adapter that `body` names."""
     top, with_beams = body.top_log_probs, bool(body.use_beam_search) and body.num_choices > 1
     asked, has_model = body.max_new_tokens, vocab_size is not None
+    sampling = _sampling(body, config, vocab_size)
     stop_sequences = [sequence for stop in body.stops if (sequence := texts.stop_sequence(stop))]
     requests = []
     for tokens in prompts:
@@ -223,7 +349,7 @@ def engine_requests(
                 0, tokens, default_max_tokens if asked is None else max(asked, 1),
                 stop_ids=(*(() if body.ignore_eos else end_tokens), *(body.stop_token_ids or ())),
                 stop_sequences=stop_sequences,
-                sampling=_sampling(body, config, choice, vocab_size),
+                sampling=replace(sampling, seed=sampling.seed + choice),
                 beam_width=body.num_choices if with_beams else 1,
                 # A stop text may also begin within a token, which only the text itself shows while it grows.
                 streaming=bool(body.stream or body.stops) and not with_beams,
@@ -234,7 +360,8 @@ def engine_requests(
     return requests
 
 
-def _sampling(body: Generating, config: RunConfig, choice: int, vocab_size: int | None) -> SamplingParams:
+def _sampling(body: Generating, config: RunConfig, vocab_size: int | None) -> SamplingParams:
+    """The sampling of the first choice. A seed that the request leaves out is random."""
     if vocab_size is None:  # nothing is sampled
         return SamplingParams()
     temperature = config.temperature if body.temperature is None else body.temperature
@@ -242,7 +369,7 @@ def _sampling(body: Generating, config: RunConfig, choice: int, vocab_size: int 
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_k=config.top_k if body.top_k is None else max(body.top_k, 0),
         top_p=config.top_p if body.top_p is None else body.top_p,
-        seed=(config.seed if body.seed is None else body.seed) + choice,
+        seed=secrets.randbits(62) if body.seed is None else body.seed,
         repetition_penalty=config.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
         length_penalty=config.length_penalty if body.length_penalty is None else body.length_penalty,
         early_stopping=EarlyStopping(body.early_stopping or config.early_stopping),

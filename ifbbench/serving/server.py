@@ -92,7 +92,7 @@ async def _serve(
     async with running_service(engine, config, server) as service:
         if server.record is not None and on_recording is not None:
             on_recording(Path(server.record))
-        app = _endpoints(service, config, server).app()
+        app = endpoints_of(service, config, server).app()
         application = _Server(uvicorn.Config(
             app, lifespan="off", log_level="warning", access_log=False, backlog=BACKLOG,
             limit_concurrency=server.max_clients + 1, timeout_graceful_shutdown=round(server.drain_timeout),
@@ -151,7 +151,8 @@ async def _end_with_engine(application: uvicorn.Server, service: Service, progre
     application.should_exit = True
 
 
-def _endpoints(service: Service, config: RunConfig, server: ServerConfig) -> Endpoints:
+def endpoints_of(service: Service, config: RunConfig, server: ServerConfig) -> Endpoints:
+    """The HTTP endpoints of `service`. InputError if the served name of the model is also one of an adapter."""
     engine = service.engine
     name = _model_name(config, server)
     metrics = ServerMetrics(

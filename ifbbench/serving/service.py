@@ -64,10 +64,20 @@ class Generation:
     """One request of the batch manager and what it has generated so far. Used in the event loop alone.
 
     changed: is set when there is something new; several generations may share it. context_logits: of the prompt
-    [tokens, vocabulary], with the final response, if asked for.
+    [tokens, vocabulary], with the final response, if asked for. reused_tokens: of the prompt, from the KV cache.
     """
 
-    __slots__ = ("_new", "arrival_s", "changed", "context_logits", "error", "is_done", "num_outputs", "request")
+    __slots__ = (
+        "_new",
+        "arrival_s",
+        "changed",
+        "context_logits",
+        "error",
+        "is_done",
+        "num_outputs",
+        "request",
+        "reused_tokens",
+    )
 
     def __init__(self, request: InferenceRequest, arrival_s: float, changed: asyncio.Event) -> None:
         self.request = request
@@ -75,7 +85,7 @@ class Generation:
         self.changed = changed
         self.is_done = False
         self.error = ""
-        self.num_outputs = 0
+        self.num_outputs = self.reused_tokens = 0
         self.context_logits: FloatArray | None = None
         self._new: list[Tokens] = []
 
@@ -89,6 +99,7 @@ class Generation:
         if tensors:
             self._new.append(tokens_of(tensors, self.request))
             self.num_outputs += len(self._new[-1].ids)
+            self.reused_tokens = int(tensors["reused_tokens"][0, 0])
             if is_final and self.request.return_context_logits:
                 self.context_logits = tensors["context_logits"][0]
         self.is_done, self.error = is_final, error
@@ -125,10 +136,12 @@ class SyntheticTokens:
             self._prompt_lens[request.slot] = request.original_prompt_len
         # A resumed request has its first tokens already.
         firsts = np.array([request.prompt_len - request.original_prompt_len for request in done], np.int64)
-        places = np.concatenate([firsts, batch.positions + 1 - self._prompt_lens[batch.slots]])
-        tokens = self._sample[places % len(self._sample)]
+        positions = np.concatenate([firsts, batch.positions + 1 - self._prompt_lens[batch.slots]])
+        if batch.drafts is not None:  # a step yields a token, and one more for each draft that is accepted
+            positions = positions[:, None] + np.arange(1 + batch.drafts.counts.max())
+        tokens = self._sample[positions % len(self._sample)]
         # A synthetic token is certain, so that its log-probability is 0.
-        self._outputs.append(StepOutputs(tokens, log_probs=np.zeros(len(tokens), np.float32)))
+        self._outputs.append(StepOutputs(tokens, log_probs=np.zeros(tokens.shape, np.float32)))
 
     def collect(self) -> StepOutputs:
         self._executor.collect()
@@ -146,7 +159,8 @@ class Service:
     """A batch manager whose requests come from an event loop.
 
     Requests are handed out by priority, then in order of arrival, each at the first iteration that starts after it.
-    max_queue_size: of requests that wait for a batch slot. recording: takes in the traffic.
+    max_queue_size: of requests that wait for a batch slot. recording: takes in the traffic. max_requests: the most that
+    `submit` takes at a time.
 
     To be made in the event loop. `submit` and `cancel` are called in it.
     """
@@ -160,6 +174,8 @@ class Service:
         self.summary: dict[str, Any] | None = None
         self._recording = recording
         self._max_queue_size = max_queue_size
+        # A request that runs at once has waited for a moment, too.
+        self.max_requests = max(max_queue_size, 1)
         self._limits = AdmissionLimits(engine.limits)
         self._loop = asyncio.get_running_loop()
         assert isinstance(engine.clock, WallClock | PacedClock)
@@ -226,9 +242,7 @@ class Service:
         received_s: when they were received, by `real_now`; None for now."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
-        # A request that runs at once has waited for a moment, too.
-        room = max(self._max_queue_size, 1) - self.num_queued
-        if len(requests) > max(room, 0):
+        if len(requests) > max(self.max_requests - self.num_queued, 0):
             raise QueueFull(f"{self.num_queued} requests wait, and --max_queue_size is {self._max_queue_size}; "
                             "try again later.")
         if received_s is None:

@@ -77,12 +77,14 @@ class LiveStatistics(Observer):
     def __init__(self, recorder: Observer | None = None) -> None:
         self.latest: deque[tuple[IterationRecord, str]] = deque(maxlen=LATEST_ITERATIONS)
         self.num_waiting = 0
-        self.prompt_tokens = self.generation_tokens = self.reused_tokens = self.pauses = self.iteration_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.reused_tokens = self.pauses = 0
         self.finished = dict.fromkeys((STOP, LENGTH, ABORT, ERROR), 0)
         self.refused = 0
         self.ttft_s, self.itl_s, self.tpot_s = Histogram(SECONDS), Histogram(SECONDS), Histogram(SECONDS)
         self.e2e_s, self.queue_time_s = Histogram(SECONDS), Histogram(SECONDS)
         self.prompt_len, self.output_len = Histogram(TOKENS), Histogram(TOKENS)
+        self.reserved_len, self.iteration_len = Histogram(TOKENS), Histogram(TOKENS)
+        self.prefill_s, self.decode_s, self.running_s = Histogram(SECONDS), Histogram(SECONDS), Histogram(SECONDS)
         self.delivery_lag_s = DeliveryLag()
         self._recorder = recorder
         self._progress: dict[int, _Progress] = {}
@@ -102,7 +104,7 @@ class LiveStatistics(Observer):
             self._recorder.iteration(record)
         self.latest.append((record, bound_by(record)))
         self.pauses += len(record.paused)
-        self.iteration_tokens += record.budget_used
+        self.iteration_len.add(record.budget_used)
         for chunk in record.context:
             self._add_context(chunk.request, chunk.is_last, record)
         if record.num_generation:
@@ -139,12 +141,17 @@ class LiveStatistics(Observer):
             self.prompt_tokens += request.original_prompt_len
             self.reused_tokens += request.reused_tokens
             self.prompt_len.add(request.original_prompt_len)
+            self.reserved_len.add(request.max_new_tokens)
+            self.prefill_s.add(record.end_s - progress.first_scheduled_s)
 
     def _finish(self, request: Request, end_s: float) -> None:
         progress, num_outputs = self._progress.pop(request.request_id), request.num_outputs
         self.e2e_s.add(end_s - progress.arrival_s)
         self.output_len.add(num_outputs)
-        if progress.first_token_s is not None and num_outputs > 1:
-            self.tpot_s.add((end_s - progress.first_token_s) / (num_outputs - 1))
+        if progress.first_scheduled_s is not None and progress.first_token_s is not None:
+            self.running_s.add(end_s - progress.first_scheduled_s)
+            self.decode_s.add(end_s - progress.first_token_s)
+            if num_outputs > 1:
+                self.tpot_s.add((end_s - progress.first_token_s) / (num_outputs - 1))
         is_full = num_outputs >= request.original_prompt_len + request.max_new_tokens - request.prompt_len
         self.finished[LENGTH if is_full else STOP] += 1

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,11 +130,11 @@ class GrowingText:
     """The text of tokens that come one after another. Characters of several tokens are held back until complete, and
     so is what may be the beginning of a stop text.
 
-    stops: texts that end it, which are not part of it. `stopped`: whether one was found.
+    stops: texts that end it, which are not part of it. stop: the one that was found first; None before.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self.stopped = False
+        self.stop: str | None = None
         self._tokenizer = tokenizer
         self._stops = stops
         self._ids: list[int] = []
@@ -161,22 +162,24 @@ class GrowingText:
 
     def end(self) -> str:
         """The rest of the text, when there are no more tokens."""
-        if self.stopped:
+        if self.stop is not None:
             return ""
         text = self._tokenizer.decode(self._ids[self._start :])
         rest = text[len(self._tokenizer.decode(self._ids[self._start : self._read])) :]
         self._start = self._read = len(self._ids)
         new = self._until_stop(rest)
-        return new if self.stopped else new + self._held
+        return new + self._held if self.stop is None else new
 
     def _until_stop(self, new: str) -> str:
-        if not self._stops or self.stopped:
-            return "" if self.stopped else new
+        if self.stop is not None:
+            return ""
+        if not self._stops:
+            return new
         text = self._held + new
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(position, stop) for stop in self._stops if (position := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return text[: min(found)]
+            position, self.stop = min(found, key=itemgetter(0))
+            return text[:position]
         held = max((_common(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

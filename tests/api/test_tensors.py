@@ -37,14 +37,15 @@ def responses_of(stop_after: int | None = None, max_beam_width: int = 1, **field
 def shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """Name to shape, once the types are found right."""
     for name, array in tensors.items():
-        assert array.dtype == (np.int32 if name in ("output_ids", "sequence_length") else np.float32)
+        assert array.dtype == (np.float32 if name in NUMBER_FIELDS else np.int32)
     return {name: array.shape for name, array in tensors.items()}
 
 
 def with_dummies(length: int, beams: int = 1) -> dict[str, tuple[int, ...]]:
     """The shapes of a response to a request without log-probabilities or logits."""
     return {
-        "output_ids": (1, beams, length), "sequence_length": (1, beams), "context_logits": (1, 1, 1),
+        "output_ids": (1, beams, length), "sequence_length": (1, beams), "reused_tokens": (1, 1),
+        "context_logits": (1, 1, 1),
         "generation_logits": (1, 1, 1, 1),
     }  # fmt: skip
 

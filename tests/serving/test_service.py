@@ -181,6 +181,24 @@ def test_a_request_arrives_when_it_was_received_but_after_the_latest_fetch() -> 
     assert 0 <= statistics.delivery_lag_s.summary()["mean"] <= statistics.delivery_lag_s.summary()["max"]
 
 
+@pytest.mark.parametrize("num_drafts", [1, 4, 20])
+def test_draft_tokens_of_a_client_on_a_device_without_tokens(num_drafts: int) -> None:
+    """As Triton's input draft_input_ids. The request and those beside it have the tokens that they have without."""
+    config = NULL.with_values(acceptance_rate="0.5")
+    drafted = replace(PROMPT, draft_input_ids=[9] * num_drafts, streaming=True, return_log_probs=True)
+
+    async def use(service: Service) -> None:
+        generations = service.submit([drafted, PROMPT, drafted])
+        await ended(generations)
+        for one in generations:
+            assert one.error == ""
+            assert [token for part in one.take() for token in part.ids] == sample[: PROMPT.max_new_tokens]
+        assert service.is_running
+
+    sample = list(b"This is")
+    assert run(use, engine_of(config)).finished[LENGTH] == 3
+
+
 def test_limits() -> None:
     async def use(service: Service) -> None:
         with pytest.raises(QueueFull, match="--max_queue_size is 2"):

@@ -37,7 +37,7 @@ def scrape(server: ServerProcess) -> dict[str, float]:
         families = list(text_string_to_metric_families(response.read().decode()))
     found = {}
     for sample in [one for family in families for one in family.samples]:
-        own = sorted(set(sample.labels) - {"model", "version", "model_name"})
+        own = sorted(set(sample.labels) - {"model", "version", "model_name", "engine"})
         found[" ".join([sample.name, *(sample.labels[label] for label in own)])] = sample.value
     return found
 
@@ -174,6 +174,12 @@ def test_vllm_names() -> None:
     assert found["vllm:request_success_total length"] == 1
     assert found["vllm:time_to_first_token_seconds_count"] == 1
     assert found["vllm:inter_token_latency_seconds_count"] == 6
+    for name in ("prefill_time_seconds", "decode_time_seconds", "inference_time_seconds", "params_max_tokens"):
+        assert found[f"vllm:request_{name}_count"] == 1
+    assert found["vllm:request_params_max_tokens_sum"] == 7
+    assert found["vllm:iteration_tokens_total_count"] == 7
+    assert found["vllm:iteration_tokens_total_sum"] == 5 + 6
+    assert any(name.startswith("vllm:cache_config_info ") for name in found)
 
 
 def test_a_full_queue_refuses_until_a_client_goes_away() -> None:
