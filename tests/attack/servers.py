@@ -91,7 +91,7 @@ async def _client(config: RunConfig, settings: ServerConfig) -> AsyncIterator[ht
     """A client of a server in this process."""
     with server.serving_engine(config) as engine:
         async with server.running_service(engine, config, settings) as service:
-            transport = httpx.ASGITransport(server._endpoints(service, config, settings).app())
+            transport = httpx.ASGITransport(server.endpoints_of(service, config, settings).app())
             async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
                 yield client
 

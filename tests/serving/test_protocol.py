@@ -26,7 +26,7 @@ from ifbbench.serving.server import endpoints_of, running_service, serving_engin
 SIMULATED = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", max_queue_size=100)
 
 
-def read(body_type: type[Generating], ignore_unknown_fields: bool = False, **fields: Any) -> Generating:
+def read(body_type: type[Generating], fields: dict[str, Any], ignore_unknown_fields: bool = False) -> Generating:
     required = {"prompt": "a"} if body_type is CompletionRequest else {"messages": [{"role": "user", "content": "a"}]}
     return read_body(json.dumps(required | fields).encode(), body_type, ignore_unknown_fields)
 
@@ -54,10 +54,10 @@ def read(body_type: type[Generating], ignore_unknown_fields: bool = False, **fie
 @pytest.mark.parametrize("body_type", [CompletionRequest, ChatRequest])
 def test_a_field_that_is_not_supported_is_refused_by_name(body_type: type[Generating], name: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"^{name}.*: is not supported; .*--ignore_unknown_fields"):
-        read(body_type, **{name: value})
-    read(body_type, ignore_unknown_fields=True, **{name: value})
+        read(body_type, {name: value})
+    read(body_type, {name: value}, ignore_unknown_fields=True)
     if not isinstance(value, dict):
-        read(body_type, **{name: None})
+        read(body_type, {name: None})
 
 
 @pytest.mark.parametrize("body_type", [CompletionRequest, ChatRequest])
@@ -66,8 +66,8 @@ def test_fields_that_change_no_answer_are_taken(body_type: type[Generating]) -> 
     for name, values in NEUTRAL_VALUES.items():
         for value in values:
             if name not in known:
-                read(body_type, **{name: value})
-    read(body_type, **{name: "a" for name in WITHOUT_EFFECT})
+                read(body_type, {name: value})
+    read(body_type, dict.fromkeys(WITHOUT_EFFECT, "a"))
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_fields_that_change_no_answer_are_taken(body_type: type[Generating]) -> 
 )
 def test_what_a_message_cannot_have_is_refused_by_its_path(message: dict[str, Any], path: str) -> None:
     with pytest.raises(InputError, match=rf"^{path}: "):
-        read(ChatRequest, messages=[{"role": "user", **message}])
+        read(ChatRequest, {"messages": [{"role": "user", **message}]})
 
 
 def test_a_chat_has_no_ranked_choices() -> None:
     with pytest.raises(InputError, match="best_of"):
-        read(ChatRequest, best_of=2)
+        read(ChatRequest, {"best_of": 2})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_chat_has_no_ranked_choices() -> None:
     ],
 )
 def test_requests_are_counted_before_prompts_are_read(prompt: Any, fields: dict[str, Any], expected: int) -> None:
-    assert read(CompletionRequest, prompt=prompt, **fields).num_requests == expected
+    assert read(CompletionRequest, {"prompt": prompt, **fields}).num_requests == expected
 
 
 def with_server(
