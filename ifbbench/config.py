@@ -243,6 +243,10 @@ class RunConfig:
     endpoint_timeout: float = _endpoint(
         300.0, "A request fails if the server sends nothing for so long.", above=0.0, unit="s",
         elsewhere="timeout request_timeout request_timeout_seconds")
+    endpoint_max_time: float | None = _endpoint(
+        None, "A request fails if its answer is not complete so long after it was sent. Default: --duration, but at "
+        "least --endpoint_timeout; without a duration 6 hours.", above=0.0, maximum=MAX_SPAN_S, unit="s",
+        elsewhere="total_timeout")
     endpoint_retries: int = _endpoint(
         0, "Further attempts of a request that was not accepted: no connection, or status 429, 502, 503 or 504. Pauses "
         "and Retry-After are up to --endpoint_timeout.", minimum=0, maximum=100, elsewhere="max_retries retries")

@@ -35,6 +35,9 @@ from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, traffic
 
 # Parts of the time of a request. The server's queue and its context phase cannot be told apart from outside.
 CLIENT, UNTIL_FIRST_TOKEN, GENERATION = "waiting_client", "until_first_token", "generation"
+# What may be wrong with a complete answer: tokens beyond those asked for are not counted, and the stream counts where
+# the usage that the server reports differs from it.
+MORE_THAN_ASKED, USAGE_CONTRADICTS = "more_tokens_than_asked", "usage_contradicts_stream"
 # Figures of summary.json that only the server knows, or its iterations.
 UNKNOWN_FIGURES: dict[str, Any] = {
     "iterations": None, "pauses": None, "recomputed_tokens": None, "recomputed_share": None,
@@ -83,6 +86,7 @@ class ClientRequestLine(Struct, kw_only=True):
     Fields are those of RequestLine; None is what only the server knows. prompt_len: as the server counts it, if it
     reports that. max_new_tokens: as asked for. sent_s: when the last attempt was written to a connection. chunks: of
     the answer, and chunk_tokens, a ChunkTokens. kind: of the error. retries: kinds of the errors of earlier attempts.
+    warnings: what is wrong with a complete answer.
     """
 
     request_id: int
@@ -109,6 +113,7 @@ class ClientRequestLine(Struct, kw_only=True):
     chunk_tokens: str | None = None
     kind: str | None = None
     retries: list[str] = []
+    warnings: list[str] | UnsetType = UNSET
     request_class: str | UnsetType = field(default=UNSET, name="class")
     priority: float | UnsetType = UNSET
     slo_met: bool | UnsetType = UNSET
@@ -167,12 +172,13 @@ class ClientMetrics:
     """Sums and samples of a run against an endpoint.
 
     class_of: of a request by its index. config: has `slo` and `concurrency`. send_delay_s: of each request that was
-    sent, from its arrival. errors, retries: numbers by kind.
+    sent, from its arrival. errors, retries, warnings: numbers by kind.
     """
 
     def __init__(self, class_of: ClassOf, config: Mapping[str, Any]) -> None:
         self.errors: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
         self._class_of = class_of
         self._objectives = parse_objectives(config["slo"]) if config.get("slo") else ()
         self._has_goodput = any(one.statistic is None for one in self._objectives)
@@ -194,6 +200,8 @@ class ClientMetrics:
             population = self._populations[name, priority] = ClientPopulation()
         self._first_arrival_s = min(self._first_arrival_s, line.arrival_s)
         self.retries.update(line.retries)
+        if line.warnings is not UNSET:
+            self.warnings.update(line.warnings)
         if line.sent_s is not None:
             self.send_delay_s.append(line.sent_s - line.arrival_s)
         if line.kind is not None or line.ttft_s is None or line.e2e_s is None or line.end_s is None:
@@ -232,6 +240,7 @@ class ClientMetrics:
         found["endpoint"] = {
             "errors": dict(self.errors.most_common()),
             "retries": dict(self.retries.most_common()),
+            "warnings": dict(self.warnings.most_common()),
             "shorter_than_asked": self._num_short,
             "chunk_tokens": dict(self._sources.most_common()),
             "tokens_per_chunk": distribution(np.asarray(whole.gaps.tokens, np.float64)),

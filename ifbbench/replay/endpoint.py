@@ -1,8 +1,10 @@
 """A run against an endpoint: the client of a replay sends its requests to a server that is not ours."""
 
 import asyncio
+import json
 import logging
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,7 +34,7 @@ from ifbbench.replay.endpoint_loop import (
     undisturbed,
 )
 from ifbbench.replay.endpoint_request import EndpointRequest
-from ifbbench.replay.endpoint_server import KEY_VARIABLES, MetricsPoll, model_name
+from ifbbench.replay.endpoint_server import MetricsPoll, api_key, model_name
 from ifbbench.report import significant
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
@@ -43,10 +45,15 @@ ERRORS_SHOWN = 3
 BYTES_AHEAD, IDLE_S = 2**25, 0.0003
 # Connections that are there before the first arrival, of a run that does not say how many requests it has at a time.
 MAX_WARM_CONNECTIONS = 256
+# A request without --endpoint_max_time or --duration fails if its answer is not complete then.
+LONGEST_ANSWER_S = 6 * 3600.0
 # Files that a process has open beside its connections.
 OTHER_FILES = 32
 DEFAULT_WARM_UP = 2
 WARM_UP_PROMPT_LEN, WARM_UP_OUTPUT_LEN, WARM_UP_ID = 16, 4, 2**62
+# Names of fields of --extra_body whose values are not written to the run directory. Counts of tokens are no secrets.
+SECRET = re.compile(r"key$|secret|passw|credential|authorization|bearer|cookie|token$", re.IGNORECASE)
+NOT_RECORDED = "(not recorded)"
 _log = logging.getLogger("ifbbench")
 
 
@@ -117,12 +124,14 @@ class _EndpointReplay:
         assert self._config.endpoint is not None
         self._progress.stage("connecting")
         self._address = Address.of(self._config.endpoint)
-        key = self._config.endpoint_api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+        key = api_key(self._config)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._alarm = Alarm(asyncio.get_running_loop(), self._clock, self._offer)
+        config = self._config
+        max_time_s = config.endpoint_max_time or max(config.duration or LONGEST_ANSWER_S, config.endpoint_timeout)
         self._connections = Connections(
-            self._address, headers, self._config.endpoint_timeout, self._clock, self._alarm
-        )  # fmt: skip
+            self._address, headers, config.endpoint_timeout, max_time_s, self._clock, self._alarm
+        )
         try:
             with cancelled_by_signals():
                 name = await model_name(self._connections, self._config)
@@ -297,6 +306,8 @@ class _EndpointReplay:
         names = [one.name for one in settings() if one.name in ENDPOINT_TAKES
                  or (one.group in ENDPOINT_GROUPS and one.name not in ENDPOINT_REFUSES)]  # fmt: skip
         known = {name: getattr(config, name) for name in names if name != "endpoint_api_key"}
+        if config.extra_body is not None:
+            known["extra_body"] = json.dumps(without_secrets(json.loads(config.extra_body)))
         return {
             "name": name,
             "config": known | {"model": self._api.model, "endpoint_prompts": prompt_form(config), "streaming": True},
@@ -316,6 +327,15 @@ def _add(summary: dict[str, Any], client: ReplayClient, facts: dict[str, Any]) -
     summary["arrivals"] = client.arrivals()
     per_request = facts["client_cpu_s"] / client.submitted if client.submitted else None
     summary["endpoint"] |= {**facts, "client_cpu_s_per_request": per_request}
+
+
+def without_secrets(value: Any) -> Any:
+    """`value`, of JSON, with NOT_RECORDED for what fields that look like secrets hold."""
+    if isinstance(value, list):
+        return [without_secrets(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: NOT_RECORDED if SECRET.search(name) else without_secrets(one) for name, one in value.items()}
 
 
 def _cpu_s() -> float:

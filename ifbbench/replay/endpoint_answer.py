@@ -3,19 +3,18 @@
 from array import array
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ifbbench.recording.client_side import ChunkTokens
-from ifbbench.replay.endpoint_http import RequestFailed
+from ifbbench.recording.client_side import MORE_THAN_ASKED, USAGE_CONTRADICTS, ChunkTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MAX_LINE = 64 * 1024 * 1024
-# A chunk with text of which the stream does not say how many tokens it has, and one without text that may have one.
-UNKNOWN, PERHAPS = -1, -2
+# The number of tokens of a chunk where the stream does not say it: of a chunk with text, of one without that may have a
+# token, and of the last one without text, which may stand for the end token.
+UNKNOWN, PERHAPS, PERHAPS_END = -1, -2, -3
 
 
 class EventLines:
@@ -26,13 +25,11 @@ class EventLines:
         self._data: list[bytes] = []
 
     def feed(self, part: bytes) -> list[bytes]:
-        """The data of the events that are complete with `part`. RequestFailed for a line without end."""
+        """The data of the events that are complete with `part`."""
         is_one_line = part.find(b"\n") == len(part) - 2 and part[-1:] == b"\n"
         if is_one_line and part[:6] == b"data: " and not (self._rest or self._data):
             return [part[6:-2]]  # one event, as most servers send it
         *lines, self._rest = (self._rest + part if self._rest else part).split(b"\n")
-        if len(self._rest) > MAX_LINE:
-            raise RequestFailed("malformed_stream", "a line of the stream has no end")
         events = []
         for line in lines:
             if line.endswith(b"\r"):
@@ -54,9 +51,10 @@ class EventLines:
 class Answer:
     """What a client has received of one answer.
 
-    chunk_s, chunk_tokens: of each chunk with output, when it arrived and the number of its tokens; UNKNOWN or PERHAPS
-    where the stream does not say. prompt_tokens, output_tokens, cached_tokens: as the server reports them, None if it
-    does not. ids: of the tokens, where the stream has them. is_ended: whether the server said that it is complete.
+    chunk_s, chunk_tokens: of each chunk with output, when it arrived and the number of its tokens; UNKNOWN, PERHAPS or
+    PERHAPS_END where the stream does not say. prompt_tokens, output_tokens, cached_tokens: as the server reports them,
+    None if it does not. ids: of the tokens, where the stream has them. is_ended: whether the server said that it is
+    complete.
     """
 
     __slots__ = ("cached_tokens", "chunk_s", "chunk_tokens", "has_unknown", "ids", "is_ended", "num_counted",
@@ -83,25 +81,54 @@ class Answer:
         else:
             self.num_counted += tokens
 
-    def count(self, tokenizer: "Tokenizer | None") -> tuple[list[float], list[int], ChunkTokens]:
-        """The time and the number of tokens of each chunk that has any, and how these are known."""
-        tokens, source, total = list(self.chunk_tokens), ChunkTokens.STREAM, self.output_tokens
-        if self.has_unknown or (total is not None and total != sum(tokens)):
-            with_text = [number != PERHAPS and number != 0 for number in tokens]
-            source = ChunkTokens.USAGE if total is not None else ChunkTokens.CHUNKS
-            if total == len(tokens):
-                tokens = [1] * len(tokens)
-            elif total in (None, sum(with_text)) and tokenizer is None:
-                tokens = [int(one) for one in with_text]
-            elif tokenizer is not None:
-                weights = _tokens_of(tokenizer, self.texts)
-                tokens = weights if total is None else _divided(total, weights)
-                source = ChunkTokens.TOKENIZER
-            else:
-                tokens = _divided(total or 0, [int(one) for one in with_text])
-                source = ChunkTokens.EVENLY
-        times = [time for time, number in zip(self.chunk_s, tokens, strict=True) if number > 0]
-        return times, [number for number in tokens if number > 0], source
+    def count(self, tokenizer: "Tokenizer | None", asked: int) -> "CountedChunks":
+        """The number of tokens of each chunk, at most `asked` in all."""
+        tokens, source, is_contradicted = self._tokens(tokenizer)
+        warnings = [USAGE_CONTRADICTS] if is_contradicted else []
+        # The tokenizer may divide a text into more tokens than the model wrote.
+        is_estimate = source is ChunkTokens.TOKENIZER and sum(tokens) != self.output_tokens
+        excess = 0 if is_estimate else sum(tokens) - asked
+        if excess > 0:
+            warnings.append(MORE_THAN_ASKED)
+            while excess > 0:
+                cut = min(excess, tokens[-1])
+                tokens[-1] -= cut
+                excess -= cut
+                if not tokens[-1]:
+                    tokens.pop()
+        with_tokens = [(time, number) for time, number in zip(self.chunk_s, tokens, strict=False) if number > 0]
+        return CountedChunks([time for time, _ in with_tokens], [number for _, number in with_tokens], source, warnings)
+
+    def _tokens(self, tokenizer: "Tokenizer | None") -> tuple[list[int], ChunkTokens, bool]:
+        """The number of tokens of each chunk, how it is known, and whether the usage of the server contradicts it."""
+        chunks, total = list(self.chunk_tokens), self.output_tokens
+        has_text = UNKNOWN in chunks
+        if has_text and tokenizer is not None:
+            weights = _tokens_of(tokenizer, self.texts)
+            if total is None or total < sum(number != 0 for number in weights):
+                return weights, ChunkTokens.TOKENIZER, total is not None
+            return _divided(total, weights), ChunkTokens.TOKENIZER, False
+        # At least one token in each chunk with text, and none without.
+        least = [1 if number == UNKNOWN else max(number, 0) for number in chunks]
+        source = ChunkTokens.USAGE if has_text else ChunkTokens.STREAM
+        missing = 0 if total is None else total - sum(least)
+        for possible in ((), (PERHAPS_END,), (PERHAPS,), (PERHAPS, PERHAPS_END)):
+            if missing == sum(number in possible for number in chunks):
+                found = [1 if number in possible else of_chunk for number, of_chunk in zip(chunks, least, strict=True)]
+                return found, source if total is not None or not has_text else ChunkTokens.CHUNKS, False
+        if has_text and missing > 0:
+            return _divided(total or 0, least), ChunkTokens.EVENLY, False
+        return least, ChunkTokens.CHUNKS if has_text else ChunkTokens.STREAM, True
+
+
+class CountedChunks(NamedTuple):
+    """The chunks of an answer that have tokens: when each arrived, and its tokens; how they are known, and what is
+    wrong with the answer (MORE_THAN_ASKED, USAGE_CONTRADICTS)."""
+
+    times_s: list[float]
+    tokens: list[int]
+    source: ChunkTokens
+    warnings: list[str]
 
 
 def _divided(total: int, weights: Sequence[int]) -> list[int]:

@@ -6,13 +6,14 @@ tensorrtllm_backend behind Triton's generate extension.
 
 import json
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from msgspec import DecodeError, Meta, Raw, Struct, ValidationError
 from msgspec.json import Decoder, encode
 
 from ifbbench.config import DEFAULT_MODEL, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.replay.endpoint_answer import PERHAPS, UNKNOWN, Answer
+from ifbbench.replay.endpoint_answer import PERHAPS, PERHAPS_END, UNKNOWN, Answer
 from ifbbench.replay.endpoint_connections import Connections
 from ifbbench.replay.endpoint_http import RequestFailed, message_of
 from ifbbench.workload.prompts import prompt_tokens
@@ -20,13 +21,16 @@ from ifbbench.workload.texts import load_tokenizer
 from ifbbench.workload.trace import TraceRequest
 
 DONE = b"[DONE]"
+# Fields of --extra_body with which an answer may have more tokens than the trace says.
+SETS_TOKENS = {"max_tokens", "max_completion_tokens", "request_output_len", "n", "best_of"}
 NO_CHUNK = (DecodeError, ValidationError, UnicodeDecodeError, RecursionError)
 # Words of one token in common vocabularies, for prompts without a tokenizer.
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they")
 
 
 # What a server may say: counts of tokens, far above those of any answer, and token ids.
-Count = Annotated[int, Meta(ge=0, le=2**27)]
+MAX_TOKENS = 2**27
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -39,6 +43,7 @@ class _LogProbs(Struct):
 
 
 class _Delta(Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -108,9 +113,9 @@ def read_openai(data: bytes, answer: Answer, now_s: float) -> None:
         elif choice.logprobs is not None:
             tokens = len(choice.logprobs.tokens or choice.logprobs.content or ())
         elif not text:
-            if choice.finish_reason is not None:
+            if delta is not None and delta.role is not None:  # the first chunk of a chat
                 continue
-            tokens = PERHAPS
+            tokens = PERHAPS if choice.finish_reason is None else PERHAPS_END
         if tokens:
             answer.add(now_s, tokens, text)
 
@@ -171,11 +176,15 @@ class EndpointApi:
         path = "/v1/chat/completions" if self.is_chat else "/v1/completions"
         self.read = read_openai
         if self.is_triton:
-            path, self.read = f"/v2/models/{model}/generate_stream", read_triton
+            path, self.read = f"/v2/models/{quote(model, safe='')}/generate_stream", read_triton
         self.head = connections.head(path)
         self._extra: dict[str, Any] = json.loads(config.extra_body or "{}")
         vocab_size = config.endpoint_vocab_size if self.tokenizer is None else self.tokenizer.get_vocab_size()
         self._vocab_size = vocab_size
+
+    def max_tokens(self, row: TraceRequest) -> int:
+        """The most tokens that an answer may have."""
+        return MAX_TOKENS if SETS_TOKENS & self._extra.keys() else row.output_len
 
     def body(self, row: TraceRequest) -> bytes:
         """The body of one request."""

@@ -73,19 +73,26 @@ class _Get(Exchange):
 class Connections:
     """The connections to one address, reused for later requests.
 
-    headers: of every request. timeout_s: the longest time without a byte from the server, also to connect. alarm: rings
-    in time while data arrives. all, idle: those that are open, and those of them that wait for a request. opened:
-    number of connections that were made; resent: requests that were sent again because an idle connection was closed.
+    headers: of every request. timeout_s: the longest time without a byte from the server, also to connect. max_time_s:
+    the longest time from sending a request to the end of its response. alarm: rings in time while data arrives. all,
+    idle: those that are open, and those of them that wait for a request. opened: number of connections that were made;
+    resent: requests that were sent again because an idle connection was closed.
     """
 
     def __init__(
-        self, address: Address, headers: Mapping[str, str], timeout_s: float, clock: Clock, alarm: Alarm
+        self,
+        address: Address,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        max_time_s: float,
+        clock: Clock,
+        alarm: Alarm,
     ) -> None:
         self.address = address
         self.clock, self.alarm = clock, alarm
         self.idle: list[Connection] = []
         self.opened = self.resent = 0
-        self._timeout_s = timeout_s
+        self._timeout_s, self._max_time_s = timeout_s, max_time_s
         self.all: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         # Where the first connection went, so that the name is looked up once.
@@ -98,8 +105,10 @@ class Connections:
         self._check = self._loop.call_later(TIMEOUT_CHECK_S, self._check_timeouts)
 
     def to(self, address: Address) -> "Connections":
-        """Connections to another address, with the same key, clock and alarm."""
-        return Connections(address, self._headers, self._timeout_s, self.clock, self.alarm)
+        """Connections to another address, with the same clock and alarm. Only the same host gets the key."""
+        is_same = address.host == self.address.host and address.is_secure >= self.address.is_secure
+        headers = self._headers if is_same else {}
+        return Connections(address, headers, self._timeout_s, self._max_time_s, self.clock, self.alarm)
 
     def head(self, path: str) -> bytes:
         """What the request of a JSON body begins with; the length and the body follow."""
@@ -178,8 +187,13 @@ class Connections:
         return made
 
     def _check_timeouts(self) -> None:
-        latest_s = self.clock.now() - self._timeout_s
-        late = [one for one in self.all if one.exchange is not None and one.exchange.active_s < latest_s]
-        for one in late:
-            one.fail(RequestFailed("timeout", f"nothing arrived for {self._timeout_s:g} s (--endpoint_timeout)"))
+        now_s = self.clock.now()
+        for one in list(self.all):
+            if one.exchange is None or one.exchange.sent_s is None:
+                continue
+            if one.exchange.active_s < now_s - self._timeout_s:
+                one.fail(RequestFailed("timeout", f"nothing arrived for {self._timeout_s:g} s (--endpoint_timeout)"))
+            elif one.exchange.sent_s < now_s - self._max_time_s:
+                one.fail(RequestFailed("too_long", f"the answer was not complete after {self._max_time_s:g} s "
+                                       "(--endpoint_max_time)"))  # fmt: skip
         self._check = self._loop.call_later(TIMEOUT_CHECK_S, self._check_timeouts)

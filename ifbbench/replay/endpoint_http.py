@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ifbbench.replay.endpoint_connections import Connections
 
 MAX_ERROR_BODY = 64 * 1024
+# Of a response that is not streamed, and of the headers of one.
+MAX_BODY = 64 * 1024 * 1024
+MAX_HEADERS = 256 * 1024
 REFUSED_FOR_NOW = (429, 502, 503, 504)
 
 
@@ -43,16 +46,19 @@ class Exchange:
 
     def __init__(self) -> None:
         self.sent_s: float | None = None
+        self.active_s = 0.0
         self.reset()
 
     def reset(self) -> None:
         """Forget the response, before the request is sent, and after an interim response."""
-        self.status, self.active_s, self.body = 0, 0.0, b""
+        self.status, self.body = 0, b""
         self.headers: dict[bytes, bytes] = {}
 
     def on_part(self, part: bytes) -> None:
         """A part of the body of a response of status 200 has arrived. May raise RequestFailed."""
         self.body += part
+        if len(self.body) > MAX_BODY:
+            raise RequestFailed("endless", f"the response has over {MAX_BODY} bytes")
 
     def on_end(self, failure: RequestFailed | None) -> None:
         """The response, of any status, is complete, or there is none. Called once."""
@@ -72,6 +78,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._is_until_close = self._is_complete = self._is_reused = self._can_stay = False
         self._content = b""
+        self._num_header_bytes = 0
         self.transport: asyncio.Transport | None = None
         self.exchange: Exchange | None = None
         self.has_received = False
@@ -88,6 +95,7 @@ class Connection(asyncio.Protocol):
         exchange.reset()
         self.exchange, self._content, self._parser = exchange, content, httptools.HttpResponseParser(self)
         self.has_received = self._is_until_close = self._is_complete = False
+        self._num_header_bytes = 0
         exchange.sent_s = exchange.active_s = self._now()
         self.transport.write(content)
 
@@ -159,6 +167,9 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self.exchange is not None
+        self._num_header_bytes += len(name) + len(value)
+        if self._num_header_bytes > MAX_HEADERS:
+            raise RequestFailed("malformed_http", f"the headers have over {MAX_HEADERS} bytes")
         self.exchange.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:

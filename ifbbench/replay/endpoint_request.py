@@ -15,6 +15,8 @@ from ifbbench.workload.trace import TraceRequest
 # The first pause before another attempt, if the server asks for none; each further one is twice as long, up to
 # `--endpoint_timeout`. A request whose server asks for more than that has failed.
 RETRY_PAUSE_S = 0.5
+# The longest answer that is read: chunks of one token have some 300 bytes, and a few thousand with log-probabilities.
+BYTES, BYTES_PER_TOKEN = 2**20, 2**14
 
 
 class EndpointRequest(Exchange):
@@ -25,8 +27,8 @@ class EndpointRequest(Exchange):
     earlier attempts.
     """
 
-    __slots__ = ("_api", "_connections", "_content", "_events", "_on_ended", "answer", "failure", "index", "retries",
-                 "row")  # fmt: skip
+    __slots__ = ("_api", "_connections", "_content", "_events", "_max_bytes", "_num_bytes", "_on_ended", "answer",
+                 "failure", "index", "retries", "row")  # fmt: skip
 
     def __init__(
         self, api: EndpointApi, connections: Connections, index: int, row: TraceRequest, body: bytes,
@@ -36,15 +38,20 @@ class EndpointRequest(Exchange):
         self.index, self.row = index, row
         self.retries: list[str] = []
         self._api, self._connections, self._on_ended = api, connections, on_ended
+        self._max_bytes = BYTES + BYTES_PER_TOKEN * api.max_tokens(row)
         self._content = b"%b%d\r\n\r\n%b" % (api.head, len(body), body)
 
     def begin(self) -> None:
         """Make an attempt."""
         self.failure: RequestFailed | None = None
-        self.answer, self._events = Answer(), EventLines()
+        self.answer, self._events, self._num_bytes = Answer(), EventLines(), 0
         self._connections.send(self._content, self)
 
     def on_part(self, part: bytes) -> None:
+        self._num_bytes += len(part)
+        if self._num_bytes > self._max_bytes:
+            limit = f"{self._max_bytes} bytes, for {self.row.output_len} tokens"
+            raise RequestFailed("endless", f"the answer has more than {limit}")
         read, answer, arrived_s = self._api.read, self.answer, self.active_s
         for data in self._events.feed(part):
             read(data, answer, arrived_s)
@@ -69,6 +76,9 @@ class EndpointRequest(Exchange):
         if self.status != 200:
             return refusal(self)
         answer, kind = self.answer, self.header("content-type") or "no content type"
+        if encoding := self.header("content-encoding"):
+            return RequestFailed("compressed", f"the answer is compressed ({encoding}), which was not asked for; turn "
+                                 "compression off in the server or in the proxy before it")  # fmt: skip
         if not answer.chunk_s and not kind.startswith("text/event-stream"):
             return RequestFailed("malformed_stream", f"expected server-sent events, but got {kind}")
         if not answer.is_ended or not self._events.is_empty:
@@ -80,7 +90,7 @@ class EndpointRequest(Exchange):
     def line(self, arrival_s: float) -> tuple[ClientRequestLine, list[float], list[int]]:
         """The line of a request that has ended, and the times and tokens of the chunks of its answer."""
         row, answer, sent_s = self.row, self.answer, self.sent_s
-        times_s, tokens, source = answer.count(self._api.tokenizer)
+        times_s, tokens, source, warnings = answer.count(self._api.tokenizer, self._api.max_tokens(row))
         if self.failure is None and not times_s:  # the server counts none in what it sent
             self.failure = RequestFailed("no_output", "the answer has no token")
         optional: dict[str, Any] = {} if row.priority == DEFAULT_PRIORITY else {"priority": row.priority}
@@ -95,6 +105,8 @@ class EndpointRequest(Exchange):
         assert sent_s is not None
         first_s, last_s = times_s[0], times_s[-1]
         line.outcome, line.chunk_tokens = "completed", source
+        if warnings:
+            line.warnings = warnings
         line.first_token_s, line.end_s = first_s, last_s
         line.ttft_s, line.e2e_s = first_s - arrival_s, last_s - arrival_s
         line.tpot_s = (last_s - first_s) / (line.output_len - 1) if line.output_len > 1 else None

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from msgspec.json import decode, encode
 
@@ -21,13 +23,28 @@ TRITON_METRICS_PORT = 8002
 _log = logging.getLogger("ifbbench")
 
 
+def api_key(config: RunConfig) -> str | None:
+    """The key of the server, from the settings or the environment. InputError if it cannot be in a header."""
+    given = {"--endpoint_api_key": config.endpoint_api_key} | {name: os.environ.get(name) for name in KEY_VARIABLES}
+    for source, key in given.items():
+        if key:
+            if not key.isascii() or not key.isprintable():
+                raise InputError(f"{source}: the key has a line break or another character that a header cannot have; "
+                                 "check how it was read.")  # fmt: skip
+            return key
+    return None
+
+
 async def model_name(connections: Connections, config: RunConfig) -> str:
     """The name of the model, from the settings or the server. InputError if there is no connection, the server does
     not admit the client, or has no such model."""
     url, given = config.endpoint, default_model(config)
+    if given is not None and not given.isprintable():
+        raise InputError(f"--model {given!a}: has a control character; expected the name that the server lists.")
     is_triton = config.endpoint_type == "triton"
     try:
-        answer = await connections.get(f"/v2/models/{given}/ready" if is_triton else "/v1/models")
+        path = f"/v2/models/{quote(given or '', safe='')}/ready" if is_triton else "/v1/models"
+        answer = await connections.get(path)
     except RequestFailed as error:
         raise InputError(f"--endpoint {url}: {error}. Start the server, or check the address.") from None
     text = answer.body.decode(errors="replace")
@@ -50,7 +67,8 @@ async def model_name(connections: Connections, config: RunConfig) -> str:
 
 def _model_names(text: str) -> list[str]:
     try:
-        return [one["id"] for one in decode(text)["data"] if isinstance(one["id"], str)]
+        names = [one["id"] for one in decode(text)["data"] if isinstance(one["id"], str)]
+        return [name for name in names if name.isprintable()]
     except (ValueError, KeyError, TypeError):
         return []
 

@@ -5,7 +5,13 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET, convert
 
-from ifbbench.recording.client_side import ChunkTokens, ClientMetrics, ClientRequestLine
+from ifbbench.recording.client_side import (
+    MORE_THAN_ASKED,
+    USAGE_CONTRADICTS,
+    ChunkTokens,
+    ClientMetrics,
+    ClientRequestLine,
+)
 from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.recording.traffic import Window
 from ifbbench.report import count, percent, significant, time_unit
@@ -27,6 +33,11 @@ CHUNK_TOKENS_WORDS = {
     ChunkTokens.TOKENIZER: "the tokenizer",
     ChunkTokens.EVENLY: "the usage at the end, divided evenly over the chunks",
     ChunkTokens.CHUNKS: "nothing: one for each chunk is assumed",
+}
+
+WARNING_WORDS = {
+    MORE_THAN_ASKED: "have more tokens than were asked for, which are not counted",
+    USAGE_CONTRADICTS: "have fewer or more tokens than the server reports; those of the stream are counted",
 }
 
 
@@ -83,6 +94,8 @@ def client_warnings(run: RunData, known: dict[str, Any]) -> list[str]:
     if seen["shorter_than_asked"]:
         found.append(f"{count(seen['shorter_than_asked'])} of {count(completed)} answers have fewer tokens than were "
                      "asked for.")  # fmt: skip
+    for kind, number in seen.get("warnings", {}).items():
+        found.append(f"{count(number)} of {count(completed)} answers {WARNING_WORDS.get(kind, kind)}.")
     late_s = seen["send_delay_s"]["p99"]
     is_closed = run.config.get("concurrency") is not None
     if late_s is not None and late_s > LATE_S and not is_closed:

@@ -161,11 +161,12 @@ class SpeculativeDecoding(Struct):
 
 
 class EndpointFigures(Struct):
-    """What a client saw of a server that is not ours, and what it took itself. errors, retries: by kind. chunk_tokens:
-    answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending."""
+    """What a client saw of a server that is not ours, and what it took itself. errors, retries, warnings: by kind.
+    chunk_tokens: answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending."""
 
     errors: dict[str, int]
     retries: dict[str, int]
+    warnings: dict[str, int] | UnsetType
     shorter_than_asked: int
     chunk_tokens: dict[str, int]
     tokens_per_chunk: Distribution

@@ -29,6 +29,11 @@ class Writer:
         self._writer = writer
         self.is_closed = False
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has closed the connection."""
+        return self._writer.is_closing()
+
     async def raw(self, content: bytes | str) -> None:
         self._writer.write(content.encode() if isinstance(content, str) else content)
         await self._writer.drain()
@@ -60,7 +65,7 @@ Answer = Callable[[Received, Writer], Awaitable[None]]
 @dataclass
 class FakeEndpoint:
     """The running server. answer: of a POST; gets: answers of GET by path, (status, content); asked: how often GET read
-    each path."""
+    each path; got: the headers of each GET."""
 
     answer: Answer
     gets: dict[str, tuple[int, Any]]
@@ -68,6 +73,7 @@ class FakeEndpoint:
     port: int = 0
     received: list[Received] = field(default_factory=list)
     asked: Counter[str] = field(default_factory=Counter)
+    got: list[dict[str, str]] = field(default_factory=list)
     connections: int = 0
 
     @property
@@ -87,6 +93,7 @@ class FakeEndpoint:
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 if method == "GET":
                     self.asked[path] += 1
+                    self.got.append(headers)
                     status, found = self.gets.get(path, (404, {"detail": "Not Found"}))
                     if isinstance(found, str):
                         await writer.raw(f"HTTP/1.1 {status} X\r\nContent-Length: {len(found)}\r\n\r\n{found}")

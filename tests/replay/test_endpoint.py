@@ -41,10 +41,12 @@ def trace(folder: Path, count: int = 3, **fields: Any) -> str:
     return str(path)
 
 
-def replay(server: FakeEndpoint, folder: Path, count: int = 3, **settings: Any) -> dict[str, Any]:
-    """The summary of a run of requests of 4 prompt and 3 output tokens."""
+def replay(
+    server: FakeEndpoint, folder: Path, count: int = 3, output_len: int = 3, **settings: Any
+) -> dict[str, Any]:
+    """The summary of a run of requests of 4 prompt tokens."""
     values: dict[str, Any] = {"warm_up": 0, "output": str(folder / "run"), **settings}
-    return run_trace(trace(folder, count), RunConfig(endpoint=server.url, **values)).summary
+    return run_trace(trace(folder, count, output_len=output_len), RunConfig(endpoint=server.url, **values)).summary
 
 
 def rows(folder: Path, name: str = "requests") -> list[dict[str, Any]]:
@@ -124,6 +126,11 @@ def test_the_figures_of_a_killed_run_are_those_of_the_summary(tmp_path: Path) ->
         ([token(), token(""), token(), usage(3)], [1, 1, 1], "usage"),
         ([token(), token(""), token(), usage(2)], [1, 1], "usage"),
         ([token(), token(), usage(5)], [3, 2], "evenly"),
+        # The last chunk may be the end token, which has no text.
+        ([token(), token(), token("", finish_reason="stop"), usage(3)], [1, 1, 1], "usage"),
+        ([token(), token(""), token(), token("", finish_reason="stop"), usage(3)], [1, 1, 1], "usage"),
+        ([token(), token(), token("", finish_reason="stop"), usage(2)], [1, 1], "usage"),
+        ([token(token_ids=[1, 2]), token("", finish_reason="stop"), usage(3)], [2, 1], "stream"),
         # Nothing says it.
         ([token(), token()], [1, 1], "chunks"),
         # A chat begins with a chunk of the role.
@@ -133,18 +140,46 @@ def test_the_figures_of_a_killed_run_are_those_of_the_summary(tmp_path: Path) ->
 )  # fmt: skip
 def test_tokens_of_chunks(events: list[Any], counts: list[int], source: str, tmp_path: Path) -> None:
     with fake_endpoint(stream_of(*events)) as server:
-        summary = replay(server, tmp_path, count=1)
+        summary = replay(server, tmp_path, count=1, output_len=5)
     (line,) = rows(tmp_path)
+    assert "warnings" not in line
     assert (line["chunk_tokens"], line["chunks"], line["output_len"]) == (source, len(counts), sum(counts))
     (generation,) = (span for span in rows(tmp_path, "spans") if span["phase"] == "generation")
     assert generation["chunks"] == counts
     assert summary["endpoint"]["tokens_per_chunk"]["max"] == max(counts)
 
 
+@pytest.mark.parametrize(
+    ("events", "counts", "source", "warning"),
+    [
+        # More tokens than the 3 that were asked for.
+        ([token(token_ids=[1, 2]), token(token_ids=[3, 4]), usage(4)], [2, 1], "stream", "more_tokens_than_asked"),
+        ([token()] * 5, [1, 1, 1], "chunks", "more_tokens_than_asked"),
+        ([token(), token(), usage(1_000_000)], [3], "evenly", "more_tokens_than_asked"),
+        # A usage that the stream shows to be wrong.
+        ([token(token_ids=[1]), token(token_ids=[2]), usage(3)], [1, 1], "stream", "usage_contradicts_stream"),
+        ([token(), token(), token(), usage(1)], [1, 1, 1], "chunks", "usage_contradicts_stream"),
+        ([token(), token(), usage(0)], [1, 1], "chunks", "usage_contradicts_stream"),
+    ],
+)
+def test_tokens_that_cannot_be_are_not_counted(
+    events: list[Any], counts: list[int], source: str, warning: str, tmp_path: Path
+) -> None:
+    with fake_endpoint(stream_of(*events)) as server:
+        summary = replay(server, tmp_path, count=2)
+    for line in rows(tmp_path):
+        assert (line["chunk_tokens"], line["output_len"], line["warnings"]) == (source, sum(counts), [warning])
+    assert summary["output_tokens"] == 2 * sum(counts)
+    assert summary["endpoint"]["warnings"] == {warning: 2}
+    printed = CliRunner().invoke(main, ["report", str(tmp_path / "run")]).output
+    assert "2 of 2 answers" in " ".join(printed.split())
+    assert check(tmp_path / "run")
+
+
 def test_the_tokens_of_one_chunk_have_no_gap_between_them(tmp_path: Path) -> None:
     events = [token(token_ids=[1, 2]), token(token_ids=[3, 4, 5]), token(token_ids=[6])]
     with fake_endpoint(stream_of(*events, pause_s=0.02)) as server:
-        summary = replay(server, tmp_path, count=1)
+        summary = replay(server, tmp_path, count=1, output_len=6)
     (line,) = rows(tmp_path)
     times_s = next(span["chunk_s"] for span in rows(tmp_path, "spans") if span["phase"] == "generation")
     assert summary["itl_s"]["min"] == 0
@@ -160,7 +195,7 @@ def test_a_tokenizer_counts_the_tokens_of_chunks(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer": str(tmp_path / "tokenizer.json"), "endpoint_prompts": "text"}
+    settings: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "endpoint_prompts": "text"}
     with fake_endpoint(stream_of(token("a b a"), token(" b a"))) as server:
         replay(server, tmp_path, count=1, **settings)
         assert rows(tmp_path)[0]["chunk_tokens"] == "tokenizer"

@@ -24,7 +24,7 @@ from ifbbench.cli.main import main
 from ifbbench.clock import WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.replay import endpoint, endpoint_request
+from ifbbench.replay import endpoint, endpoint_http, endpoint_request
 from ifbbench.replay.endpoint_loop import Alarm, new_event_loop, undisturbed
 from ifbbench.replay.endpoint_request import EndpointRequest
 from ifbbench.replay.run import run_trace
@@ -38,14 +38,143 @@ def raw(text: str) -> Answer:
 
 @pytest.mark.parametrize("interim", ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"])
 def test_an_interim_response_is_not_the_answer(interim: str, tmp_path: Path) -> None:
-    async def answer(request: Received, writer: Writer) -> None:
-        await writer.raw(interim)
-        await three_tokens(request, writer)
-
-    with fake_endpoint(answer) as server:
+    events = "".join(f"data: {json.dumps(one)}\n\n" for one in (token(), token(), token()))
+    body = f"{events}data: [DONE]\n\n"
+    # In one packet, so that the time of its arrival is that of both responses.
+    with fake_endpoint(raw(f"{interim}{STREAM}{len(body):x}\r\n{body}\r\n0\r\n\r\n")) as server:
         summary = replay(server, tmp_path, count=4, concurrency=1)
         assert server.connections == 1
     assert summary["requests"]["completed"] == 4
+    assert all(line["first_token_s"] > line["sent_s"] for line in rows(tmp_path))
+
+
+async def endless_tokens(_: Received, writer: Writer) -> None:
+    """A token now and then, without end."""
+    await writer.raw(STREAM)
+    while not writer.is_gone:
+        await writer.event(token())
+        await asyncio.sleep(0.02)
+
+
+async def endless_event(_: Received, writer: Writer) -> None:
+    """Lines of data without the blank line that ends their event."""
+    await writer.raw(STREAM)
+    while not writer.is_gone:
+        await writer.part(b"data: x\n" * 10_000)
+
+
+async def endless_line(_: Received, writer: Writer) -> None:
+    await writer.raw(STREAM)
+    while not writer.is_gone:
+        await writer.part(b"data: " + b"x" * 100_000)
+
+
+async def endless_headers(_: Received, writer: Writer) -> None:
+    await writer.raw("HTTP/1.1 200 OK\r\n")
+    while not writer.is_gone:
+        await writer.raw(f"X-{'y' * 1000}: z\r\n")
+
+
+async def endless_interim(_: Received, writer: Writer) -> None:
+    while not writer.is_gone:
+        await writer.raw("HTTP/1.1 102 Processing\r\n\r\n")
+        await asyncio.sleep(0.02)
+
+
+async def endless_comments(_: Received, writer: Writer) -> None:
+    """Signs of life, and never a token."""
+    await writer.raw(STREAM)
+    while not writer.is_gone:
+        await writer.part(b": ping\n\n")
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (endless_tokens, "too_long"),
+        (endless_event, "endless"),
+        (endless_line, "endless"),
+        (endless_headers, "malformed_http"),
+        (endless_interim, "too_long"),
+        (endless_comments, "too_long"),
+    ],
+)
+def test_an_answer_without_end_ends(answer: Answer, kind: str, tmp_path: Path) -> None:
+    with fake_endpoint(answer) as server:
+        summary = replay(server, tmp_path, count=3, endpoint_max_time=1.0)
+    assert summary["requests"] == {"total": 3, "completed": 0, "failed": 3}
+    assert summary["endpoint"]["errors"] == {kind: 3}
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_duration_limits_the_answers(tmp_path: Path) -> None:
+    with fake_endpoint(endless_tokens) as server:
+        summary = replay(server, tmp_path, count=3, duration=0.5, endpoint_timeout=0.6)
+    assert summary["endpoint"]["errors"] == {"too_long": 3}
+    assert "0.6 s" in rows(tmp_path)[0]["error"]
+
+
+def test_a_list_of_models_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_http, "MAX_BODY", 10_000)
+    with fake_endpoint(three_tokens) as server:
+        server.gets["/v1/models"] = (200, "x" * 20_000)
+        with pytest.raises(InputError, match="10000 bytes"):
+            replay(server, tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_a_compressed_answer_gets_a_hint(encoding: str, tmp_path: Path) -> None:
+    head = STREAM.replace("\r\n\r\n", f"\r\nContent-Encoding: {encoding}\r\n\r\n")
+    with fake_endpoint(raw(f"{head}3\r\n\x1f\x0b\x08\r\n0\r\n\r\n")) as server:
+        summary = replay(server, tmp_path)
+    assert summary["endpoint"]["errors"] == {"compressed": 3}
+    assert f"compressed ({encoding})" in rows(tmp_path)[0]["error"]
+
+
+@pytest.mark.parametrize("model", ["a\nb", "a\x1b[31m", "a\u202eb"])
+def test_a_model_with_control_characters_is_refused(model: str, tmp_path: Path) -> None:
+    with fake_endpoint(three_tokens, models=(model, "mock")) as server:
+        with pytest.raises(InputError, match=r"control character|expected a text"):
+            replay(server, tmp_path, model=model)
+        assert not server.asked
+        replay(server, tmp_path)
+        assert server.received[-1].body["model"] == "mock", "the server's own list is no better"
+
+
+@pytest.mark.parametrize("key", ["a\nX-Other: b", "a\x00", "schlüssel"])
+def test_a_key_that_no_header_can_have_is_refused(key: str, tmp_path: Path) -> None:
+    with fake_endpoint(three_tokens) as server:
+        with pytest.raises(InputError, match=r"--endpoint_api_key(: the key has| is .* expected a text)"):
+            replay(server, tmp_path, endpoint_api_key=key)
+        assert not server.asked
+
+
+def test_only_the_host_of_the_endpoint_gets_the_key(tmp_path: Path) -> None:
+    elsewhere = fake_endpoint(three_tokens, host="127.0.0.2", metrics=(200, "a 1\n"))
+    with fake_endpoint(three_tokens) as server, elsewhere as other:
+        settings: dict[str, Any] = {"metrics_url": f"{other.url}/metrics", "poll_metrics": True}
+        summary = replay(server, tmp_path, endpoint_api_key="secret", **settings)
+        assert summary["endpoint"]["metrics_samples"] >= 1
+        assert {one.headers["authorization"] for one in server.received} == {"Bearer secret"}
+        assert other.got
+        assert not any("authorization" in headers for headers in other.got)
+    assert "secret" not in "".join(path.read_text() for path in (tmp_path / "run").iterdir())
+
+
+def test_values_that_look_like_secrets_are_sent_and_not_recorded(tmp_path: Path) -> None:
+    body = {"api_key": "hush1", "nested": [{"accessToken": "shown", "auth_token": "hush2"}], "max_tokens": 3}
+    with fake_endpoint(three_tokens) as server:
+        replay(server, tmp_path, extra_body=json.dumps(body))
+        assert server.received[-1].body["api_key"] == "hush1"
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert json.loads(run["config"]["extra_body"]) == {
+        "api_key": "(not recorded)",
+        "nested": [{"accessToken": "(not recorded)", "auth_token": "(not recorded)"}],
+        "max_tokens": 3,
+    }
+    assert "hush" not in "".join(path.read_text() for path in (tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize(
