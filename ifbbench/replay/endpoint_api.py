@@ -15,7 +15,7 @@ from ifbbench.config import DEFAULT_MODEL, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.endpoint_answer import PERHAPS, PERHAPS_END, UNKNOWN, Answer
 from ifbbench.replay.endpoint_connections import Connections
-from ifbbench.replay.endpoint_http import RequestFailed, message_of
+from ifbbench.replay.endpoint_http import RequestFailed, message_of, printable
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.texts import load_tokenizer
 from ifbbench.workload.trace import TraceRequest
@@ -139,7 +139,7 @@ def read_triton(data: bytes, answer: Answer, now_s: float) -> None:
     except NO_CHUNK as error:
         raise _malformed(data, error) from None
     if chunk.error is not None:
-        raise RequestFailed("server_error", chunk.error[:300])
+        raise RequestFailed("server_error", printable(chunk.error[:300]))
     if chunk.output_ids is not None:
         ids = [chunk.output_ids] if isinstance(chunk.output_ids, int) else chunk.output_ids
         answer.ids += ids
@@ -153,7 +153,7 @@ def read_triton(data: bytes, answer: Answer, now_s: float) -> None:
 
 
 def _malformed(data: bytes, error: Exception) -> RequestFailed:
-    shown = data[:80].decode(errors="replace")
+    shown = printable(data[:80].decode(errors="replace"))
     return RequestFailed("malformed_stream", f"an event is no chunk of the API ({error}): {shown}")
 
 

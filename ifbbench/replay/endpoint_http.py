@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
 def refusal(exchange: Exchange) -> RequestFailed:
     """What a response of another status than 200 says."""
     status, text = exchange.status, exchange.body.decode(errors="replace").strip()
-    after, place = exchange.header("retry-after"), exchange.header("location")
+    after, place = exchange.header("retry-after"), printable(exchange.header("location"))
     retry_after_s = float(after) if after.isascii() and after.isdigit() else None
     what = f"status {status}: {message_of(text) or 'no message'}"
     if 300 <= status < 400 and place:
@@ -207,12 +207,18 @@ def refusal(exchange: Exchange) -> RequestFailed:
 
 
 def message_of(text: str) -> str:
-    """The message of an error in JSON, in the forms that servers use; else the beginning of the text."""
+    """The message of an error in JSON, in the forms that servers use, else the beginning of the text; in characters
+    that a terminal shows as they are."""
     try:
         found = json.loads(text)
     except ValueError:
-        return text[:300]
+        return printable(text[:300])
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and key in found:
             found = found[key]
-    return (found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))[:300]
+    return printable((found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))[:300])
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, and those that change the direction of writing, as escape sequences."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

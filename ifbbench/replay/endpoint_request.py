@@ -9,7 +9,7 @@ from ifbbench.recording.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
 from ifbbench.replay.endpoint_answer import Answer, EventLines
 from ifbbench.replay.endpoint_api import EndpointApi
 from ifbbench.replay.endpoint_connections import Connections
-from ifbbench.replay.endpoint_http import Exchange, RequestFailed, refusal
+from ifbbench.replay.endpoint_http import Exchange, RequestFailed, printable, refusal
 from ifbbench.workload.trace import TraceRequest
 
 # The first pause before another attempt, if the server asks for none; each further one is twice as long, up to
@@ -77,10 +77,10 @@ class EndpointRequest(Exchange):
             return refusal(self)
         answer, kind = self.answer, self.header("content-type") or "no content type"
         if encoding := self.header("content-encoding"):
-            return RequestFailed("compressed", f"the answer is compressed ({encoding}), which was not asked for; turn "
-                                 "compression off in the server or in the proxy before it")  # fmt: skip
+            return RequestFailed("compressed", f"the answer is compressed ({printable(encoding)}), which was not asked "
+                                 "for; turn compression off in the server or in the proxy before it")  # fmt: skip
         if not answer.chunk_s and not kind.startswith("text/event-stream"):
-            return RequestFailed("malformed_stream", f"expected server-sent events, but got {kind}")
+            return RequestFailed("malformed_stream", f"expected server-sent events, but got {printable(kind)}")
         if not answer.is_ended or not self._events.is_empty:
             return RequestFailed("closed_early", "the stream ended before the answer was complete")
         if not answer.chunk_s:

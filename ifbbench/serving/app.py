@@ -229,13 +229,17 @@ class Endpoints:
         """The body of a request, of limited size."""
         limit, content = self.config.max_body_bytes, bytearray()
         try:
-            async for piece in request.stream():
-                content += piece
-                if len(content) > limit:
-                    raise BadRequest(413, f"the body has more than {memory_size(limit)} (--max_body_bytes); send a "
-                                     "shorter prompt.")  # fmt: skip
+            async with asyncio.timeout(self.config.receive_timeout):
+                async for piece in request.stream():
+                    content += piece
+                    if len(content) > limit:
+                        raise BadRequest(413, f"the body has more than {memory_size(limit)} (--max_body_bytes); send a "
+                                         "shorter prompt.")  # fmt: skip
         except ClientDisconnect:
             raise BadRequest(CLIENT_LEFT, "the client left.") from None
+        except TimeoutError:
+            raise BadRequest(408, f"the body did not arrive within {self.config.receive_timeout:g} s "
+                             "(--receive_timeout).") from None  # fmt: skip
         return bytes(content)
 
     def _check(self, body: ServerRequest) -> None:

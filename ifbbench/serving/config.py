@@ -54,7 +54,11 @@ class ServerConfig(FrontDoorConfig):
         "none.")
 
     max_clients: int = _limits(
-        4096, "Open connections; more are refused with status 503.", minimum=1, unit="connections")
+        4096, "Open connections; more are refused with status 503, but for /health and the like.", minimum=1,
+        unit="connections")
+    receive_timeout: float = _limits(
+        60.0, "The headers of a request must arrive in this time, and its body, too; a connection without a request is "
+        "closed after it.", above=0.0, maximum=86_400.0, unit="s")
     max_body_bytes: int = _limits(
         16 * 1024 * 1024, "Largest body of a request; a larger one is refused with status 413.", minimum=1,
         unit="bytes")

@@ -1,6 +1,7 @@
 """The server: an engine, its service and its recording behind uvicorn, from start to drain."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.recording import run_directory
-from ifbbench.replay.endpoint_loop import new_event_loop
+from ifbbench.replay.endpoint_loop import allow_many_connections, new_event_loop
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
 from ifbbench.replay.rank_runs import leading, starts_ranks
 from ifbbench.serving.app import Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
+from ifbbench.serving.connections import BoundedRate, LimitedConnection
 from ifbbench.serving.metrics import ServerMetrics
 from ifbbench.serving.recording import TrafficRecording
 from ifbbench.serving.service import Service, SyntheticTokens
@@ -35,6 +38,9 @@ API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
 DEFAULT_MAX_QUEUE_SIZE = 1024
 WATCH_INTERVAL_S = 0.5
+DRAINED = "the server has ended before the answer was complete (--drain_timeout)"
+# After the drain, how long clients may take to read what they are sent.
+FLUSH_S = 2.0
 # After the engine has failed, how long clients may take to read what they are sent, in whole seconds.
 FAILED_DRAIN_S = 1
 # How long the engine's thread waits for the interpreter while the event loop runs; Python's default is 5 ms, as long as
@@ -93,11 +99,23 @@ async def _serve(
         if server.record is not None and on_recording is not None:
             on_recording(Path(server.record))
         app = endpoints_of(service, config, server).app()
-        application = _Server(uvicorn.Config(
-            app, lifespan="off", log_level="warning", access_log=False, backlog=BACKLOG,
-            limit_concurrency=server.max_clients + 1, timeout_graceful_shutdown=round(server.drain_timeout),
+        # uvicorn takes a class here; what it calls is its constructor.
+        connection: Any = partial(LimitedConnection, limits=server)
+        settings = uvicorn.Config(
+            app,
+            http=connection,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=ceil(server.receive_timeout),
+            timeout_graceful_shutdown=ceil(server.drain_timeout + FLUSH_S),
             server_header=False,
-        ))  # fmt: skip
+        )
+        logging.getLogger("uvicorn.error").addFilter(BoundedRate(WallClock().now))
+        allow_many_connections()
+        application = _Server(settings, service, server.drain_timeout)
         watching = asyncio.create_task(_end_with_engine(application, service, progress))
         listener.listen(BACKLOG)
         on_started(_address(listener))
@@ -173,7 +191,21 @@ def _model_name(config: RunConfig, server: ServerConfig) -> str:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that does not raise the signal again that has ended it, so that the recording is completed."""
+    """A uvicorn server that does not raise the signal again that has ended it, so that the recording is completed, and
+    that answers what has not ended `drain_s` after it with an error."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+        super().__init__(config)
+        self._service, self._drain_s = service, drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(self._drain_s, self._service.end_all, DRAINED)
+        await super().shutdown(sockets)
+        ending.cancel()
+        self._service.end_all(DRAINED)  # after a second Ctrl-C
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=FLUSH_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -274,12 +274,19 @@ class Service:
                 self._stopped.append(one.request.request_id)
         self._has_work.set()
 
+    def end_all(self, problem: str) -> None:
+        """Stop all that has not ended, and answer it with the error `problem` at once."""
+        self.cancel(list(self._live.values()))
+        while self._live:
+            _, one = self._live.popitem()
+            one.respond({}, True, problem)
+
     def fail_queued(self) -> None:
         """Where the batch manager has ended early: end what it did not fetch."""
         while not self._manager.is_running and self._queue:
             one = self._queue.pop(0)
-            del self._live[one.request.request_id]
-            one.respond({}, True, "the engine has failed")
+            if self._live.pop(one.request.request_id, None) is not None:
+                one.respond({}, True, "the engine has failed")
 
     async def close(self) -> None:
         """Stop what has not ended, and end the batch manager."""
@@ -356,7 +363,11 @@ class Service:
         self.statistics.delivery_lag_s.add(self._clock.real_now() - self._responded_s)
         self._is_delivering = False  # before the responses are read, so that none is left behind
         for request_id, tensors, is_final, error in self._drained():
-            one = self._live.pop(request_id) if is_final else self._live[request_id]
+            one = self._live.get(request_id)
+            if one is None:  # `end_all` has answered it
+                continue
+            if is_final:
+                del self._live[request_id]
             one.respond(tensors, is_final, error)
 
     def _drained(self) -> Iterator[tuple[int, Tensors, bool, str]]:

@@ -124,6 +124,15 @@ def test_a_list_of_models_without_end_is_refused(tmp_path: Path, monkeypatch: py
             replay(server, tmp_path)
 
 
+def test_what_a_server_says_cannot_control_the_terminal(tmp_path: Path) -> None:
+    async def answer(_: Received, writer: Writer) -> None:
+        await writer.json({"error": {"message": "\x1b[31mred \u202eleft é"}}, status=500)
+
+    with fake_endpoint(answer) as server:
+        replay(server, tmp_path)
+    assert rows(tmp_path)[0]["error"] == "status 500: \\x1b[31mred \\u202eleft é"
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
 def test_a_compressed_answer_gets_a_hint(encoding: str, tmp_path: Path) -> None:
     head = STREAM.replace("\r\n\r\n", f"\r\nContent-Encoding: {encoding}\r\n\r\n")
