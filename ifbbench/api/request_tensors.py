@@ -77,6 +77,7 @@ TENSORS = {
     "frequency_penalty": _sampling("frequency_penalty", "float32", FLOATS),
     "min_length": _sampling("min_length", "int32", INTEGERS),
     "random_seed": _sampling("seed", "uint64", INTEGERS),
+    "seed": _sampling("seed", "uint64", INTEGERS),  # the name in later versions of the backend
     "return_log_probs": _Tensor("return_log_probs", "bool", ONE, BOOLEANS),
     "return_context_logits": _Tensor("return_context_logits", "bool", ONE, BOOLEANS),
     "return_generation_logits": _Tensor("return_generation_logits", "bool", ONE, BOOLEANS),
@@ -113,7 +114,10 @@ def fields_of_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         content = array.item() if tensor.shape == ONE else array
         if name.endswith("_words_list"):
             content = _words(name, array)
-        (sampling if tensor.is_sampling else fields)[tensor.field] = content
+        found = sampling if tensor.is_sampling else fields
+        if tensor.field in found:
+            raise InputError(f"{name}: the request has it under another name, too; leave one of them out.")
+        found[tensor.field] = content
     for name in REQUIRED:
         if name not in tensors:
             raise InputError(f"tensor {name} is missing; expected {TENSORS[name].expected}.")

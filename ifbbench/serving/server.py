@@ -145,6 +145,7 @@ async def running_service(engine: Engine, config: RunConfig, door: FrontDoorConf
         await service.close()
     finally:
         watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         sys.setswitchinterval(interval_s)
         if is_partial:
             with suppress(Exception):

@@ -13,8 +13,9 @@ import signal
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb  # of Triton, which adds most names only after this import
@@ -33,6 +34,8 @@ from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnde
 from ifbbench.serving.statistics import TOKENS
 from ifbbench.serving.triton_repository import (
     FIFO_VARIABLE,
+    MAX_SEQUENCES,
+    NUM_SEQUENCES,
     OUTPUTS,
     PIPE_VARIABLE,
     STOP,
@@ -89,27 +92,45 @@ class TritonPythonModel:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
+class Sequence(NamedTuple):
+    """What a request of Triton asks of the engine for one prompt: a sequence, or the beams of one search.
+
+    prompt, sequence: its indices. num_beams: how many of its beams are returned, all for None."""
+
+    request: InferenceRequest
+    prompt: int
+    sequence: int
+    num_beams: int | None
+
+
 class Call:
-    """One request of Triton: a prompt, or several. num_open: those of its prompts that have no final response yet.
+    """One request of Triton, for one sequence or several. num_open: those that have no final response yet.
 
     Triton keeps a request until its last response, the one with the flag FINAL."""
 
-    def __init__(self, request_id: str, sender: Any, num_prompts: int) -> None:
+    def __init__(self, request_id: str, sender: Any, sequences: list[Sequence]) -> None:
         self.request_id = request_id
         self.sender = sender
-        self.num_prompts = self.num_open = num_prompts
+        self.num_open = len(sequences)
         self.generations: list[Generation] = []
+        self._has_prompts = sequences[-1].prompt > 0
+        self._has_sequences = any(one.sequence for one in sequences)
 
-    def respond(self, request: InferenceRequest, tensors: Tensors, index: int, is_final: bool, error: str) -> None:
-        """Send what the prompt number `index` has generated. Logits that were not asked for are left out."""
+    def respond(self, sequence: Sequence, tensors: Tensors, is_final: bool, error: str) -> None:
+        """Send what has been generated of `sequence`. Logits that were not asked for are left out."""
         self.num_open -= is_final
         if error:
             send(self.sender, failure(error, pb.TritonError.INTERNAL), not self.num_open)
             return
-        outputs = {name: array for name, array in tensors.items()
-                   if name in OUTPUTS and getattr(request, f"return_{name}", True)}  # fmt: skip
-        if self.num_prompts > 1:
-            outputs["batch_index"] = np.array([[index]], np.int32)
+        outputs = {
+            name: array if name == "context_logits" else array[:, : sequence.num_beams]
+            for name, array in tensors.items()
+            if name in OUTPUTS and getattr(sequence.request, f"return_{name}", True)
+        }
+        if self._has_prompts:
+            outputs["batch_index"] = np.array([[sequence.prompt]], np.int32)
+        if self._has_sequences:
+            outputs["sequence_index"] = np.array([[sequence.sequence]], np.int32)
         response = pb.InferenceResponse([triton_tensor(name, array) for name, array in outputs.items()])
         send(self.sender, response, not self.num_open)
 
@@ -117,18 +138,18 @@ class Call:
 class Reply(Generation):
     """A generation whose responses go to a call of Triton as they are."""
 
-    __slots__ = ("_call", "_door", "_index")
+    __slots__ = ("_call", "_door", "_sequence")
 
-    def __init__(self, door: "FrontDoor", call: Call, index: int, *arguments: Any) -> None:
+    def __init__(self, door: "FrontDoor", call: Call, sequence: Sequence, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._door, self._call, self._index = door, call, index
+        self._door, self._call, self._sequence = door, call, sequence
 
     def respond(self, tensors: Tensors, is_final: bool, error: str) -> None:
         self.is_done, self.error = is_final, error
         if tensors:
             has_prompt = not (self.request.streaming or self.request.exclude_input_from_output)
             self.num_outputs += int(tensors["sequence_length"][0, 0]) - has_prompt * len(self.request.input_ids)
-        self._call.respond(self.request, tensors, self._index, is_final, error)
+        self._call.respond(self._sequence, tensors, is_final, error)
         if is_final:
             self._door.ended(self, self._call)
 
@@ -148,8 +169,7 @@ class FrontDoor:
         self._metrics = TritonMetrics(service, labels)
         self._ending = ending
         self._triton_pid = os.getppid()
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._update())]
-        self._tasks.append(asyncio.create_task(self._end_with_engine()))
+        self._tasks = {asyncio.create_task(one) for one in (self._watch(), self._update(), self._end_with_engine())}
         if pipe := os.environ.get(PIPE_VARIABLE):
             asyncio.get_running_loop().add_reader(int(pipe), self._end_early, int(pipe))
 
@@ -165,10 +185,12 @@ class FrontDoor:
     def _end_early(self, pipe: int) -> None:
         """`ifbbench triton` has ended, or waits no longer for Triton."""
         asyncio.get_running_loop().remove_reader(pipe)
-        self._tasks.append(asyncio.create_task(self._end_process()))
+        ending = asyncio.create_task(self._end_process())
+        self._tasks.add(ending)
 
     async def _end_process(self) -> None:
-        """End the service, the other ranks, and Triton if `ifbbench triton` started it."""
+        """End the service, the other ranks, and Triton if `ifbbench triton` started it. For a task of its own."""
+        self._tasks.discard(asyncio.current_task())  # `close` ends all others
         closing = asyncio.ensure_future(self.close())
         await asyncio.wait({closing}, timeout=None if self._ranks is None else WRITE_S)  # a rank may hang
         if self._ranks is not None:
@@ -182,6 +204,7 @@ class FrontDoor:
         ranks = self._ranks
         while not (self._service.has_failed or (ranks is not None and ranks.have_failed())):
             await asyncio.sleep(WATCH_INTERVAL_S)
+        self._tasks.discard(asyncio.current_task())
         closing = asyncio.ensure_future(self.close())
         await asyncio.wait({closing}, timeout=WRITE_S)
         error = (closing.done() and closing.exception()) or IfbbenchError("a rank has failed")
@@ -194,8 +217,9 @@ class FrontDoor:
 
     async def close(self) -> None:
         """End the service, and its engine."""
-        for task in self._tasks[:2]:
+        for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._ending.aclose()
 
     def take(self, requests: list[tuple[str, Tensors, Any]]) -> None:
@@ -215,20 +239,23 @@ class FrontDoor:
                 send(sender, failure(f"the server has failed: {error}", pb.TritonError.INTERNAL), is_final=True)
 
     def _submit(self, request_id: str, tensors: Tensors, sender: Any) -> None:
-        requests = self._requests(tensors)
-        for request in requests:
-            self._service.check(request)
-        call = Call(request_id, sender, len(requests))
-        index = iter(range(len(requests)))
+        sequences = self._sequences(tensors)
+        if len(sequences) > (limit := self._service.max_requests):
+            raise InputError(f"the request has {len(sequences)} sequences, and this server takes {limit} at a time "
+                             "(--max_queue_size); send fewer.")  # fmt: skip
+        for one in sequences:
+            self._service.check(one.request)
+        call = Call(request_id, sender, sequences)
+        next_sequence = iter(sequences)
 
         def make(*arguments: Any) -> Generation:
-            return Reply(self, call, next(index), *arguments)
+            return Reply(self, call, next(next_sequence), *arguments)
 
-        call.generations = self._service.submit(requests, make)
+        call.generations = self._service.submit([one.request for one in sequences], make)
         self._calls[call] = None
 
-    def _requests(self, tensors: Tensors) -> list[InferenceRequest]:
-        """One of each prompt: tensors have them as their first dimension."""
+    def _sequences(self, tensors: Tensors) -> list[Sequence]:
+        """Those of each prompt: tensors have the prompts as their first dimension."""
         tensors = {name: array for name, array in tensors.items() if array.size or name == "input_ids"}
         num_prompts = len(tensors["input_ids"])
         tensors.setdefault("exclude_input_in_output", np.full((num_prompts, 1), self._triton.exclude_input_in_output))
@@ -238,8 +265,15 @@ class FrontDoor:
                                  "server with --decoupled_mode, or send them one by one.")
             if tensors.get("streaming", np.zeros(1, bool)).any():
                 raise InputError("streaming: needs several responses; start the server with --decoupled_mode.")
-        return [InferenceRequest.from_tensors(0, {name: array[index] for name, array in tensors.items()})
-                for index in range(num_prompts)]  # fmt: skip
+        numbers = tensors.pop(NUM_SEQUENCES, None)
+        sequences = []
+        for prompt in range(num_prompts):
+            request = InferenceRequest.from_tensors(0, {name: array[prompt] for name, array in tensors.items()})
+            sequences += sequences_of(request, prompt, None if numbers is None else int(numbers[prompt, 0]))
+        if len(sequences) > 1 and not self._triton.decoupled_mode:
+            raise InputError(f"{NUM_SEQUENCES}: {len(sequences)} need several responses; start the server with "
+                             "--decoupled_mode.")  # fmt: skip
+        return sequences
 
     def _stop(self, request_id: str, sender: Any) -> None:
         """The request `stop`: ends those of the same id, and has an empty response."""
@@ -268,6 +302,20 @@ class FrontDoor:
         while True:
             self._metrics.update()
             await asyncio.sleep(self._triton.stats_check_period_ms / 1e3)
+
+
+def sequences_of(request: InferenceRequest, prompt: int, number: int | None) -> list[Sequence]:
+    """The `number` sequences of a prompt: the best beams of a beam search, else one for each of as many seeds."""
+    limit = request.beam_width if request.beam_width > 1 else MAX_SEQUENCES
+    if number is not None and not 1 <= number <= limit:
+        raise InputError(f"{NUM_SEQUENCES}: {number}; expected 1 to {limit}.")
+    if request.beam_width > 1:
+        return [Sequence(request, prompt, 0, number)]
+    sampling, found = request.sampling, []
+    for index in range(number or 1):
+        seeded = replace(request, sampling=replace(sampling, seed=sampling.seed + index))
+        found.append(Sequence(seeded, prompt, index, None))
+    return found
 
 
 class TritonMetrics:

@@ -15,7 +15,9 @@ from ifbbench.serving.config import FrontDoorConfig
 from ifbbench.settings import from_mapping
 
 MODEL_NAME, VERSION = "tensorrt_llm", "1"
-STOP = "stop"
+# Inputs that are not those of a request of the engine.
+STOP, NUM_SEQUENCES = "stop", "num_return_sequences"
+MAX_SEQUENCES = 128
 # The file descriptor of a pipe from `ifbbench triton`, whose end of file ends the model's process.
 PIPE_VARIABLE = "IFBBENCH_TRITON_PIPE"
 # A named pipe to `ifbbench triton`, which the model's process keeps open; it writes there why it ends the server.
@@ -30,7 +32,7 @@ OTHER_TYPES = {"early_stopping": "BOOL"}
 OUTPUTS = {
     "output_ids": ("INT32", [-1, -1]), "sequence_length": ("INT32", [-1]), "cum_log_probs": ("FP32", [-1]),
     "output_log_probs": ("FP32", [-1, -1]), "context_logits": ("FP32", [-1, -1]),
-    "generation_logits": ("FP32", [-1, -1, -1]), "batch_index": ("INT32", [1]),
+    "generation_logits": ("FP32", [-1, -1, -1]), "batch_index": ("INT32", [1]), "sequence_index": ("INT32", [1]),
 }  # fmt: skip
 
 _server, _model = partial(declare, "server"), partial(declare, "model of triton")
@@ -89,7 +91,9 @@ def model_config(config: RunConfig, triton: TritonConfig) -> str:
         _tensor(name, OTHER_TYPES.get(name) or TRITON_TYPES[tensor.dtype],
                 [int(size) if size.isdigit() else -1 for size in tensor.shape], is_optional=name not in REQUIRED)
         for name, tensor in TENSORS.items()
-    ] + [_tensor(STOP, "BOOL", [1], is_optional=True)]  # fmt: skip
+    ]  # fmt: skip
+    inputs.append(_tensor(STOP, "BOOL", [1], is_optional=True))
+    inputs.append(_tensor(NUM_SEQUENCES, "INT32", [1], is_optional=True))
     outputs = [_tensor(name, dtype, dims) for name, (dtype, dims) in OUTPUTS.items()]
     return (
         f'name: {_text(triton.triton_model_name)}\nbackend: "python"\nmax_batch_size: {MAX_PROMPTS}\n'

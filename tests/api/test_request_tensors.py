@@ -60,7 +60,14 @@ REQUIRED = {name: DOCUMENTED[name] for name in ("input_ids", "request_output_len
 
 
 def test_every_documented_tensor_is_known():
-    assert list(DOCUMENTED) == list(TENSORS)
+    assert [*DOCUMENTED, "seed"] == sorted(TENSORS, key=lambda name: name == "seed")
+
+
+def test_the_seed_has_two_names_of_which_a_request_gives_one():
+    named = {**REQUIRED, "seed": DOCUMENTED["random_seed"]}
+    assert InferenceRequest.from_tensors(1, named).sampling.seed == 2**63 + 5
+    with pytest.raises(InputError, match="another name"):
+        InferenceRequest.from_tensors(1, {**named, "random_seed": DOCUMENTED["random_seed"]})
 
 
 @pytest.mark.parametrize("batched", [False, True])

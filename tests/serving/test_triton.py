@@ -221,6 +221,44 @@ def test_recorded_traffic_of_a_simulated_device(tmp_path: Path) -> None:
     assert run_trace(str(recorded), config).failed == 0
 
 
+def test_several_sequences_of_a_prompt(tiny: Triton) -> None:
+    stream = Stream(tiny)
+    sampled: dict[str, Any] = {"temperature": np.float32(3.0), "exclude_input_in_output": True}
+
+    def seeded(seed: int, **tensors: Any) -> list[list[int]]:
+        """The sequences, by index."""
+        answer = stream.one([1, 2, 3], 8, seed=np.uint64(seed), **sampled, **tensors)
+        if "num_return_sequences" not in tensors:
+            return [answer.ids]
+        found = {one["sequence_index"].item(): one["output_ids"][0, 0].tolist() for one in answer.responses}
+        return [found[index] for index in sorted(found)]
+
+    several = seeded(5, num_return_sequences=np.int32(3))
+    assert several == [*seeded(5), *seeded(6), *seeded(7)]
+    assert several[0] == stream.one([1, 2, 3], 8, random_seed=np.uint64(5), **sampled).ids
+    beams = stream.one([1, 2, 3], 8, beam_width=np.int32(4), num_return_sequences=np.int32(2))
+    (response,) = beams.responses
+    assert response["output_ids"].shape[1] == 2
+    assert response["sequence_length"].shape[1] == 2
+    refused = stream.one([1, 2, 3], 8, beam_width=np.int32(2), num_return_sequences=np.int32(3))
+    assert "num_return_sequences: 3; expected 1 to 2" in str(refused.error)
+
+
+def test_draft_tokens_do_not_end_a_simulated_server() -> None:
+    with triton(*SIMULATED) as server:
+        stream = Stream(server)
+        drafts = np.array([[1, 2, 3]], np.int32)
+        assert len(stream.one([1] * 8, 12, draft_input_ids=drafts, exclude_input_in_output=True).ids) == 12
+        assert len(stream.one([1] * 8, 12, exclude_input_in_output=True).ids) == 12
+        stream.send([1] * 8, 50_000, "running", streaming=True)
+        wait_for(server, "nv_trt_llm_request_metrics active", 1)
+        stream.cancel()
+        status, printed = server.end()
+    assert status == 0, printed
+    assert "Task was destroyed" not in printed
+    assert "Traceback" not in printed
+
+
 def pids_of(directory: Path) -> list[int]:
     return [row["pid"] for row in json.loads((directory / "run.json").read_text())["ranks"]]
 

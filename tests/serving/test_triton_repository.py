@@ -23,6 +23,7 @@ INPUTS = {
     "beam_width": "INT32 1", "temperature": "FP32 1", "runtime_top_k": "INT32 1", "runtime_top_p": "FP32 1",
     "len_penalty": "FP32 1", "early_stopping": "BOOL 1", "repetition_penalty": "FP32 1", "min_length": "INT32 1",
     "presence_penalty": "FP32 1", "frequency_penalty": "FP32 1", "random_seed": "UINT64 1",
+    "seed": "UINT64 1", "num_return_sequences": "INT32 1",
     "return_log_probs": "BOOL 1", "return_context_logits": "BOOL 1", "return_generation_logits": "BOOL 1",
     "stop": "BOOL 1", "streaming": "BOOL 1", "exclude_input_in_output": "BOOL 1",
     "prompt_embedding_table": "FP16 -1 -1", "prompt_table_extra_ids": "UINT64 -1", "prompt_vocab_size": "INT32 1",
@@ -31,7 +32,7 @@ INPUTS = {
 OUTPUTS = {
     "output_ids": "INT32 -1 -1", "sequence_length": "INT32 -1", "cum_log_probs": "FP32 -1",
     "output_log_probs": "FP32 -1 -1", "context_logits": "FP32 -1 -1", "generation_logits": "FP32 -1 -1 -1",
-    "batch_index": "INT32 1",
+    "batch_index": "INT32 1", "sequence_index": "INT32 1",
 }  # fmt: skip
 
 
