@@ -51,6 +51,8 @@ class RankLost(RankFailed):
 class RankTimedOut(RankLost):
     """Another rank did not answer in time."""
 
+    is_timed_out = True
+
 
 class MessageOutOfOrder(RankFailed):
     """A message of another run, or another one of this run, than the one that is expected."""

@@ -31,10 +31,16 @@ from ifbbench.replay.rank_runs import end_others, follow, starts_ranks
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
 REPORT_S, WRITE_S = 4.0, 20.0
+# After a rank has waited for another in vain for --rank_timeout, how long others may take to report the same.
+REPORT_TIMEOUT_S = 0.5
 POLL_S = 0.2
-WRITING = "writing results"
+LOADING, WRITING = "loading model", "writing results"
+# Messages of a rank that has failed: by itself, or because another rank is lost or has not answered.
+FAILED, LOST, TIMED_OUT = "failed", "lost", "timed_out"
 PR_SET_PDEATHSIG = 1
-START = "from ifbbench.replay.rank_processes import work; work()"
+# Until the model is loaded, a signal ends the process at once: an exception would fall into imports, some of which make
+# another error of it.
+START = "from signal import *; signal(SIGINT, SIG_DFL); from ifbbench.replay.rank_processes import work; work()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +112,19 @@ def _passing_on(signals: Collection[signal.Signals], ranks: "Ranks") -> Iterator
 @dataclass(slots=True)
 class _Rank:
     """A rank, and its process unless it is this one. failure: what it reported, None if nothing. is_lost: the failure
-    is that another rank does not answer. has_ended: whether its connection is closed."""
+    is that of another rank, which, with is_timed_out, does not answer. has_ended: whether its connection is closed."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
     connection: Connection | None = None
     failure: BaseException | None = None
     is_lost: bool = False
+    is_timed_out: bool = False
     has_ended: bool = False
+
+    def fail(self, what: str, failure: BaseException) -> None:
+        """Note the message `what` of a rank that has failed."""
+        self.failure, self.is_timed_out, self.is_lost = failure, what == TIMED_OUT, what in (LOST, TIMED_OUT)
 
     @property
     def is_done(self) -> bool:
@@ -174,20 +185,21 @@ class Ranks:
             for rank, what, content in self._messages(POLL_S):
                 if rank is first and what == "result":
                     return content
-                rank.failure, rank.is_lost = content, what == "lost"
+                rank.fail(what, content)
             if not any(rank.is_done for rank in self._ranks):
                 continue
             if not has_failed:
                 clock.restart()
                 has_failed = True
-            is_over = clock.now() >= (WRITE_S if self._is_writing and not first.is_done else REPORT_S)
+            report_s = REPORT_TIMEOUT_S if any(rank.is_timed_out for rank in self._ranks) else REPORT_S
+            is_over = clock.now() >= (WRITE_S if self._is_writing and not first.is_done else report_s)
             if is_over or (first.failure and not first.is_lost) or all(rank.is_done for rank in self._ranks):
                 raise self._verdict()
 
     def have_failed(self) -> bool:
         """Whether one of the other ranks has, of rank 0, which is this process."""
         for rank, what, content in self._messages(0.0):
-            rank.failure, rank.is_lost = content, what == "lost"
+            rank.fail(what, content)
         return any(rank.is_done for rank in self._ranks)
 
     def explanation(self, error: BaseException) -> BaseException:
@@ -195,7 +207,7 @@ class Ranks:
         cause = cause_of(error)
         if not (isinstance(cause, RankFailed) or self.have_failed()):
             return error
-        self._ranks[0].failure, self._ranks[0].is_lost = cause, True
+        self._ranks[0].fail(TIMED_OUT if _kind(cause) == TIMED_OUT else LOST, cause)
         try:
             self.result()
         except IfbbenchError as verdict:
@@ -287,12 +299,11 @@ def work() -> None:
         if isinstance(job, RunConfig):
             follow(job)
         else:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in the command
             connection.send(("result", _do(job, connection)))
     except BaseException as error:
         cause = cause_of(error)
         with suppress(BrokenPipeError):
-            connection.send(("lost" if getattr(cause, "is_lost", False) else "failed", _sendable(error, cause)))
+            connection.send((_kind(cause), _sendable(error, cause)))
     # Without the destructors of torch.distributed, which wait for other ranks.
     sys.stdout.flush()
     os._exit(0)
@@ -308,8 +319,21 @@ def _do(job: Job, connection: Connection) -> Any:
     def report(what: str) -> Callable[..., None]:
         return lambda *content: connection.send((what, *content))
 
-    progress = cast(Progress, SimpleNamespace(stage=report("stage"), update=report("update")))
+    def stage(label: str) -> None:
+        if label != LOADING:  # from now on there may be results to keep
+            for one in (signal.SIGINT, signal.SIGTERM):  # as in the command
+                signal.signal(one, signal.default_int_handler)
+        connection.send(("stage", label))
+
+    progress = cast(Progress, SimpleNamespace(stage=stage, update=report("update")))
     return job.run(progress=progress, **{name: report(name) for name in job.callbacks})
+
+
+def _kind(cause: BaseException) -> str:
+    """Which of the messages of a failed rank reports `cause`."""
+    if not isinstance(cause, RankFailed) or not cause.is_lost:
+        return FAILED
+    return TIMED_OUT if cause.is_timed_out else LOST
 
 
 def _sendable(error: BaseException, cause: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ifbbench.execution.communicator import Communicator
 
 # How long another rank waits for rank 0 to report that a rank does not answer.
-REPORT_S = 2.0
+REPORT_S = 1.0
 _log = logging.getLogger("ifbbench")
 
 

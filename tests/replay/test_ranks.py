@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
-from ifbbench.errors import InputError
+from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.execution.ranks import launched_place, place_in_environment
+from ifbbench.replay import rank_processes
 from ifbbench.replay.run import run_trace, summarise_run
 from tests.replay.ranked_runs import ROOT, SIZES, run, simulated_digest, write_trace
 
@@ -142,6 +144,49 @@ def test_a_rank_that_hangs(trace: Path, tmp_path: Path) -> None:
         os.kill(pids[1], signal.SIGSTOP)
     assert "rank 1 did not answer for 5 s, the limit of --rank_timeout" in message_of(tmp_path / "run")
     check_readable(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("message", "waited_s"), [(rank_processes.TIMED_OUT, 0.5), (rank_processes.LOST, 4.0)])
+def test_how_long_other_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch, message: str, waited_s: float) -> None:
+    """A rank that does not answer has had --rank_timeout already."""
+
+    class Clock:
+        """A tenth of a second passes with each look at it."""
+
+        now_s = 0.0
+
+        def restart(self) -> None:
+            Clock.now_s = 0.0
+
+        def now(self) -> float:
+            Clock.now_s += 0.1
+            return Clock.now_s
+
+    monkeypatch.setattr(rank_processes, "WallClock", Clock)
+    monkeypatch.setattr(rank_processes, "POLL_S", 0.0)
+    ranks = rank_processes.Ranks(RunConfig(device="cpu", tp_size=2), Path("store"), "the run", {})
+    pipes = [Pipe(), Pipe()]
+    ranks._ranks = [rank_processes._Rank(number, connection=ours) for number, (ours, _) in enumerate(pipes)]
+    pipes[1][1].send((message, IfbbenchError("rank 1 waits for rank 0")))
+    with pytest.raises(RunFailed, match="rank 0 did not answer"):
+        ranks.result()
+    assert Clock.now_s == pytest.approx(waited_s, abs=0.11)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_an_interrupt_while_ranks_start(trace: Path, tmp_path: Path) -> None:
+    """A rank that imports its modules ends without a word."""
+    command = [sys.executable, "-m", "ifbbench", "run", str(trace), "--device", "cpu", "--model", "tiny", "--pp_size",
+               "2", "--quiet", "--output", str(tmp_path / "run")]  # fmt: skip
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
+                               env=dict(os.environ) | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + START_S
+    while len(children.read_text().split()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=END_S)
+    assert (process.returncode, printed.strip()) == (130, "Interrupted.")
 
 
 @pytest.mark.slow
