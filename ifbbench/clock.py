@@ -110,16 +110,18 @@ class PacedClock(VirtualClock):
 
     Waiting for a simulated time also waits for it in reality. While the host keeps up, simulated times are exactly
     those of a VirtualClock, because a wait that ends late does not delay the next one. A host that is more than
-    MAX_LAG_S late moves the simulated time on to the real one.
+    MAX_LAG_S late moves the simulated time on to the real one: `num_skips` times, by `skipped_ns` in all.
     """
 
     def __init__(self) -> None:
         super().__init__(epoch_s=round(time.time()))
         self._wall = WallClock()
+        self.num_skips = self.skipped_ns = 0
 
     def restart(self) -> None:
         super().restart()
         self._wall.restart()
+        self.num_skips = self.skipped_ns = 0
         self.epoch_s = round(time.time())
 
     def real_now(self) -> float:
@@ -132,7 +134,9 @@ class PacedClock(VirtualClock):
         if delay > 0:
             time.sleep(delay)
         elif delay < -MAX_LAG_S:
-            self.now_ns = round(self._wall.now() * NANOSECONDS)
+            before_ns, self.now_ns = self.now_ns, round(self._wall.now() * NANOSECONDS)
+            self.num_skips += 1
+            self.skipped_ns += self.now_ns - before_ns
 
 
 def tick(seconds: float) -> int:

@@ -336,6 +336,11 @@ class ScheduleDigest:
         self._entering[turn], self._leaving[turn] = entering, {request.index for request in record.finished}
         self._held = held
 
+    def leave(self, request: Request) -> None:
+        """A request is stopped between two iterations: it leaves generation as one that is complete does."""
+        for leaving in self._leaving:
+            leaving.add(request.index)
+
     def add_stretch(self, stretch: Stretch) -> None:
         """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
         self.add(first := stretch.first)

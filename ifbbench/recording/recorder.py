@@ -278,6 +278,7 @@ class SummaryRecorder:
 
     def left(self, request: Request, error: str | None) -> None:
         """Take in a request that was refused, failed or was stopped."""
+        self._digest.leave(request)
         self._tracker.drop(request, self.metrics.iterations)
         self._write_request(self.metrics.add_failure(request, self._arrival_s(request), error))
 

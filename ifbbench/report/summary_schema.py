@@ -181,6 +181,15 @@ class EndpointFigures(Struct):
     metrics_errors: int | UnsetType
 
 
+class ReplayDiffers(Struct):
+    """Why a replay of a server's recording may decide otherwise: requests that their clients stopped before the first
+    token, and how often, and how much in all, the host moved the simulated time on because it was late."""
+
+    stopped_before_output: int
+    host_delays: int
+    host_delay_s: float
+
+
 class DeliveryLag(Struct):
     """How much later than the times recorded a server handed responses to the connections of its clients."""
 
@@ -205,6 +214,7 @@ class Summary(RequestFigures):
     schedule_digest: str | None
     endpoint: EndpointFigures | UnsetType
     delivery_lag_s: DeliveryLag | UnsetType
+    replay_differs: ReplayDiffers | UnsetType
     partial: bool
     bound_by_time: dict[str, float] | UnsetType
     waiting_by_limit: dict[str, float] | UnsetType

@@ -85,11 +85,25 @@ def warnings(known: dict[str, Any]) -> list[str]:
                      f"{significant(window['end_s'])} s, between ramp-up and drain.")  # fmt: skip
     elif "steady_state" in known:
         found.append("No steady state was found: the figures cover the whole run.")
+    if causes := _replay_causes(known.get("replay_differs") or {}):
+        found.append(f"A replay of this recording may decide otherwise: {'; '.join(causes)}.")
     if known.get("overloaded"):
         growth = significant(known["queue_growth_requests_per_s"])
         found.append(f"Overloaded: the queue grew by {growth} requests/s while requests arrived. "
                      "Latencies say how long the run was, not how fast the engine is.")  # fmt: skip
     return found
+
+
+def _replay_causes(differs: dict[str, Any]) -> list[str]:
+    """Why a replay of a server's recording may have another schedule."""
+    causes = []
+    if stopped := differs.get("stopped_before_output"):
+        causes.append(f"requests stopped before their first token, which a replay gives them: {count(stopped)}")
+    if delays := differs.get("host_delays"):
+        unit, scale = time_unit([differs["host_delay_s"]])
+        causes.append(f"times that the host was late and moved the simulated time on: {count(delays)}, "
+                      f"{significant(differs['host_delay_s'], scale)} {unit} in all")  # fmt: skip
+    return causes
 
 
 def settings_line(run: RunData) -> str:

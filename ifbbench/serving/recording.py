@@ -7,7 +7,7 @@ from typing import Any
 
 from ifbbench.api.engine import Engine
 from ifbbench.api.request import InferenceRequest
-from ifbbench.clock import WallClock
+from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Observer
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
@@ -33,7 +33,8 @@ class TrafficRecording(Observer):
 
     def __init__(self, directory: Path, engine: Engine, *, overwrite: bool, lengths_only: bool) -> None:
         self._lengths_only = lengths_only
-        self._num_arrived = 0
+        self._num_arrived = self._stopped_before_output = 0
+        self._engine_clock = engine.clock
         self._arrivals_s: dict[int, float] = {}
         self._flushed_s, self._is_flushed, self._clock = 0.0, True, WallClock()
         config = engine.config
@@ -74,6 +75,7 @@ class TrafficRecording(Observer):
 
     def left(self, request: Request, error: str | None) -> None:
         self._recorder.left(request, error)
+        self._stopped_before_output += error is None and not request.num_outputs
         self._write_row(request)
 
     def idle(self) -> None:
@@ -89,8 +91,15 @@ class TrafficRecording(Observer):
         with self._trace_path.open("rb") as file:
             trace |= {"requests": self._num_arrived, "sha256": file_digest(file, "sha256").hexdigest()}
         self._recorder.metrics.total = self._num_arrived
+        clock, more = self._engine_clock, dict[str, Any](delivery_lag_s=delivery_lag_s)
+        if isinstance(clock, PacedClock):
+            more["replay_differs"] = {
+                "stopped_before_output": self._stopped_before_output,
+                "host_delays": clock.num_skips,
+                "host_delay_s": clock.skipped_ns / NANOSECONDS,
+            }
         with self._open:
-            return self._recorder.close(partial, lambda _: {"delivery_lag_s": delivery_lag_s})
+            return self._recorder.close(partial, lambda _: more)
 
     def _arrival_s(self, request: Request) -> float:
         return self._arrivals_s[request.request_id]

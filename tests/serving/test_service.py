@@ -238,6 +238,10 @@ def test_a_paced_clock_moves_on_when_the_host_is_too_late(wall: list[float]) -> 
     wall[0] += MAX_LAG_S
     clock.wait_until_ns(2_000_000)
     assert clock.now() == pytest.approx(clock.real_now())
+    assert clock.num_skips == 1
+    assert clock.skipped_ns == pytest.approx(1.5 * MAX_LAG_S * 1e9 - 2_000_000)
+    clock.restart()
+    assert clock.num_skips == clock.skipped_ns == 0
 
 
 def test_buckets_of_a_histogram_are_cumulative() -> None:

@@ -107,6 +107,9 @@ def test_the_recording_replays_to_the_same_requests_and_metrics_agree_with_it(tm
     assert replayed["output_tokens"] == summary["output_tokens"] + trace[24]["output_len"]
     again = {row["request_id"]: row for row in lines(tmp_path / "replayed" / "requests.jsonl")}
     assert all(again[index]["output_len"] == requests[index]["output_len"] for index in range(25))
+    assert summary["replay_differs"]["stopped_before_output"] == 0
+    if not summary["replay_differs"]["host_delays"]:
+        assert replayed["schedule_digest"] == summary["schedule_digest"], "a stopped request ends in its iteration"
 
 
 def test_a_replay_of_the_recording_has_the_times_of_the_server(tmp_path: Path) -> None:
@@ -162,6 +165,29 @@ def test_a_run_against_the_server_has_the_figures_of_a_run_without_one(tmp_path:
             assert seen[name][key] == pytest.approx(own, rel=0.05, abs=0.002), (name, key)
     for one in (served, seen):
         assert one["request_throughput_per_s"] == pytest.approx(alone["request_throughput_per_s"], rel=0.03)
+
+
+def test_a_recording_says_what_a_replay_cannot_repeat(tmp_path: Path) -> None:
+    recorded, long = tmp_path / "recorded", {"prompt": "a", "max_tokens": 100_000}
+    with server_process(*MODEL, "--max_batch_size", "1", "--record", str(recorded)) as server:
+
+        async def leave() -> None:
+            """One client while its request runs, and then one whose request waits."""
+            running = asyncio.create_task(stream_completion(server.port, long))
+            await until(server, "active", 1)
+            waiting = asyncio.create_task(stream_completion(server.port, long))
+            await until(server, "waiting", 1)
+            waiting.cancel()
+            await until(server, "waiting", 0)
+            running.cancel()
+            await asyncio.gather(running, waiting, return_exceptions=True)
+
+        asyncio.run(leave())
+        wait_until_idle(server)
+        assert server.end()[0] == 0
+    assert json.loads((recorded / "summary.json").read_text())["replay_differs"]["stopped_before_output"] == 1
+    printed = CliRunner().invoke(main, ["report", str(recorded)]).output
+    assert "A replay of this recording may decide otherwise: requests stopped before their first token" in printed
 
 
 def test_vllm_names() -> None:
