@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httptools
 
 from ifbbench.errors import IfbbenchError
+from ifbbench.fields import memory_size
 
 if TYPE_CHECKING:
     from ifbbench.replay.endpoint_connections import Connections
@@ -58,7 +59,7 @@ class Exchange:
         """A part of the body of a response of status 200 has arrived. May raise RequestFailed."""
         self.body += part
         if len(self.body) > MAX_BODY:
-            raise RequestFailed("endless", f"the response has over {MAX_BODY} bytes")
+            raise RequestFailed("endless", f"the response has more than {memory_size(MAX_BODY)}")
 
     def on_end(self, failure: RequestFailed | None) -> None:
         """The response, of any status, is complete, or there is none. Called once."""
@@ -169,7 +170,7 @@ class Connection(asyncio.Protocol):
         assert self.exchange is not None
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_bytes > MAX_HEADERS:
-            raise RequestFailed("malformed_http", f"the headers have over {MAX_HEADERS} bytes")
+            raise RequestFailed("malformed_http", f"the headers have more than {memory_size(MAX_HEADERS)}")
         self.exchange.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.fields import memory_size
 from ifbbench.recording.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN, ClientRequestLine
 from ifbbench.replay.endpoint_answer import Answer, EventLines
 from ifbbench.replay.endpoint_api import EndpointApi
@@ -50,7 +51,7 @@ class EndpointRequest(Exchange):
     def on_part(self, part: bytes) -> None:
         self._num_bytes += len(part)
         if self._num_bytes > self._max_bytes:
-            limit = f"{self._max_bytes} bytes, for {self.row.output_len} tokens"
+            limit = f"{memory_size(self._max_bytes)}, for {self.row.output_len} tokens"
             raise RequestFailed("endless", f"the answer has more than {limit}")
         read, answer, arrived_s = self._api.read, self.answer, self.active_s
         for data in self._events.feed(part):

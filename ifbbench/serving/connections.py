@@ -7,6 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ifbbench.fields import memory_size
 from ifbbench.serving.answers import encode, error_object
 from ifbbench.serving.config import ServerConfig
 
@@ -61,7 +62,7 @@ class LimitedConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no request, after which the connection is closed."""
         if self._num_headers > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, f"a request has at most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes of them.")
+            self._refuse(431, f"a request has at most {MAX_HEADERS} headers, of {memory_size(MAX_HEADER_BYTES)} in all.")
         else:
             self._refuse(400, "the request is not valid HTTP.")
 
