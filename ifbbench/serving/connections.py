@@ -62,7 +62,8 @@ class LimitedConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no request, after which the connection is closed."""
         if self._num_headers > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse(431, f"a request has at most {MAX_HEADERS} headers, of {memory_size(MAX_HEADER_BYTES)} in all.")
+            size = memory_size(MAX_HEADER_BYTES)
+            self._refuse(431, f"a request has at most {MAX_HEADERS} headers, of {size} in all.")
         else:
             self._refuse(400, "the request is not valid HTTP.")
 
