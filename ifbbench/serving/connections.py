@@ -14,6 +14,8 @@ from ifbbench.serving.config import ServerConfig
 # Of one request: its headers, and all bytes of them and of its address.
 MAX_HEADERS = 200
 MAX_HEADER_BYTES = 64 * 1024
+# How long the client of a refused request may go on sending before its connection is closed.
+LINGER_S = 1.0
 # Answered however many connections are open, so that a full server does not look like a dead one.
 ALWAYS_ANSWERED = ("/health", "/ping", "/metrics", "/load")
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
@@ -28,6 +30,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._every_app = self.app
         self._num_headers = self._num_header_bytes = 0
         self._receiving: asyncio.TimerHandle | None = None
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -36,6 +39,10 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_refused:
+            super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -91,7 +98,10 @@ class LimitedConnection(HttpToolsProtocol):
         content = encode({"error": error_object(message, "invalid_request_error", status)})
         head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        self.transport.close()
+        # A connection that is closed with data unread is reset, and then its client may not get the answer.
+        self._is_refused = True
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 async def _refuse_for_now(scope: Any, _receive: Any, send: Any) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ async def answer_to(port: int, content: str, is_ended: bool = True) -> bytes:
         writer.write(content.encode())
         if is_ended:
             writer.write(b"\r\n")
-        with suppress(ConnectionResetError):  # the server closes it with data unread
-            return await asyncio.wait_for(reader.read(), timeout=300)
-        return b""
+        return await asyncio.wait_for(reader.read(), timeout=300)
     finally:
         writer.close()
 
