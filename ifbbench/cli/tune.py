@@ -16,7 +16,6 @@ from ifbbench.cli.options import (
     read_config_file,
 )
 from ifbbench.clock import WallClock
-from ifbbench.config import RunConfig
 from ifbbench.settings import usual_settings
 
 if TYPE_CHECKING:

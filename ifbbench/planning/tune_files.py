@@ -25,7 +25,8 @@ from ifbbench.report.confidence import RunSample
 from ifbbench.report.style import FORMATS, LIMIT_DASHES, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
-from ifbbench.settings import from_mapping
+from ifbbench.settings import usual_settings
+from ifbbench.simulation.engines import load_overhead
 
 FIGURES = (
     "request_throughput_per_s", "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share", "slo",
@@ -199,7 +200,8 @@ def settings_of_best(tuning: Tuning) -> dict[str, Any]:
     asked for, in place of its defaults, what was found, and the rate."""
     best, asked = tuning.best, tuning.runs.base
     assert best is not None
-    usual, left_out = from_mapping({}, command_line=True).as_dict(), ("output", "overwrite", *SIDE_OUTPUTS, "quiet")
+    usual = usual_settings({} if asked.engine_overhead is None else load_overhead(asked.engine_overhead).settings)
+    left_out = ("output", "overwrite", *SIDE_OUTPUTS, "quiet")
     values = {name: value for name, value in asked.as_dict().items() if value != usual[name] and name not in left_out}
     values |= {"model": asked.model, "device": asked.device} | best.settings
     if best.run.case.requests is not None:  # of a search that was interrupted
