@@ -319,7 +319,7 @@ def test_too_few_iterations_are_refused(server, tmp_path):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"device": "cpu"}, "--device: cpu; with --from"), ({"device": "sim:h200"}, "no hardware profile 'h200'"),
+    ({"device": "cpu"}, "--device: cpu; with --from"), ({"device": "sim:h20"}, "no hardware profile 'h20'"),
     ({"device": None}, "--device: is missing"), ({"model": "none"}, "none"),
 ])  # fmt: skip
 def test_settings_that_do_not_say_what_was_measured_are_refused(server, tmp_path, given, message):
