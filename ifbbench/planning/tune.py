@@ -92,6 +92,8 @@ class Tuner:
         self._progress = progress
         self._on_best = on_best
         self._candidates: dict[Case, Candidate] = {}
+        self._stage_work = 0
+        self._stage_limit: float | None = None
         self.judge = Judge(self.goal, self.runs, price)
 
     def _refused(self) -> int:
@@ -121,7 +123,7 @@ class Tuner:
 
     def _search(self) -> None:
         best = None
-        self._progress.stage("first answer")
+        self._stage("first answer")
         deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
         starts = {tp: self._starts(tp) for tp, _ in deployments}
         if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
@@ -134,7 +136,7 @@ class Tuner:
         if best is None:
             raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
         self._announce(best)
-        self._progress.stage("baselines")
+        self._stage("baselines")
         self._baselines(deployments, starts)
         if self.goal.needs_stable_queue:
             for tp, replicas in deployments:
@@ -177,8 +179,8 @@ class Tuner:
         allowed, prefix = work + left, self._prefix(starts[0], replicas)
         starts = [*starts, *self._spread(starts[0], replicas)]
         if prefix is not None:
-            self._progress.stage(f"searching on the first {prefix:,} requests")
             limit = work + PREFIX_WORK * left
+            self._stage(f"searching on the first {prefix:,} requests", limit)
             self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
             ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
             ranked = [one for one in ranked if one.run.case.replicas == replicas]
@@ -186,7 +188,7 @@ class Tuner:
             finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
         else:
             finalists = starts  # the whole trace is the only prefix
-        self._progress.stage("searching on the whole trace")
+        self._stage("searching on the whole trace", allowed)
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
         if best is not None and self._is_held_back(best):
             best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix)])
@@ -209,7 +211,9 @@ class Tuner:
     def _search_nearest(self, point: Settings, replicas: int, prefix: int | None) -> Candidate | None:
         """Search further where objectives with a statistic hold the best settings so far back: those that meet them may
         be few, and in between limits that were tried. Candidates are compared by how much they miss."""
-        self._progress.stage("searching settings that meet the objectives")
+        in_grid = len(GRID_DIVISORS) * len(GRID_TOKENS) * (prefix or self.runs.total)
+        limit = self.runs.work + in_grid + NEAREST_WORK * self.runs.total
+        self._stage("searching settings that meet the objectives", limit)
         (probe,) = self._candidates_of([Case(point, None, replicas)])
         if probe is None:
             return None
@@ -263,7 +267,7 @@ class Tuner:
         best: Candidate | None = None
         start, steps = 1.0, list(WHOLE_STEPS)
         for _ in range(MAX_ROUNDS):
-            self._progress.stage("finding the highest rate" if is_rate else "finding the fewest replicas")
+            self._stage("finding the highest rate" if is_rate else "finding the fewest replicas")
             found = self._at_full_load(settings, replicas, best, start)
             if best is not None and (found is None or found.score <= best.score * (MIN_GAIN if is_rate else 1)):
                 break
@@ -279,16 +283,16 @@ class Tuner:
                 if not full_load:
                     break
                 case = Case(settings, None, full_load)
-            self._progress.stage("comparing settings under pressure")
             cases = [replace(case, settings=point) for point in dict.fromkeys([settings, starts[0], starts[-1]])]
             limit = self.runs.work + ROUND_WORK * self.allowed_work
+            self._stage("comparing settings under pressure", limit)
             under_pressure = self._descend(cases, steps, limit, announce=best is None)
             if under_pressure is None or under_pressure.run.case.settings == settings:
                 break
             self.found.importance = self.judge.importance(under_pressure, self._candidates.values(), self.space)
             settings, start, steps = under_pressure.run.case.settings, case.rate, [WHOLE_STEPS[-1]]
         if is_rate and best is not None:
-            self._progress.stage("confirming the highest rate")
+            self._stage("confirming the highest rate")
             near = best.rate.low if best.rate else 1.0
             self._at_full_load(best.run.case.settings, replicas, best, near, is_final=True)
 
@@ -355,8 +359,16 @@ class Tuner:
         self._candidates |= {one.run.case: one for one in found}
         best = self.found.best
         text = "" if best is None else f"best so far: {abs(best.score):,.4g} {self.goal.unit}"
-        self._progress.update(self.runs.work, None, text)
+        total = None if self._stage_limit is None else max(round(self._stage_limit - self._stage_work), 1)
+        done = self.runs.work - self._stage_work
+        self._progress.update(done if total is None else min(done, total), total, text)
         return found
+
+    def _stage(self, label: str, limit: float | None = None) -> None:
+        """A stage of the search begins. limit: of the work, where it ends at the latest; so the time that remains is at
+        most what progress shows."""
+        self._stage_work, self._stage_limit = self.runs.work, limit
+        self._progress.stage(label)
 
     def _candidates_of(self, cases: Sequence[Case]) -> list[Candidate | None]:
         return [self.judge.candidate(run) for run in self.runs.run(cases)]

@@ -29,7 +29,7 @@ from ifbbench.report.sweep_metrics import (
     ticks_of,
     varied_in,
 )
-from ifbbench.report.sweep_table import SweepRow, number_in, shares
+from ifbbench.report.sweep_table import SweepRow, meets_objectives, number_in, shares
 
 # The number of METRICS that are drawn in any case.
 ALWAYS = 2
@@ -105,7 +105,8 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
         panels[0].annotate(f"knee: {text_of(knee)}", (knee, 0), xytext=(4, 4), textcoords="offset points", fontsize=8,
                            color=MUTED)  # fmt: skip
     each = "a line for each" if len(groups) > 1 else "the same for each"
-    notes = [subject_of(rows), f"{each} {' and '.join(others)}" if others else ""]
+    missed = "empty marks miss an objective" if any(meets_objectives(row) is False for row in rows) else ""
+    notes = [subject_of(rows), f"{each} {' and '.join(others)}" if others else "", missed]
     title(panels[0], f"Sweep over {over}", " · ".join(filter(None, notes)))
     if 1 < len(groups) <= MAX_LINES:
         lines = [Line2D([], [], marker="o", label=name, **how)
@@ -152,6 +153,7 @@ def _draw_metric(
         # Equal percentiles are both seen: the first is wider.
         axes.plot(positions, [value * scale for value in values], line, color=colour, markersize=7 - 2 * number,
                   linewidth=2.4 - 0.8 * number, label=name)  # fmt: skip
+        _draw_missed(axes, positions, [value * scale for value in values], rows, colour, 7 - 2 * number)
     if len(metric.keys) > 1:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(metric.keys), borderaxespad=0)
     else:
@@ -162,6 +164,15 @@ def _draw_metric(
             axes.annotate(text, highest, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8,
                           fontweight="bold", color=INK)  # fmt: skip
     axes.set_ylabel(metric.label + (f" ({unit})" if unit else ""))
+
+
+def _draw_missed(
+    axes: Axes, positions: Sequence[float], values: Sequence[float], rows: Sequence[SweepRow], colour: str, size: float
+) -> None:
+    """Empty the marks of the points that miss an objective."""
+    missed = [(x, y) for x, y, row in zip(positions, values, rows, strict=True) if meets_objectives(row) is False]
+    if missed:
+        axes.plot(*zip(*missed, strict=True), "o", color=colour, markersize=size, markerfacecolor="white", zorder=3)
 
 
 def _draw_groups(
@@ -180,6 +191,9 @@ def _draw_groups(
         positions, values = [place[row[over]] for row in group], [value * scale for value in metric.values(group)[-1]]
         aside = ASIDE * (number - (len(groups) - 1) / 2) if is_few and not numeric else 0.0
         axes.plot([position + aside for position in positions], values, marker="o", **how)
+        if is_few:
+            places = [position + aside for position in positions]
+            _draw_missed(axes, places, values, group, how["color"], how["markersize"])
         for position, value in zip(positions, values, strict=True):
             if not np.isnan(value):
                 by_place.setdefault(position, []).append(value)

@@ -55,6 +55,10 @@ def print_sweep(
     cells += [[largest_share(row, key) for row in rows] for key in SHARES]
     for heading in SHARES.values():
         table.add_column(heading)
+    met = [meets_objectives(row) for row in rows]
+    if any(one is not None for one in met):
+        table.add_column("meets\nobjectives")
+        cells.append([NOTHING if one is None else "[bold green]yes[/bold green]" if one else "no" for one in met])
     is_complete = [not number_in(row, "requests.failed") for row in rows]
     for key, (heading, text, best_of) in SWEEP_COLUMNS.items():
         values = [number_in(row, key) for row in rows]
@@ -103,6 +107,15 @@ def _print_reasons(
         console.print(f"[bold]{escape(points[0])}[/bold]{others}: {escape(reason)}", highlight=False, soft_wrap=True)
     if len(reasons) > MAX_REASONS:
         console.print(f"… and {len(reasons) - MAX_REASONS} other errors and warnings", highlight=False)
+
+
+def meets_objectives(row: SweepRow) -> bool | None:
+    """Whether a point meets all objectives of `--slo` and no request failed; of repeats, each of them. None without
+    objectives, and for a point without figures."""
+    met = [value for key, value in row.items() if key.startswith("slo.") and key.endswith(".met")]
+    if not met or row.get("error"):
+        return None
+    return all(value is True for value in met) and not number_in(row, "requests.failed")
 
 
 def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:

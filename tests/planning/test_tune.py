@@ -223,6 +223,25 @@ def test_objectives_that_every_setting_meets_are_said():
     assert found.runs.work < 8 * found.runs.total
 
 
+def test_the_progress_of_a_search_has_a_total(monkeypatch):
+    searching = tuner(slo="ttft=500ms,tpot=12ms", request_rate=40)
+    stages: dict[str, list[tuple[int, int | None]]] = {}
+
+    class Kept:
+        def stage(self, label: str) -> None:
+            stages[label] = []
+
+        def update(self, completed: int, total: int | None, text: str) -> None:
+            stages[list(stages)[-1]].append((completed, total))
+
+    monkeypatch.setattr(searching, "_progress", Kept())
+    searching.run()
+    assert stages["searching on the whole trace"]
+    for completed, total in stages["searching on the whole trace"]:
+        assert total is not None
+        assert 0 < completed <= total
+
+
 def test_interrupting_keeps_the_best_so_far(monkeypatch):
     searching = tuner(slo="ttft=500ms,tpot=12ms", request_rate=40)
 

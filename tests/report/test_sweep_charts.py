@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from ifbbench.errors import InputError
 from ifbbench.report.style import styled
 from ifbbench.report.sweep_charts import draw_sweep, plot_sweep
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_pareto, pareto_front
 from ifbbench.report.sweep_metrics import knee_of, subject_of
+from ifbbench.report.sweep_table import meets_objectives, print_sweep
 
 
 def test_sweep_over_numbers_and_texts(tmp_path: Path) -> None:
@@ -43,6 +45,23 @@ def test_sweep_shows_what_was_reused_in_a_panel_of_its_own() -> None:
     assert [axes.get_ylabel() for axes in figure.axes] == ["output tokens/s", "TTFT (ms)", "prefix hit rate (%)"]
     assert [text.get_text() for text in hit_rate.texts] == ["65.1 %"]
     assert (throughput.get_xlabel(), ttft.get_xlabel(), hit_rate.get_xlabel()) == ("", "", "pool")
+
+
+def test_sweep_marks_the_points_that_meet_the_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"output_throughput_tokens_per_s": 90.0, "ttft_s.p50": 0.1, "ttft_s.p99": 0.4, "error": ""}
+    met = {8: (True, 0), 16: (False, 0), 32: (True, 1), 64: (None, 0)}  # None: repeats differ
+    rows = [{"pool": size, "slo.ttft.met": one, "slo.e2e.p99.met": True, "requests.failed": failed, **figures}
+            for size, (one, failed) in met.items()]  # fmt: skip
+    assert [meets_objectives(row) for row in rows] == [True, False, False, False]
+    assert meets_objectives(figures) is None
+    print_sweep(rows, ["pool"], Console(width=120))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    marks = {line[0]: line for line in lines if line and line[0] in map(str, met)}
+    assert ["yes" in marks[str(size)] for size in met] == [True, False, False, False]
+    with styled():
+        figure = draw_sweep(rows, "pool")
+    empty = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in empty] == [[16, 32, 64]]
 
 
 @pytest.mark.parametrize("hit_rates", [{8: 0.0, 16: 0.0}, {8: None, 16: 0.0}, {"a": None, "b": None}], ids=str)
