@@ -328,15 +328,15 @@ def test_an_address_that_no_host_has_is_refused(trace: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "error"),
+    ("counts", "status", "words"),
     [
-        ({"completion_tokens": 0}, "the answer has no token"),
-        ({"completion_tokens": 3, "prompt_tokens": 10**30}, "an event is no chunk of the API"),
-        ({"completion_tokens": 2**40}, "an event is no chunk of the API"),
-        ({"completion_tokens": -1}, "an event is no chunk of the API"),
+        ({"completion_tokens": 0}, 0, "usage_contradicts_stream"),
+        ({"completion_tokens": 3, "prompt_tokens": 10**30}, 1, "an event is no chunk of the API"),
+        ({"completion_tokens": 2**40}, 1, "an event is no chunk of the API"),
+        ({"completion_tokens": -1}, 1, "an event is no chunk of the API"),
     ],
 )
-def test_counts_of_tokens_that_no_answer_has(tmp_path: Path, counts: dict[str, int], error: str) -> None:
+def test_counts_of_tokens_that_no_answer_has(tmp_path: Path, counts: dict[str, int], status: int, words: str) -> None:
     async def answer(_: Received, writer: Writer) -> None:
         await writer.raw(STREAM)
         for event in (token(" a"), {"choices": [], "usage": counts}, "[DONE]"):
@@ -345,8 +345,9 @@ def test_counts_of_tokens_that_no_answer_has(tmp_path: Path, counts: dict[str, i
 
     trace = written(tmp_path, {"arrival_s": 0.0, "prompt_len": 4, "output_len": 1})
     with fake_endpoint(answer) as endpoint:
-        ends(1, "run", str(trace), "--endpoint", endpoint.url, "--warm_up", "0", "--output", str(tmp_path / "run"))
-    assert error in (tmp_path / "run" / "requests.jsonl").read_text()
+        command = ["run", str(trace), "--endpoint", endpoint.url, "--warm_up", "0", "--output", str(tmp_path / "run")]
+        ends(status, *command)
+    assert words in (tmp_path / "run" / "requests.jsonl").read_text()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", "x" * 300])
