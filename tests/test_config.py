@@ -95,7 +95,9 @@ def test_a_value_of_another_type_is_refused(name, value, expected):
     [
         ("h100-sxm", "sim:h100-sxm"),
         ("H100_SXM", "sim:H100_SXM"),
-        ("h100", "sim:h100"),  # refused with the names that there are, where the profile is read
+        ("h100", "sim:h100-sxm"),
+        ("sim:A100", "sim:a100-80gb-sxm"),
+        ("rtx", "sim:rtx"),  # refused with the names that there are, where the profile is read
         ("my/own.toml", "sim:my/own.toml"),
         ("sim:h100-sxm", "sim:h100-sxm"),
         ("cpu", "cpu"),

@@ -52,6 +52,8 @@ def recorded() -> Path:
         str(trace),
         "--device",
         "sim:h100-sxm",
+        "--model",
+        "tiny",
         "--quiet",
         "--max_tokens_in_paged_kvcache",
         "128",

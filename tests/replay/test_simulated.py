@@ -103,7 +103,7 @@ def test_nothing_heavy_is_imported(arguments: list[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": "sim:h100"}, ["h100", "h100-sxm"]),
+        ({"device": "sim:h100-sx"}, ["h100-sx", "h100-sxm"]),
         ({"device": "sim:l4", "model": "llama-3.3-70b", "max_tokens_in_paged_kvcache": None}, ["tp_size"]),
         ({"device": "null", "tp_size": 2}, ["--tp_size", "nothing is computed"]),
         ({"device": "cpu", "dtype": "fp8"}, ["--dtype", "GPUs and simulated"]),
