@@ -100,7 +100,7 @@ def test_a_run_out_of_memory_says_what_to_lower(tmp_path: Path, monkeypatch: pyt
     result = real_run(tmp_path / "run")
     assert result.exit_code == 1
     assert len(result.output.splitlines()) == 1
-    for words in ("out of memory while running", "2.50 GiB", "bytes are free", "--max_num_tokens", "--max_batch_size",
+    for words in ("out of memory while running", "2.50 GiB", "are free", "--max_num_tokens", "--max_batch_size",
                   "--kv_cache_free_gpu_mem_fraction", "--dtype"):  # fmt: skip
         assert words in result.output
     iterations = (tmp_path / "run/iterations.jsonl").read_text().splitlines()
