@@ -32,6 +32,8 @@ COMMAND_KEYS = ("trace", "repeat", "replicas", "over", "zip", "keep", "processes
 RUN_KEYS = COMMAND_KEYS[:3]
 CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
 # Settings of a recorded run that say where its results went.
+# A setting by the other one that decides the same.
+SAME_QUESTION = {"overlap": "enable_trt_overlap"}
 PLACES = ("output", "overwrite", *SIDE_OUTPUTS)
 _log = logging.getLogger("ifbbench")
 # What `--help` is followed by for every option; what it means alone; the group of options that are no settings.
@@ -267,8 +269,11 @@ def given_config(
     engine_dir = values.pop("engine_dir", None)
     if engine_dir:
         values = with_engine(engine_dir, values)
-    from_engine = engine_defaults(values.get("engine_overhead"))
-    from_engine = {name: value for name, value in from_engine.items() if name not in values}
+    from_engine: dict[str, Any] = {}
+    is_recorded = config_file is not None and _is_run(config_file) and "engine_overhead" not in from_command_line
+    if not is_recorded:  # the settings of a run are all there
+        from_engine = {name: value for name, value in engine_defaults(values.get("engine_overhead")).items()
+                       if name not in values and SAME_QUESTION.get(name) not in values}  # fmt: skip
     config = from_mapping(from_engine | values, command_line=True)
     if needs_model:
         _check_model_is_given(config, values)
@@ -281,6 +286,11 @@ def given_config(
             )
             _log.warning("%s: the run has %s and %s.", config_file, model, device)
     return config
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a config file is that of a recorded run."""
+    return path.suffix == ".json" or (path.is_dir() and not (path / SWEEP_CONFIG).is_file())
 
 
 def engine_defaults(engine_overhead: str | None) -> Mapping[str, Any]:

@@ -40,7 +40,10 @@ FAILED, LOST, TIMED_OUT = "failed", "lost", "timed_out"
 PR_SET_PDEATHSIG = 1
 # Until the model is loaded, a signal ends the process at once: an exception would fall into imports, some of which make
 # another error of it.
-START = "from signal import *; signal(SIGINT, SIG_DFL); from ifbbench.replay.rank_processes import work; work()"
+START = (
+    "from signal import *; signal(SIGINT, SIG_DFL); pthread_sigmask(SIG_UNBLOCK, [SIGINT])\n"
+    "from ifbbench.replay.rank_processes import work; work()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,14 @@ class Ranks:
         for number in range(len(self._ranks), self._size):
             connection, theirs = Pipe()
             # In a session of its own: Ctrl+C is for this process, which interrupts rank 0.
-            process = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())], pass_fds=[theirs.fileno()],
-                env=self._environment(number), stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until START handles it
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())], pass_fds=[theirs.fileno()],
+                    env=self._environment(number), stdin=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             self._ranks.append(_Rank(number, process, connection))
             with suppress(BrokenPipeError):  # a process that has died; `result` notices it

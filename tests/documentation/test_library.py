@@ -117,7 +117,8 @@ def cells(heading: str) -> list[str]:
     ("module", "settings"),
     [
         ("reads_blocks", []), ("reads_reuse", ["--enable_kv_cache_reuse"]),
-        ("reads_windows", ["--max_attention_window", "16,32"]), ("reads_counts", ["--device", "sim:h100-sxm"]),
+        ("reads_windows", ["--max_attention_window", "16,32"]),
+        ("reads_counts", ["--device", "sim:h100-sxm", "--model", "tiny"]),
     ],
 )  # fmt: skip
 def test_a_policy_may_read_what_the_page_lists(module: str, settings: list[str], tmp_path: Path, monkeypatch) -> None:
