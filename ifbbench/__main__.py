@@ -1,5 +1,6 @@
 """The `ifbbench` command, and `python -m ifbbench`: the signals that end it, before anything else is imported."""
 
+import io
 import os
 import signal
 import sys
@@ -15,6 +16,10 @@ def main() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller; a file of the run would get its number and the output
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or a file that is not UTF-8 gets ? for what it lacks
+            stream.reconfigure(errors="replace")
+    os.environ["MPLBACKEND"] = "Agg"  # charts are files, whatever the environment shows plots in
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # a shell ignores Ctrl-C for its background jobs
             signal.signal(number, _interrupt)

@@ -47,6 +47,10 @@ class PauseLedger:
     def tokens_recomputed(self) -> int:
         return sum(entry.tokens_recomputed for entry in self.entries)
 
+    def costliest(self) -> list[LedgerEntry]:
+        """The entries by the time that their victims lost, the most first."""
+        return sorted(self.entries, key=lambda entry: (-entry.lost_s, -entry.tokens_recomputed, entry.iteration))
+
     def thrashing(self) -> list[tuple[Id, int]]:
         """Requests that were paused at least THRASHING_PAUSES times, with the number, the most paused first."""
         counts = Counter(entry.victim for entry in self.entries)

@@ -183,7 +183,7 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
         console.print(f"{count(len(chains))} chains of pauses; the longest: {longest}.", soft_wrap=True)
     numbers = ["blocks freed", "tokens again", "lost s", "gained s"]
     table = plain_table("Costliest pauses", "iteration", "victim", "made room for", numbers=numbers)
-    for entry in sorted(ledger.entries, key=lambda one: -one.tokens_recomputed)[:PAUSES_SHOWN]:
+    for entry in ledger.costliest()[:PAUSES_SHOWN]:
         table.add_row(
             f"{entry.time_s:,.3f} s", f"{entry.iteration:,}", str(entry.victim), str(entry.beneficiary),
             count(entry.blocks_freed), count(entry.tokens_recomputed), significant(entry.lost_s),

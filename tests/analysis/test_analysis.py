@@ -11,7 +11,7 @@ from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.explain import iteration_facts, request_life
 from ifbbench.analysis.figures import Figure, failed_condition
 from ifbbench.analysis.findings import Findings
-from ifbbench.analysis.pauses import pause_ledger
+from ifbbench.analysis.pauses import LedgerEntry, PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
@@ -89,6 +89,14 @@ def test_the_ledger_accounts_for_every_recomputed_token(run: RecordedRun) -> Non
         of_victims[entry.victim] += entry.tokens_recomputed
     for request_id, row in run.row_of.items():
         assert of_victims[request_id] == row["recomputed_tokens"]
+
+
+def test_the_costliest_pauses_are_those_that_lost_most_time() -> None:
+    def pause(iteration: int, tokens: int, lost_s: float) -> LedgerEntry:
+        return LedgerEntry(iteration, 0.1 * iteration, "1", "2", "kv_blocks", 3, tokens, lost_s, 0.5, 1)
+
+    many, long, both = pause(3, 900, 0.1), pause(5, 20, 4.0), pause(4, 20, 0.1)
+    assert PauseLedger([many, both, long]).costliest() == [long, many, both]
 
 
 def test_the_ledger_accounts_for_the_tokens_that_policies_differ_by(tmp_path: Path, trace: Path) -> None:

@@ -1,7 +1,9 @@
 """The command itself: its help without heavy imports, its errors and exit statuses."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -138,3 +140,27 @@ def test_options_that_do_not_exist_are_explained_in_their_own_spelling(arguments
     done = CliRunner().invoke(main, arguments.split())
     assert done.exit_code == 2
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_an_output_that_is_not_utf_8_has_other_characters_and_no_error(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "ifbbench", "run", "documentation", "--device", "null", "--time_scale", "0",
+               "--quiet", "--output", str(tmp_path / "run")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONCOERCECLOCALE": "0"} | environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"Requests completed" in done.stdout
+    if "PYTHONIOENCODING" in environment:
+        assert b"documentation ? guaranteed_no_evict" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["nonsense", "TkAgg"])
+def test_charts_do_not_depend_on_the_backend_of_the_environment(backend: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ifbbench"]
+    environment = os.environ | {"MPLBACKEND": backend}
+    run = ["run", "documentation", "--device", "null", "--time_scale", "0", "--quiet"]
+    run += ["--output", str(tmp_path / "run")]
+    for words in (run, ["plot", str(tmp_path / "run"), "--only", "timeline"]):
+        done = subprocess.run([*command, *words], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
