@@ -95,6 +95,20 @@ def check(path: Path, overwrite: bool) -> None:
             raise InputError(f"--output {path}: holds files that are not of a run; give another directory.")
 
 
+def check_some(places: Iterable[Path], overwrite: bool) -> None:
+    """Raise InputError when a run may write to none of `places`; `begun` may still find that another process has taken
+    the first free one since."""
+    taken = InputError("no directory was given.")
+    for path in places:
+        try:
+            check(path, overwrite)
+        except TakenError as error:
+            taken = error
+        else:
+            return
+    raise taken
+
+
 @contextmanager
 def begun(places: Iterable[Path], overwrite: bool, write_start: WriteStart) -> Iterator[Path]:
     """The first of `places` that no other process takes, as a run directory without results. Until the end of the

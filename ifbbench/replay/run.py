@@ -74,7 +74,7 @@ def run_trace(
         return result
     trace = load_trace(source, config, progress)
     _check_side_outputs(config)
-    run_directory.check(next(iter(_places(config, trace))), config.overwrite)
+    run_directory.check_some(_places(config, trace), config.overwrite)
     if config.endpoint is not None:
         return _run_endpoint(trace, config, progress, on_recorded)
     with engine_for(trace, config, progress, owns_process) as engine:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,6 +30,7 @@ from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON
 from ifbbench.planning.sweep import POINTS_FILE
 from ifbbench.planning.tune import Tuner
 from ifbbench.planning.tune_files import ANSWER, SERVER_FILES
+from ifbbench.recording import run_directory
 from ifbbench.recording.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
 from ifbbench.report.load import load_run
 from tests.attack.file_layer import ended, forked, in_fork, status_of
@@ -369,6 +370,19 @@ def test_runs_at_the_same_time_with_the_default_name(tmp_path: Path) -> None:
         run = load_run(tmp_path / "results" / name)
         assert run.run["name"] == name
         assert run.summary is not None
+
+
+def test_a_default_name_that_is_taken_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status_of(RUN) == 0
+
+    def numbered(path: Path) -> Iterator[Path]:
+        yield path  # it was free, and another run has ended there since
+        yield path.with_name("free")
+
+    monkeypatch.setattr(run_directory, "numbered", numbered)
+    assert status_of(RUN) == 0
+    assert load_run(tmp_path / "results" / "free").summary is not None
 
 
 def started_together(arguments: Sequence[str], count: int, directory: Path) -> tuple[list[int], list[str]]:
