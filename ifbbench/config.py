@@ -35,7 +35,7 @@ ENGINE_OVERHEADS = Path(__file__).parent / "simulation" / "engines"
 WINDOW_MODES = ("cyclic", "linear")
 TRACE_FORMATS = (
     "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "aiperf", "mooncake", "gptmanager",
-    "trtllm-bench", "sharegpt", "openai-batch", "vllm-result", "guidellm", "vllm-dataset",
+    "trtllm-bench", "sharegpt", "openai-batch", "openai-batch-output", "vllm-result", "guidellm", "vllm-dataset",
 )  # fmt: skip
 TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
 RECORDINGS = ("full", "summary")
@@ -177,8 +177,9 @@ class RunConfig:
         None, "Format of the trace file. Default: recognised from its content.", choices=TRACE_FORMATS,
         value_aliases=TRACE_FORMAT_ALIASES, elsewhere="dataset_name dataset_type custom_dataset_type")
     columns: str | None = _replay(
-        None, "Columns of a CSV or JSON lines trace by field: prompt_len=NAME,output_len=NAME,arrival_s=NAME (or "
-        "arrival_ms, prompt, max_new_tokens, priority, class, request_id, lora_task_id).",
+        None, "Columns of a CSV, JSON lines or Parquet trace by field: prompt_len=NAME,output_len=NAME,arrival_s=NAME "
+        "(or arrival_ms, prompt, max_new_tokens, priority, class, request_id, lora_task_id); usage.input is the field "
+        "input of the object usage.",
         elsewhere="data_column_mapper")
     tokenizer: str | None = _replay(None, "tokenizer.json that makes token ids of the prompts of a trace of texts.")
     characters_per_token: float = _replay(

@@ -1,8 +1,9 @@
-"""Files that hold rows: CSV tables and JSON documents. JSON lines are in `reading`."""
+"""Files that hold rows: CSV tables, JSON documents and Parquet. JSON lines are in `reading`."""
 
 import csv
 import json
 import re
+import tempfile
 import weakref
 from array import array
 from codecs import BOM_UTF8
@@ -10,18 +11,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from io import SEEK_END
 from mmap import ACCESS_READ, mmap
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
 
-from ifbbench.compressed import bounded_lines
+from ifbbench.compressed import DamagedFile, bounded_lines
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
 from ifbbench.workload.formats import TOO_LONG, checked_object, json_value
 from ifbbench.workload.trace import ID
 
 ROWS_TO_RECOGNISE = 8
+ROWS_OF_BATCH = 1_000
 
 
 class UnknownFormat(ValueError):
@@ -225,6 +228,41 @@ def _guidellm_rows(benchmarks: Any) -> Iterator[Any]:
                     yield row | {"status": status} if isinstance(row, dict) else row
         else:
             raise UnknownFormat("benchmarks without requests")
+
+
+PARQUET = b"PAR1"
+
+
+def parquet_as_json_lines(path: Path, file: BinaryIO) -> BinaryIO:
+    """`file`, the content of `path`; if that is Parquet, a temporary file of its rows as JSON lines, and `file` is
+    closed. Times are texts. InputError without the package pyarrow, DamagedFile if the content is not valid."""
+    file.seek(0)
+    begins_like_parquet = file.read(len(PARQUET)) == PARQUET
+    file.seek(0)
+    if not begins_like_parquet:
+        return file
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise InputError(
+            f"{path}: reading a Parquet file needs the package pyarrow; install it with "
+            "`pip install 'ifbbench[parquet]'`, or write the trace as JSON lines."
+        ) from None
+    lines = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    try:
+        with file:
+            for batch in ParquetFile(file).iter_batches(ROWS_OF_BATCH):
+                for row in batch.to_pylist():
+                    lines.write(json.dumps(row, default=str).encode() + b"\n")
+    except (ArrowException, OSError, ValueError) as error:
+        lines.close()
+        raise DamagedFile(f"not a valid Parquet file ({str(error).splitlines()[0][:200]})") from error
+    except BaseException:
+        lines.close()
+        raise
+    lines.seek(0)
+    return cast(BinaryIO, lines)
 
 
 _STRING_OR_COMMENT = re.compile(rb'"(?:\\.|[^"\\])*"|//[^\n]*')

@@ -63,6 +63,16 @@ class ReadOptions:
     default_output_len: int | None = None
 
 
+def value_at(row: Row, path: str) -> Any:
+    """The field `path` of a row: a key, or keys of nested objects, joined by dots. None if the row lacks it."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 class TraceFormat(ABC):
     """One kind of trace file. An instance reads one file.
 

@@ -23,7 +23,7 @@ from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, DamagedFile, bounded_lines, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
-from ifbbench.workload.containers import ROWS_TO_RECOGNISE, CsvTable, JsonDocument, UnknownFormat
+from ifbbench.workload.containers import ROWS_TO_RECOGNISE, CsvTable, JsonDocument, UnknownFormat, parquet_as_json_lines
 from ifbbench.workload.formats import IfbbenchFormat, ReadOptions, Row, TraceFormat, json_object
 from ifbbench.workload.recorded_formats import (
     AzureFormat,
@@ -39,6 +39,7 @@ from ifbbench.workload.tool_formats import (
     GptManagerFormat,
     GuidellmFormat,
     OpenAiBatchFormat,
+    OpenAiBatchOutputFormat,
     ShareGptFormat,
     TrtllmBenchFormat,
     VllmDatasetFormat,
@@ -59,6 +60,7 @@ FORMATS: dict[str, type[TraceFormat]] = {
     "trtllm-bench": TrtllmBenchFormat,
     "sharegpt": ShareGptFormat,
     "openai-batch": OpenAiBatchFormat,
+    "openai-batch-output": OpenAiBatchOutputFormat,
     "vllm-result": VllmResultFormat,
     "guidellm": GuidellmFormat,
     "vllm-dataset": VllmDatasetFormat,
@@ -83,11 +85,14 @@ def read_trace(
     """
     options = options or ReadOptions()
     try:
-        file = open_to_read(path, accept_cut)
-        size = os.fstat(file.fileno()).st_size
+        file = given = open_to_read(path, accept_cut)
         try:
             sha256 = _sha256(path, file)
+            file = parquet_as_json_lines(path, given)
+            size = os.fstat(file.fileno()).st_size
             container = _container(file)
+            if file is not given:
+                container.row_name = "row {}"
             trace_format = _recognise(container, options)
 
             def report(rows: int) -> None:
@@ -216,11 +221,11 @@ def _recall(path: Path, container: "Container", trace_format: TraceFormat) -> Re
 # Recognising.
 
 SAMPLE_BYTES = 1 << 16
-BINARY_FILES = {b"PAR1": "Parquet", b"PK\x03\x04": "zip or Excel", b"SQLite": "SQLite", b"\x28\xb5\x2f\xfd": "zstd",
+BINARY_FILES = {b"PK\x03\x04": "zip or Excel", b"SQLite": "SQLite", b"\x28\xb5\x2f\xfd": "zstd",
                 b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"%PDF": "PDF", b"ARROW1": "Arrow"}  # fmt: skip
 ADVICE = (
     f"Known formats: {', '.join(FORMATS)} (docs/traces.md has their keys). Name one with --trace_format, or the "
-    "columns of any CSV or JSON lines with --columns prompt_len=NAME,output_len=NAME."
+    "columns of any CSV, JSON lines or Parquet with --columns prompt_len=NAME,output_len=NAME,arrival_s=NAME."
 )
 DOCUMENT_KEYS = frozenset({"samples", "data", "benchmarks", "input_lens"})
 _DOCUMENT = re.compile(rf'(?<!\\)"(?:{"|".join(DOCUMENT_KEYS)})"\s*:\s*\['.encode())

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean, integer, integers, number, shown, text, unexpected
-from ifbbench.workload.formats import ReadOptions, Row, TraceFormat
+from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, value_at
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.texts import PromptTexts
 from ifbbench.workload.trace import EPOCH_S, MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest
@@ -183,6 +183,13 @@ class TableFormat(TraceFormat):
         )  # fmt: skip
 
 
+class _NestedTable(TableFormat):
+    """A table of which some columns are fields of nested objects, such as `usage.input`."""
+
+    def requests(self, row: Row, index: int) -> tuple[TraceRequest, ...]:
+        return super().requests({name: value_at(row, name) for name in self.needs}, index)
+
+
 def _columns(arrival_s: str, prompt_len: str, output_len: str) -> Mapping[str, str]:
     return MappingProxyType({"arrival_s": arrival_s, "prompt_len": prompt_len, "output_len": output_len})
 
@@ -218,7 +225,8 @@ class LengthsFormat(TableFormat):
 
 
 def table_format(columns: str, keys: Collection[str]) -> type[TableFormat]:
-    """The format that `--columns` describes: `prompt_len=ContextTokens,output_len=GeneratedTokens,arrival_ms=t`.
+    """The format that `--columns` describes: `prompt_len=ContextTokens,output_len=GeneratedTokens,arrival_ms=t`. A
+    column of nested objects is named by their keys, joined by dots.
 
     InputError if the text is not valid, or names a column that is not among `keys`.
     """
@@ -231,7 +239,7 @@ def table_format(columns: str, keys: Collection[str]) -> type[TableFormat]:
         if field not in known:
             fields = ", ".join(dict.fromkeys(known))
             raise InputError(f"--columns has the field {field!r}; expected {fields}.{did_you_mean(field, known)}")
-        if keys and name not in keys:
+        if keys and name not in keys and name.partition(".")[0] not in keys:
             there = ", ".join(shown(key)[1:-1] for key in sorted(keys))[:300]
             hint = did_you_mean(name, list(keys))
             raise InputError(f"--columns names the column {name!r}; the file has {there}.{hint}")
@@ -242,7 +250,10 @@ def table_format(columns: str, keys: Collection[str]) -> type[TableFormat]:
         raise InputError("--columns needs output_len, the column of output tokens.")
     if len(named.keys() & UNITS.keys()) > 1:
         raise InputError(f"--columns has several columns of arrivals; expected one of {', '.join(UNITS)}.")
-    return type("NamedColumns", (TableFormat,), {"columns": named, "needs": tuple(named.values())})
+    given = {"columns": named, "needs": tuple(named.values())}
+    if all(name in keys for name in named.values()):
+        return type("NamedColumns", (TableFormat,), given)
+    return type("NestedColumns", (_NestedTable,), given)
 
 
 # Traces that name the blocks of prompts.

@@ -1,17 +1,21 @@
 """Formats of other benchmark tools: what they are given (data sets of prompts) and what they report (requests)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.fields import integer, number, unexpected
-from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, token_ids
-from ifbbench.workload.recorded_formats import SessionTimes, Times, hashed_prompt
-from ifbbench.workload.texts import PromptTexts, chat_text
+from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, token_ids, value_at
+from ifbbench.workload.recorded_formats import MILLISECONDS, SessionTimes, Times, hashed_prompt
+from ifbbench.workload.texts import PromptTexts, chat_text, content_text
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest
 
 NO_LORA = -1
-ASKERS, ANSWERERS = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
+ANSWERER = "assistant"
+# The lowest status of HTTP that is an error.
+BAD_REQUEST = 400
+# Time stamps since 1970 from here on are milliseconds: as seconds, this is the year 5138.
+MILLISECOND_STAMPS = 1e11
 
 
 class GptManagerFormat(TraceFormat):
@@ -61,6 +65,20 @@ class TextFormat(TraceFormat):
             return len(tokens), tokens
         return self.texts.prompt(value, name)
 
+    def chat(self, messages: Any, name: str, row: Row, limit: str) -> tuple[int, tuple[int, ...] | None, int]:
+        """Length and token ids of the prompt of a chat, and its output length, which is the field `limit` of `row`.
+
+        In a log, which has no such field, the last message is the answer of the assistant: it is the output, and the
+        messages before it are the prompt."""
+        is_log = row.get(limit) is None and isinstance(messages, list) and len(messages) > 1
+        if is_log and isinstance(messages[-1], dict) and messages[-1].get("role") == ANSWERER:
+            prompt_len, tokens = self.texts.prompt(chat_text(messages[:-1], name), name)
+            position = f"{name}[{len(messages) - 1}].content"
+            answer = content_text(messages[-1].get("content"), position)
+            return prompt_len, tokens, self.texts.output_len(answer, position)
+        prompt_len, tokens = self.texts.prompt(chat_text(messages, name), name)
+        return prompt_len, tokens, self.output_len(row, limit)
+
 
 class TrtllmBenchFormat(TextFormat):
     """trtllm-bench's dataset: JSONL with task_id, output_tokens, and prompt, input_ids or logits (token ids too).
@@ -98,30 +116,45 @@ class VllmDatasetFormat(TextFormat):
 
 
 class ShareGptFormat(TextFormat):
-    """ShareGPT: a JSON list of {"conversations": [{"from", "value"}, …]}.
+    """ShareGPT: a JSON list of {"conversations": [{"from", "value"}, …]}; also LMSYS-Chat-1M and WildChat: rows with
+    `conversation`, a list of {"role", "content"}, and WildChat's `timestamp` of a conversation.
 
     As in other benchmarks, a conversation gives one request: its first two turns are the prompt and the answer. Those
     without an answer are left out.
     """
 
-    needs = ("conversations",)
+    needs = ("conversations|conversation",)
     left_out = "conversations without an answer"
 
+    def __init__(self, keys: Collection[str], options: ReadOptions) -> None:
+        super().__init__(keys, options)
+        self._has_times = "conversation" in keys and "timestamp" in keys
+        self._times: Times | None = None
+
     def requests(self, row: Row, index: int) -> tuple[TraceRequest, ...]:
-        turns = row.get("conversations")
+        name = "conversations" if row.get("conversation") is None else "conversation"
+        turns = row.get(name)
         if not isinstance(turns, list):
-            raise unexpected("conversations", turns, "a list of turns")
+            raise unexpected(name, turns, "a list of turns")
         for position, turn in enumerate(turns):
             if not isinstance(turn, dict):
-                raise unexpected(f"conversations[{position}]", turn, "an object with from and value")
+                raise unexpected(f"{name}[{position}]", turn, "an object with from and value, or role and content")
         if len(turns) < 2:
             return ()
         prompt, answer = (turn.get("value", turn.get("content")) for turn in turns[:2])
         if answer == "" or prompt == "":
             return ()
-        prompt_len, tokens = self.texts.prompt(prompt, "conversations[0].value")
-        output_len = self.texts.output_len(answer, "conversations[1].value")
-        return (TraceRequest(index, 0.0, prompt_len, output_len, output_len, tokens),)
+        key = "value" if "value" in turns[0] else "content"
+        prompt_len, tokens = self.texts.prompt(prompt, f"{name}[0].{key}")
+        output_len = self.texts.output_len(answer, f"{name}[1].{key}")
+        arrival_s = self._arrival_s(row.get("timestamp")) if self._has_times else 0.0
+        return (TraceRequest(index, arrival_s, prompt_len, output_len, output_len, tokens),)
+
+    def _arrival_s(self, stamp: Any) -> float:
+        if self._times is None:
+            is_milliseconds = isinstance(stamp, int | float) and stamp >= MILLISECOND_STAMPS
+            self._times = Times("timestamp", MILLISECONDS if is_milliseconds else 1)
+        return self._times.seconds(stamp)
 
 
 class OpenAiBatchFormat(TextFormat):
@@ -140,19 +173,46 @@ class OpenAiBatchFormat(TextFormat):
                       if body.get(one) is not None), "max_tokens")  # fmt: skip
         chat = next((one for one in ("messages", "input") if isinstance(body.get(one), list)
                      and any(isinstance(item, dict) for item in body[one])), None)  # fmt: skip
+        output, limit = {f"{name}.{limit}": body.get(limit)}, f"{name}.{limit}"
         if chat is not None:
-            prompt_len, tokens = self.texts.prompt(chat_text(body[chat], f"{name}.{chat}"), f"{name}.{chat}")
+            prompt_len, tokens, output_len = self.chat(body[chat], f"{name}.{chat}", output, limit)
         else:
             field = next((one for one in ("prompt", "input", "messages") if body.get(one) is not None), "messages")
             prompt_len, tokens = self.prompt(body.get(field), f"{name}.{field}")
-        output_len = self.output_len({f"{name}.{limit}": body.get(limit)}, f"{name}.{limit}")
+            output_len = self.output_len(output, limit)
         return TraceRequest(index, arrival_s, prompt_len, output_len, output_len, tokens)
+
+
+class OpenAiBatchOutputFormat(TraceFormat):
+    """The output of OpenAI's batch API, and of vLLM's `run-batch`: JSONL with custom_id and a response, whose body has
+    the `usage` of the request: prompt_tokens and completion_tokens, or input_tokens and output_tokens.
+
+    The requests of a batch are submitted together: all arrive at once. Failed ones are left out.
+    """
+
+    needs = ("custom_id", "response")
+
+    def requests(self, row: Row, index: int) -> tuple[TraceRequest, ...]:
+        status = value_at(row, "response.status_code")
+        if row.get("error") is not None or (isinstance(status, int) and status >= BAD_REQUEST):
+            return ()
+        usage = value_at(row, "response.body.usage")
+        if not isinstance(usage, dict):
+            raise unexpected("response.body.usage", usage, "an object with prompt_tokens and completion_tokens")
+        names = [("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")]
+        prompt, output = next((pair for pair in names if usage.get(pair[0]) is not None), names[0])
+        prompt_len = integer(usage.get(prompt), f"response.body.usage.{prompt}", 1, MAX_LENGTH)
+        output_len = integer(usage.get(output), f"response.body.usage.{output}", 1, MAX_LENGTH)
+        return (TraceRequest(index, 0.0, prompt_len, output_len, output_len),)
 
 
 class AiperfFormat(OpenAiBatchFormat):
     """Inputs of genai-perf and aiperf: JSONL with text, text_input, texts, messages or payload, and perhaps
     output_length, timestamp or delay (ms) and session_id; sessions as one row with `turns`, or as `payloads` in
-    aiperf's inputs.json. Rows may have input_length and hash_ids instead, as in Mooncake's traces.
+    aiperf's inputs.json. In genai-perf's inputs.json, the `payload` of a row, its timestamp and its delay are lists of
+    one. Rows may have input_length and hash_ids instead, as in Mooncake's traces.
+
+    Rows of `messages` without output_length are also those of chat logs, whose last message is the answer.
 
     A delay counts from the arrival of the turn before, because the answer's end is not known before the replay.
     """
@@ -165,6 +225,9 @@ class AiperfFormat(OpenAiBatchFormat):
 
     def requests(self, row: Row, index: int) -> Sequence[TraceRequest]:
         name = next((one for one in ("turns", "payloads") if row.get(one) is not None), None)
+        if isinstance(row.get("payload"), list):
+            only = {key: value[0] for key, value in row.items() if isinstance(value, list) and len(value) == 1}
+            row = {**row, **only}
         if name is None:
             return (self._turn(row, index, self._times.seconds(row)),)
         turns, session = row[name], row.get("session_id", f"row {index}")
@@ -184,8 +247,9 @@ class AiperfFormat(OpenAiBatchFormat):
         if row.get("payload") is not None:
             return self.api_request(row["payload"], "payload", index, arrival_s)
         if row.get("messages") is not None:
-            prompt_len, tokens = self.texts.prompt(chat_text(row["messages"], "messages"), "messages")
-        elif row.get("input_length") is not None:
+            prompt_len, tokens, output_len = self.chat(row["messages"], "messages", row, "output_length")
+            return TraceRequest(index, arrival_s, prompt_len, output_len, output_len, tokens)
+        if row.get("input_length") is not None:
             prompt_len, hash_ids = hashed_prompt(row, PREFIX_BLOCK, needs_ids=False)
             output_len = self.output_len(row, "output_length")
             return TraceRequest(index, arrival_s, prompt_len, output_len, output_len, prefix_ids=hash_ids)
@@ -260,9 +324,6 @@ _GUIDELLM_STARTS = (
 
 def _guidellm_start(row: Row) -> tuple[str, Any]:
     for path in _GUIDELLM_STARTS:
-        value: Any = row
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
+        if (value := value_at(row, path)) is not None:
             return path, value
     return _GUIDELLM_STARTS[0], None

@@ -118,3 +118,20 @@ def test_the_command_line_takes_columns_and_standard_input(tmp_path: Path) -> No
     assert len((tmp_path / "run" / "requests.jsonl").read_text().splitlines()) == 2
     described = json.loads((tmp_path / "run" / "run.json").read_text())["trace"]
     assert (described["name"], described["source"], described["requests"]) == ("stdin", "-", 2)
+
+
+def test_fields_of_nested_objects(tmp_path: Path) -> None:
+    lines = [{"at": 5.5, "usage": {"input": 5, "output": {"text": 6}}, "usage.cached": 1},
+             {"at": 6, "usage": {"input": 7, "output": {"text": 8}}}]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines))
+    trace = read(tmp_path, content, "prompt_len=usage.input,output_len=usage.output.text,arrival_s=at")
+    assert [(one.arrival_s, one.prompt_len, one.output_len) for one in trace] == [(5.5, 5, 6), (6.0, 7, 8)]
+    with pytest.raises(InputError, match=r"line 2: usage\.cached is missing"):
+        read(tmp_path, content, "prompt_len=usage.input,output_len=usage.cached")
+    with pytest.raises(InputError, match=r"--columns names the column 'use\.input'; the file has at, usage"):
+        read(tmp_path, content, "prompt_len=use.input,output_len=usage.output.text")
+
+
+def test_a_key_with_a_dot_is_the_column(tmp_path: Path) -> None:
+    trace = read(tmp_path, '{"usage.in": 5, "usage": {"in": 6, "out": 7}}', "prompt_len=usage.in,output_len=usage.out")
+    assert [(one.prompt_len, one.output_len) for one in trace] == [(5, 7)]

@@ -42,8 +42,8 @@ def test_a_compressed_file_that_is_not_whole(tmp_path: Path, content: bytes) -> 
 
 def test_unknown_format_inside(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet.gz"
-    path.write_bytes(gzip.compress(b"PAR1\0\0"))
-    with pytest.raises(InputError, match=r"unknown trace format \(a Parquet file\)"):
+    path.write_bytes(gzip.compress(b"SQLite\0"))
+    with pytest.raises(InputError, match=r"unknown trace format \(a SQLite file\)"):
         read_trace(path)
 
 

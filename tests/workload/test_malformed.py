@@ -135,7 +135,7 @@ def test_deeply_nested_and_huge_values(name: str, tmp_path: Path) -> None:
     ("content", "complaint"),
     [
         (b"\x80\x04\xff\x00\xfe", "not a text file in UTF-8"),
-        (b"PAR1\x15\x04", "a Parquet file"),
+        (b"PAR1\x15\x04", "not a valid Parquet file"),
         (b"PK\x03\x04\x14\x00", "a zip or Excel file"),
         (b"\x28\xb5\x2f\xfd\x00", "a zstd file"),
         ('{"arrival_s": 0}'.encode("utf-16"), "not a text file in UTF-8"),

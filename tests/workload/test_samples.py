@@ -44,15 +44,20 @@ EXPECTED: dict[str, tuple[str, list[TraceRequest]]] = {
     "trtllm_bench.jsonl": ("trtllm-bench", [
         request(0, 0.0, 4, 8, prompt_tokens=(11, 12, 13, 14)), request(1, 0.0, 6, 5),
         request(2, 0.0, 2, 6, prompt_tokens=(1, 2), lora_task_id=3)]),
+    "lmsys_chat.jsonl": ("sharegpt", [request(0, 0.0, 4, 3), request(2, 0.0, 1, 8)]),
+    "wildchat.jsonl": ("sharegpt", [request(0, 0.0, 4, 3), request(1, 1.25, 1, 8)]),
     "sharegpt.json": ("sharegpt", [request(0, 0.0, 4, 3), request(2, 0.0, 1, 8)]),
     "openai_batch.jsonl": ("openai-batch", [
         request(0, 0.0, 7, 100), request(1, 0.0, 3, 20, prompt_tokens=(101, 102, 103)), request(2, 0.0, 2, 30)]),
+    "openai_batch_output.jsonl": ("openai-batch-output", [request(0, 0.0, 22, 2), request(3, 0.0, 30, 7)]),
     "vllm_result.json": ("vllm-result", [request(0, 0.0, 512, 128), request(2, 1.0, 64, 16)]),
     "guidellm.json": ("guidellm", [request(0, 0.0, 256, 128), request(1, 1.25, 250, 64)]),
     "aiperf.jsonl": ("aiperf", [
         request(0, 0.0, 4, 10), request(2, 0.25, 1, 6), request(1, 0.5, 2, 4), request(3, 1.0, 3, 7)]),
     "aiperf_sessions.jsonl": ("aiperf", [request(0, 0.0, 2, 5), request(2, 0.1, 1, 7), request(1, 2.0, 3, 6)]),
     "aiperf_inputs.json": ("aiperf", [request(0, 0.0, 2, 8), request(1, 0.0, 8, 9)]),
+    "chat_log.jsonl": ("aiperf", [request(0, 0.0, 7, 5), request(1, 0.0, 8, 2)]),
+    "genai_perf_inputs.json": ("aiperf", [request(0, 0.0, 2, 8), request(1, 0.25, 4, 9)]),
     "genai_perf.jsonl": ("aiperf", [
         request(0, 0.0, 2, 12), request(2, 0.1, 1000, 5, prefix_ids=(1, 2)), request(1, 0.25, 1, 3)]),
     "vllm_dataset.jsonl": ("vllm-dataset", [request(0, 0.0, 7, 10), request(1, 0.0, 2, 12)]),
@@ -118,6 +123,8 @@ def test_standard_input(name: str, pack: Any, monkeypatch: pytest.MonkeyPatch) -
         ("burstgpt.csv", "rows of failed requests are left out: 1"),
         ("vllm_result.json", "rows of failed requests are left out: 1"),
         ("guidellm.json", "rows of failed requests are left out: 1"),
+        ("openai_batch_output.jsonl", "rows of failed requests are left out: 2"),
+        ("lmsys_chat.jsonl", "conversations without an answer are left out: 1"),
         ("sharegpt.json", "conversations without an answer are left out: 1"),
         ("sharegpt.json", "one token for each 4 characters"),
         ("mooncake.jsonl", None),

@@ -10,6 +10,7 @@ from ifbbench.workload.formats import ReadOptions, write_trace
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.texts import chat_text
 
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is so."}]
 ROWS = [{"prompt": "one two three", "output_tokens": 5}, {"prompt": "one two four", "output_tokens": 5}]
 
 
@@ -101,3 +102,27 @@ def test_messages_are_joined_by_role_and_content() -> None:
 def test_bad_messages(messages: object, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         chat_text(messages, "messages")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt_len", "output_len"),
+    [
+        # A length of the output says that the last message is a part of the prompt, which the server goes on from.
+        ({"messages": CHAT, "output_length": 9}, 7, 9),
+        ({"messages": CHAT}, 2, 3),
+        ({"custom_id": "a", "body": {"messages": CHAT, "max_tokens": 9}}, 7, 9),
+        ({"custom_id": "a", "body": {"messages": CHAT}}, 2, 3),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, None, None),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, None, None),
+    ],
+)
+def test_the_last_message_of_a_log_is_the_answer(
+    tmp_path: Path, row: dict[str, object], prompt_len: int | None, output_len: int | None
+) -> None:
+    (tmp_path / "log.jsonl").write_text(json.dumps(row))
+    if prompt_len is None:
+        with pytest.raises(InputError, match=r"output_length is missing; .* or --default_output_len"):
+            read_trace(tmp_path / "log.jsonl")
+        return
+    (request,) = read_trace(tmp_path / "log.jsonl")
+    assert (request.prompt_len, request.output_len) == (prompt_len, output_len)
