@@ -158,6 +158,53 @@ class StepOutputs:
 NO_OUTPUTS = StepOutputs()
 
 
+def check_outputs(outputs: StepOutputs, batch: Batch) -> None:
+    """TypeError or ValueError if `outputs`, which an executor returned, do not have the types and shapes of those of
+    `batch`."""
+    if outputs is NO_OUTPUTS:
+        return
+    if not isinstance(outputs, StepOutputs):
+        raise TypeError(f"it returned {type(outputs).__name__}; expected StepOutputs")
+    count, drafts = batch.num_outputs, batch.drafts
+    shape: tuple[int, ...] = (count,) if drafts is None else (count, 1 + int(drafts.counts.max(initial=0)))
+    if outputs.tokens is not None:
+        _check_array("tokens", outputs.tokens, shape, "iu")
+    if outputs.log_probs is not None:
+        _check_array("log_probs", outputs.log_probs, shape, "f")
+    if drafts is not None and outputs.accepted is not None:
+        _check_array("accepted", outputs.accepted, (count,), "iu")
+        if ((outputs.accepted < 0) | (outputs.accepted > drafts.counts)).any():
+            raise ValueError("its accepted has other numbers of draft tokens than the batch")
+    if (candidates := outputs.candidates) is not None:
+        shape = count, batch.num_candidates
+        _check_array("candidates.tokens", candidates.tokens, shape, "iu")
+        _check_array("candidates.beams", candidates.beams, shape, "iu")
+        _check_array("candidates.scores", candidates.scores, shape, "f")
+        if ((candidates.beams < 0) | (candidates.beams >= batch.beam_width)).any():
+            raise ValueError(f"its candidates.beams has other beams than 0 to {batch.beam_width - 1}")
+    for index, logits in outputs.context_logits.items():
+        if not 0 <= index < len(batch.context):
+            raise ValueError(f"its context_logits has chunk {index}, and the batch has {len(batch.context)}")
+        _check_array(f"context_logits[{index}]", logits, (batch.context[index].length, None), "f")
+    for index, logits in outputs.generation_logits.items():
+        if not 0 <= index < count:
+            raise ValueError(f"its generation_logits has output {index}, and the batch has {count}")
+        _check_array(f"generation_logits[{index}]", logits, (None, None), "f")
+
+
+def _check_array(name: str, array: object, shape: tuple[int | None, ...], kinds: str) -> None:
+    """ValueError if `array` is no array of this shape, where None is any size, and of one of these kinds of types."""
+    if (
+        not isinstance(array, np.ndarray)
+        or array.dtype.kind not in kinds
+        or array.ndim != len(shape)
+        or any(size not in (None, found) for size, found in zip(shape, array.shape, strict=True))
+    ):
+        found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"its {name} is {found}; expected {'floats' if kinds == 'f' else 'integers'} of [{sizes}]")
+
+
 class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 

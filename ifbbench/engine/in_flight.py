@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests, BoolArray, FloatArray, Int64Array, IntArray, RequestTable, Rows
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs, check_outputs
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.drafts import DraftCounts, Drafts
 from ifbbench.engine.interfaces import Executor
@@ -42,12 +42,14 @@ class InFlightIteration:
             self.error = error
 
     def collect(self, executor: Executor, now: Callable[[], float]) -> list[StepOutputs]:
-        """The outputs of each pass. An exception is kept in `error`."""
-        outputs = []
-        while self.num_submitted:
+        """The outputs of each pass. An exception, also of outputs that do not fit the pass, is kept in `error`."""
+        outputs = list[StepOutputs]()
+        for batch in self.batches[: self.num_submitted]:
             self.num_submitted -= 1
             try:
-                outputs.append(executor.collect())
+                of_pass = executor.collect()
+                check_outputs(of_pass, batch)
+                outputs.append(of_pass)
             except Exception as error:
                 self.error = self.error or error
             if len(self.batches) > 1 and self.record.context_end_s is None:

@@ -1,8 +1,12 @@
 """An executor that fails in some step, or always."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
 from ifbbench import BatchManagerFailed
+from ifbbench.engine.batch import StepOutputs
 from tests.api.client import Client
 from tests.api.managers import (
     FailingExecutor,
@@ -106,3 +110,33 @@ def test_by_hand_the_step_itself_raises_once_the_executor_is_given_up():
         manager.step()
     with pytest.raises(BatchManagerFailed, match="out of luck"):
         manager.close()
+
+
+class WrongOutputs(FailingExecutor):
+    """Makes one token more than the batch asks for in steps of some numbers."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        super().__init__(lambda step: False, "collect")
+        self._is_wrong = fails
+
+    def collect(self) -> StepOutputs:
+        tokens = super().collect().tokens
+        assert tokens is not None
+        return StepOutputs(np.append(tokens, 0) if self._is_wrong(self._collected) else tokens)
+
+
+def test_outputs_that_do_not_fit_cost_their_requests_alone_and_end_the_loop_if_they_never_fit():
+    client = Client(request_of(request_id) for request_id in range(2))
+    with manager_of(client, WrongOutputs(lambda step: step == 2)) as manager:
+        for answer in client.answers:
+            answer.wait()
+        later = client.submit(request_of(9)).wait()
+    assert later.tokens == output_of(9, 5, 4)
+    assert all(answer.error.startswith("the executor failed: its tokens is int") for answer in client.answers[:2])
+    check_nothing_leaked(manager)
+
+    client = Client(request_of(request_id, prompt_len=30) for request_id in range(10))
+    manager = manager_of(client, WrongOutputs(lambda step: True))
+    with pytest.raises(BatchManagerFailed, match="its tokens is int"):
+        close_when_ended(manager)
+    assert {answer.finals for answer in client.answers} == {1}

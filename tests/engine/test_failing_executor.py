@@ -2,10 +2,14 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
+import numpy as np
 import pytest
 
+from ifbbench.engine.batch import Batch, BeamCandidates, StepOutputs, check_outputs
 from ifbbench.engine.config import BatchingType
+from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.manager import ExecutorFailed
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
@@ -22,6 +26,7 @@ from tests.engine.engine import (
 )
 from tests.engine.executors import Broken, FailingExecutor, SpyExecutor
 
+NO_INTS, NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 LIMITS = limits()
 OVERLAP = limits(overlap="async")
 TWO_PASSES = limits(batching_type=BatchingType.INFLIGHT)
@@ -211,3 +216,98 @@ def test_wherever_one_call_fails_the_others_are_served(config):
         for request in requests:
             if request.request_id not in failed(result):
                 assert result.tokens(request) == output_of(request, request.output_len)
+
+
+class ReturningExecutor(CheckingExecutor):
+    """Returns `wrong` in place of the outputs of the second batch."""
+
+    def __init__(self, wrong: Any) -> None:
+        super().__init__(LIMITS.tokens_per_block)
+        self._wrong, self._num_collected = wrong, 0
+
+    def collect(self) -> Any:
+        outputs = super().collect()
+        self._num_collected += 1
+        return self._wrong if self._num_collected == 2 else outputs
+
+
+TWO_TOKENS = np.zeros(2, np.int32)
+
+
+@pytest.mark.parametrize("config", [LIMITS, OVERLAP, TWO_PASSES])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, ".*StepOutputs.*"),
+        ([5, 6], ".*StepOutputs.*"),
+        ({"tokens": NO_INTS}, r"its tokens is int32\[0\]; expected integers of \[2\]"),
+        ({"tokens": np.zeros(3, np.int32)}, r"its tokens is int32\[3\]"),
+        ({"tokens": np.zeros((2, 2), np.int32)}, r"its tokens is int32\[2, 2\]"),
+        ({"tokens": np.full(2, np.nan)}, r"its tokens is float64\[2\]"),
+        ({"log_probs": NO_FLOATS}, r"its log_probs is float32\[0\]; expected floats of \[2\]"),
+        ({"log_probs": TWO_TOKENS}, r"its log_probs is int32\[2\]"),
+        ({"context_logits": {0: np.zeros((1, 9))}}, "its context_logits has chunk 0"),
+        ({"generation_logits": {2: np.zeros((1, 9))}}, "its generation_logits has output 2"),
+        ({"generation_logits": {1: np.zeros(9)}}, r".* is float64\[9\]; expected floats of \[any, any\]"),
+    ],
+)
+def test_outputs_that_do_not_fit_their_batch_cost_its_requests_alone(config, wrong, message):
+    if isinstance(wrong, dict):
+        fields: dict[str, Any] = {"tokens": TWO_TOKENS} | wrong
+        wrong = StepOutputs(**fields)
+    first, second, late = Request(0, 4, 6), Request(1, 4, 6), Request(2, 4, 5)
+    loop = Loop(config, [*at_once(first, second), (4, with_tokens(late))], ReturningExecutor(wrong))
+    with pytest.raises(ExecutorFailed, match=rf"the executor failed in iteration 1: {message}"):
+        loop.step(4)
+    result = loop.run()
+    assert failed(result) == [0, 1]
+    assert result.tokens(late) == output_of(late, 5)
+    assert_nothing_is_held(result.manager)
+
+
+def batch_of(num_outputs: int, **fields: Any) -> Batch:
+    slots = np.arange(num_outputs, dtype=np.int32)
+    return Batch(0, (), slots, slots, np.zeros((num_outputs, 1, 1), np.int32), **fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": np.zeros(2, np.int32)}, r"its tokens is int32\[2\]; expected integers of \[2, 4\]"),
+        ({"log_probs": np.zeros(2, np.float32)}, r"its log_probs is float32\[2\]"),
+        ({"accepted": np.zeros(3, np.int32)}, r"its accepted is int32\[3\]; expected integers of \[2\]"),
+        ({"accepted": np.array([1, 2], np.int32)}, "its accepted has other numbers of draft tokens"),
+        ({"accepted": np.array([-1, 0], np.int32)}, "its accepted has other numbers of draft tokens"),
+    ],
+)
+def test_outputs_with_drafts_are_checked(wrong, message):
+    batch = batch_of(2, drafts=DraftInputs(np.array([3, 1], np.int32), np.zeros(4, np.int32)))
+    right: dict[str, Any] = {
+        "tokens": np.zeros((2, 4), np.int32),
+        "log_probs": np.zeros((2, 4), np.float32),
+        "accepted": np.array([3, 0], np.int32),
+    }
+    check_outputs(StepOutputs(**right), batch)
+    with pytest.raises(ValueError, match=message):
+        check_outputs(StepOutputs(**right | wrong), batch)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": np.zeros((2, 4), np.int32)}, r"its candidates.tokens is int32\[2, 4\]; expected .* \[2, 5\]"),
+        ({"scores": np.zeros((2, 5), np.int32)}, r"its candidates.scores is int32\[2, 5\]; expected floats"),
+        ({"beams": np.full((2, 5), 2, np.int32)}, "its candidates.beams has other beams than 0 to 1"),
+        ({"beams": np.full((2, 5), -1, np.int32)}, "its candidates.beams has other beams than 0 to 1"),
+    ],
+)
+def test_outputs_with_beams_are_checked(wrong, message):
+    batch = batch_of(2, beam_width=2, num_candidates=5)
+    right: dict[str, Any] = {
+        "tokens": np.zeros((2, 5), np.int32),
+        "beams": np.ones((2, 5), np.int32),
+        "scores": np.zeros((2, 5), np.float32),
+    }
+    check_outputs(StepOutputs(candidates=BeamCandidates(**right)), batch)
+    with pytest.raises(ValueError, match=message):
+        check_outputs(StepOutputs(candidates=BeamCandidates(**right | wrong)), batch)
