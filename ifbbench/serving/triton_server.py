@@ -14,7 +14,7 @@ import sysconfig
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,11 +48,10 @@ def serve_triton(
 
     on_started: is called with the settings, and the ports that were chosen, when requests are taken. InputError if the
     settings are bad, a port is taken, or no Triton is installed."""
-    triton = _with_ports(triton)
-    load_model_config(config.model)
-    if triton.record is not None:
-        run_directory.check(Path(triton.record), config.overwrite)
-    with TemporaryDirectory(prefix="ifbbench-triton-") as directory:
+    with reserved_ports(triton) as triton, TemporaryDirectory(prefix="ifbbench-triton-") as directory:
+        load_model_config(config.model)
+        if triton.record is not None:
+            run_directory.check(Path(triton.record), config.overwrite)
         work = Path(directory)
         write_repository(work / "models", config, triton)
         command, environment = triton_command(work, config, triton)
@@ -139,29 +138,28 @@ def _library_folder() -> Path:
                      "Python that was built with --enable-shared, as those of distributions, conda and uv are.")
 
 
-def _with_ports(triton: TritonConfig) -> TritonConfig:
-    """`triton` with ports instead of 0. InputError if one is taken, or named twice."""
+@contextmanager
+def reserved_ports(triton: TritonConfig) -> Iterator[TritonConfig]:
+    """`triton` with ports instead of 0. InputError if one is taken, or named twice.
+
+    Until the end of the block, sockets that do not listen are bound to the ports. Triton's sockets may be bound beside
+    them, as all have SO_REUSEADDR, and the kernel gives the ports to no program that asks for a free one."""
     chosen: dict[str, Any] = {}
-    sockets = []
-    try:
-        for name in ("http_port", "grpc_port", "metrics_port"):
+    names = ("http_port", "grpc_port", "metrics_port")
+    with ExitStack() as sockets:
+        for name in sorted(names, key=lambda name: not getattr(triton, name)):  # free ones differ from those given
             port = getattr(triton, name)
             if port and port in chosen.values():
                 raise InputError(f"--{name}: {port} is also that of another protocol; give another --{name}.")
-            listener = socket.socket(socket.AF_INET6 if ":" in triton.host else socket.AF_INET)
-            sockets.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound = sockets.enter_context(socket.socket(socket.AF_INET6 if ":" in triton.host else socket.AF_INET))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind((triton.host, port))
-                listener.listen(1)
+                bound.bind((triton.host, port))
             except OSError as error:
                 raise InputError(f"--{name}: {triton.host}:{port} cannot be listened on ({error.strerror}); give "
                                  f"another --{name} or --host.") from error
-            chosen[name] = listener.getsockname()[1]
-    finally:
-        for listener in sockets:
-            listener.close()
-    return replace(triton, **chosen)
+            chosen[name] = bound.getsockname()[1]
+        yield replace(triton, **chosen)
 
 
 def _end_with_parent() -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from ifbbench.cli.main import main
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.serving.triton_repository import TritonConfig, model_config, read_parameters
-from ifbbench.serving.triton_server import serve_triton
+from ifbbench.serving.triton_server import reserved_ports, serve_triton
 
+IP_LOCAL_PORT_RANGE = 51  # the ports from which the kernel chooses one for a socket
 # Of the model tensorrt_llm of tensorrtllm_backend: data type and dimensions.
 INPUTS = {
     "input_ids": "INT32 -1", "input_lengths": "INT32 1", "request_output_len": "INT32 1",
@@ -100,6 +102,30 @@ def test_errors_before_triton_starts(tmp_path: Path) -> None:
     assert "nothing" in message(*free, "--model", "nothing")
     (tmp_path / "file").write_text("")
     assert "is a file" in message(*free, "--record", str(tmp_path / "file"))
+
+
+def test_chosen_ports_are_reserved_until_triton_listens() -> None:
+    given = TritonConfig(http_port=0, grpc_port=0, metrics_port=0)
+    with reserved_ports(given) as triton:
+        ports = {triton.http_port, triton.grpc_port, triton.metrics_port}
+        assert len(ports) == 3
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("127.0.0.1", port))
+            with socket.create_server(("127.0.0.1", port)) as server:  # with SO_REUSEADDR, as Triton's
+                assert server.getsockname()[1] == port
+
+
+def test_a_chosen_port_is_not_free_for_other_programs() -> None:
+    with reserved_ports(TritonConfig(http_port=0, grpc_port=0, metrics_port=0)) as triton, socket.socket() as other:
+        only = (triton.http_port << 16 | triton.http_port).to_bytes(4, sys.byteorder)
+        try:
+            other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, only)
+        except OSError:
+            pytest.skip("needs Linux 6.3")
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", 0))
 
 
 def test_a_missing_server_names_the_extra(monkeypatch) -> None:
