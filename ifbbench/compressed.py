@@ -1,5 +1,7 @@
 """Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise; and lines of files."""
 
+import errno
+import io
 import sys
 import tempfile
 import zlib
@@ -7,6 +9,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO, cast
 
 SUFFIX = ".gz"
@@ -115,17 +118,62 @@ def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise EOFError("the gzip file was cut off")
 
 
-def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
-    """The content of `path` as a seekable file. `-` is standard input; content that begins like gzip is compressed too.
+# Copies of what can be read only once: by the stream of standard input, and by device, inode and time of the last write
+# of a pipe. A command may read its trace once for each seed and its config file once for each kind of key.
+_copies: dict[object, BinaryIO] = {}
 
-    For a compressed file, and for one that cannot be read twice, it is an unnamed temporary file, deleted when closed.
+
+def open_again(path: Path) -> BinaryIO:
+    """The bytes of `path`, as often as it is opened, as a seekable file. `-` is standard input.
+
+    Standard input and pipes are read once, to their end, into an unnamed temporary file that is kept until the process
+    ends; processes that are forked from it have it too. OSError if it cannot be read."""
+    if str(path) != STANDARD_INPUT and S_ISREG(path.stat().st_mode):
+        return path.open("rb")
+    if (key := _content_key(path)) not in _copies:
+        if str(path) == STANDARD_INPUT:
+            copy = _copied(iter(partial(sys.stdin.buffer.read, BUFFER_BYTES), b""))
+        else:
+            file = path.open("rb")
+            if file.seekable():
+                return file
+            with file:
+                copy = _copied(iter(partial(file.read, BUFFER_BYTES), b""))
+        _copies[key := _content_key(path)] = copy  # the pipe was written to since the first look
+    return Path(f"/proc/self/fd/{_copies[key].fileno()}").open("rb")  # with a position of its own
+
+
+def _content_key(path: Path) -> object:
+    """The key of a copy in `_copies`."""
+    if str(path) != STANDARD_INPUT:
+        status = path.stat()
+        return status.st_dev, status.st_ino, status.st_mtime_ns
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "standard input is closed")
+    return sys.stdin.buffer
+
+
+def is_read_once(path: Path) -> bool:
+    """Whether `path` is standard input, a pipe or a device, which another process that is started does not have."""
+    return str(path) == STANDARD_INPUT or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file, or of a pipe, as often as it is asked for. OSError if it cannot be read, UnicodeDecodeError
+    if it is not text."""
+    with open_again(path) as file, io.TextIOWrapper(file, encoding=encoding) as text:
+        return text.read()
+
+
+def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
+    """The content of `path` as a seekable file, see `open_again`; content that begins like gzip is compressed too.
+
+    For a compressed file it is an unnamed temporary file, deleted when closed.
 
     OSError if it cannot be read, DamagedFile if it is not valid gzip, EOFError if it was cut off and `accept_cut` is
     not set.
     """
-    file = cast(BinaryIO, sys.stdin.buffer) if str(path) == STANDARD_INPUT else path.open("rb")
-    if str(path) == STANDARD_INPUT or not file.seekable():
-        file = _copied(iter(partial(file.read, BUFFER_BYTES), b""))
+    file = open_again(path)
     begins_like_gzip = file.read(len(MAGIC)) == MAGIC
     file.seek(0)
     if not is_compressed(path) and not begins_like_gzip:

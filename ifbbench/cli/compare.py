@@ -106,7 +106,8 @@ def compare(
         runs = [
             RecordedRun.load(directory, or_endpoint=True, or_empty=True, or_summary=True) for directory in directories
         ]
-        repeats = [] if repeat is None else _simulate_again(runs, repeat, as_json)
+        trace = paths[0] if listed and paths else None
+        repeats = [] if repeat is None else _simulate_again(runs, repeat, as_json, trace)
         for run, again in zip_longest(runs[1:], repeats[1:]):
             comparisons.append(Comparison(runs[0], run, RepeatsComparison(repeats[0], again) if again else None))
     reasons = [
@@ -159,15 +160,19 @@ def _run_all(
     return run_points(paths[0] if paths else None, config, over, quiet=quiet or config.quiet)
 
 
-def _simulate_again(runs: "Sequence[RecordedRun]", count: int, quiet: bool) -> "list[Repeats]":
-    """Repeats of each run with `count` seeds from that of the first on. UsageError if one was not simulated."""
+def _simulate_again(
+    runs: "Sequence[RecordedRun]", count: int, quiet: bool, trace: str | None = None
+) -> "list[Repeats]":
+    """Repeats of each run with `count` seeds from that of the first on. UsageError if one was not simulated.
+
+    trace: of all runs, if this command has run them; it may be standard input, which a later one cannot read."""
     from ifbbench.analysis.repeats import Repeats
     from ifbbench.cli.console import progress_line
     from ifbbench.planning.repeat import simulate_seeds
 
     asked = []
     for run in runs:
-        config, source = given_config(run.path, {}, is_noted=False), config_table(run.path).get("trace")
+        config, source = given_config(run.path, {}, is_noted=False), trace or config_table(run.path).get("trace")
         if config.hardware is None:
             raise click.UsageError(f"--repeat: {run.path} was not simulated; repeat it with `ifbbench run --repeat`.")
         if source is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ifbbench.compressed import STANDARD_INPUT
+from ifbbench.compressed import STANDARD_INPUT, is_read_once, read_text
 from ifbbench.config import DEVICE_FAMILIES, MAX_REPLICAS, SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
 from ifbbench.fields import (
@@ -270,7 +270,7 @@ def given_config(
     if engine_dir:
         values = with_engine(engine_dir, values)
     from_engine: dict[str, Any] = {}
-    is_recorded = config_file is not None and _is_run(config_file) and "engine_overhead" not in from_command_line
+    is_recorded = config_file is not None and is_run(config_file) and "engine_overhead" not in from_command_line
     if not is_recorded:  # the settings of a run are all there
         from_engine = {name: value for name, value in engine_defaults(values.get("engine_overhead")).items()
                        if name not in values and SAME_QUESTION.get(name) not in values}  # fmt: skip
@@ -288,7 +288,7 @@ def given_config(
     return config
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     """Whether a config file is that of a recorded run."""
     return path.suffix == ".json" or (path.is_dir() and not (path / SWEEP_CONFIG).is_file())
 
@@ -424,15 +424,16 @@ def config_table(path: Path) -> dict[str, Any]:
 
 
 def parse_config_file(path: Path) -> Any:
-    """The content of a YAML, TOML or JSON file; values of YAML stay texts. InputError if it cannot be read."""
+    """The content of a YAML, TOML or JSON file; values of YAML stay texts. A pipe without a suffix, as a shell makes it
+    for `<(command)`, is YAML. InputError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise InputError(f"the config file cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise InputError("the config file is not UTF-8 text.") from error
     try:
-        return _parse(path.suffix, text)
+        return _parse(path.suffix or (".yaml" if is_read_once(path) else ""), text)
     except RecursionError as error:
         raise InputError("the config file has values nested too deeply; expected a flat table.") from error
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import (
-    CONFIG_SUFFIXES,
     FloatRange,
     SettingsCommand,
     engine_defaults,
     given_config,
+    is_run,
     read_command_keys,
     read_config_file,
 )
@@ -58,7 +58,7 @@ def tune(
     from_file = read_config_file(config_file) if config_file else {}
     keys = read_command_keys(config_file, ("trace", "replicas"), "tune")
     trace = keys.get("trace") if trace is None else trace
-    if config_file and config_file.suffix not in CONFIG_SUFFIXES:  # that of a run has the defaults, too
+    if config_file and is_run(config_file):  # that of a run has the defaults, too
         usual = usual_settings(engine_defaults(config.engine_overhead))
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}

@@ -34,7 +34,7 @@ from ifbbench.replay.served import ServedClient
 from ifbbench.simulation.engines import ServingProcess
 from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error
 from ifbbench.workload.formats import write_trace
-from ifbbench.workload.load import Source, load_trace
+from ifbbench.workload.load import Source, for_other_process, load_trace
 from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -68,7 +68,7 @@ def run_trace(
     on_recorded: when it has ended, also that of a run that ended early. Raises InputError before anything is written
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     if not config.makes_no_tokens and starts_ranks(config):
-        run = partial(run_trace, source, config, owns_process=True)
+        run = partial(run_trace, for_other_process(source, config), config, owns_process=True)
         callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
         result: RunResult = run_in_ranks(run, config, progress, callbacks)
         return result
@@ -114,7 +114,7 @@ def summarise_run(
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
     if not config.makes_no_tokens and starts_ranks(config):
-        run = partial(summarise_run, source, config, owns_process=True)
+        run = partial(summarise_run, for_other_process(source, config), config, owns_process=True)
         summary: dict[str, Any] = run_in_ranks(run, config, progress)
         return summary
     trace = load_trace(source, config, progress)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench import fields
+from ifbbench.compressed import read_text
 from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import located
@@ -165,7 +166,7 @@ def read_schedule(path: Path, burstiness: float) -> Schedule:
     """The rates in a CSV file with the columns start_s and rate; InputError names the file."""
     with located(str(path), "See the arrivals in docs/traces.md."):
         try:
-            header, *rows = [row for row in csv.reader(path.read_text(encoding="utf-8").splitlines()) if row] or [[]]
+            header, *rows = [row for row in csv.reader(read_text(path).splitlines()) if row] or [[]]
         except (OSError, ValueError, csv.Error) as error:
             raise InputError(f"the rates cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         if [name.strip() for name in header] != SCHEDULE_COLUMNS:

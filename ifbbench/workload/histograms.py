@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench import fields
+from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.fields import located
 from ifbbench.workload.distributions import Histogram
@@ -40,7 +41,7 @@ def read_histograms(path: Path) -> dict[str, Histogram]:
     """The histograms `prompt_len` and `output_len` of the file at `path`; InputError names what is wrong in it."""
     with located(str(path), UNDERSTOOD):
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = read_text(path, "utf-8-sig")
             if path.suffix.lower() == ".csv":
                 return _from_csv(text)
             return _from_json(json.loads(text))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ifbbench.clock import NO_PROGRESS, Progress
-from ifbbench.compressed import STANDARD_INPUT
+from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.fields import did_you_mean, text
@@ -70,6 +70,13 @@ def reading_of(source: str | Path | None, config: RunConfig) -> tuple[Any, ...]:
     path, _ = _find(source)
     seed = config.seed if path.suffix.lower() in SPEC_SUFFIXES else None
     return (str(path), *(getattr(config, name) for name in READ_SETTINGS), seed)
+
+
+def for_other_process(source: Source, config: RunConfig) -> Source:
+    """`source` for a process that is started: its requests, if this process has it as standard input or in a pipe."""
+    if isinstance(source, str | Path) and is_read_once(Path(source)):
+        return in_memory(read_source(source, config))
+    return source
 
 
 def in_memory(trace: Trace) -> Trace:

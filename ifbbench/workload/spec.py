@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ifbbench import fields
+from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.fields import located
 from ifbbench.workload.arrivals import ARRIVALS, AllAtOnce, ArrivalProcess
@@ -150,7 +151,7 @@ def read_spec(path: Path) -> WorkloadSpec:
 
     with located(str(path), "See datasets/README.md for what a workload specification holds."):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
             document = tomllib.loads(text) if path.suffix.lower() == ".toml" else yaml.safe_load(text)
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}.") from error
