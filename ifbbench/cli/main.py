@@ -19,6 +19,9 @@ from ifbbench.files import DEVICE_ERRORS
 FAILED, INTERRUPTED = 1, 130
 DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
 
+# Packages that a simulated run does without, and what pip installs them from.
+COMPUTING_PACKAGES = {"torch": "torch>=2.11,<2.14", "triton": "triton>=3.6,<3.8"}
+
 # Module below ifbbench.cli and help line of each command. The function has the command's name, with underscores.
 COMMANDS = {
     "run": ("run", "Replay a trace and report what happened."),
@@ -100,6 +103,12 @@ class LazyGroup(click.Group):
             place = "" if error.filename is None else f"{shown(str(error.filename))}: "
             status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
             _end(ctx, f"{place}{error.strerror or error}.", status)
+        except ModuleNotFoundError as error:
+            if error.name not in COMPUTING_PACKAGES:
+                _end(ctx, f"{error}. {DEFECT}", FAILED)
+            _end(ctx, f"the package {error.name} is not installed, which computes on CPUs and GPUs; install it with "
+                 f"`pip install '{COMPUTING_PACKAGES[error.name]}'`, or simulate a device: --device sim:h100-sxm "
+                 "--model llama-3.1-8b.", InputError.exit_status)  # fmt: skip
         except Exception as error:
             _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:

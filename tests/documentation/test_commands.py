@@ -47,6 +47,25 @@ def commands_of(page: Path) -> list[list[str]]:
     return [shlex.split(part)[1:] for part in parts if part.startswith("ifbbench ")]
 
 
+def samples_of(page: Path) -> dict[tuple[str, ...], str]:
+    """The outputs that a page shows right below a command, by the words of the command: those of simulated runs of
+    bundled traces, which print the same on every machine."""
+    shown = re.compile(r"```sh\n(?:[^`]*\n)?(ifbbench [^`]*?)```\n\n```text\n(.*?)```", re.DOTALL)
+    found = shown.findall(page.read_text(encoding="utf-8"))
+    samples = {tuple(shlex.split(command.replace("\\\n", " "))[1:]): sample for command, sample in found}
+    return {
+        words: sample
+        for words, sample in samples.items()
+        if any(word.startswith("sim:") for word in words) and words[0] in ("run", "sweep") and words[1] not in STAND_INS
+    }
+
+
+def as_shown(printed: str) -> str:
+    """What a terminal shows of `printed`: the lines of gptManagerBenchmark go to pipes only."""
+    lines = (line.rstrip() for line in printed.splitlines() if not line.startswith("[BENCHMARK]"))
+    return "\n".join(lines).strip("\n") + "\n"
+
+
 def is_fast(words: list[str]) -> bool:
     is_slow = words[0] in SLOW and "--from" not in words
     return not is_slow and all(module_is_there(package) for word, package in NEEDS.items() if word in words)
@@ -65,7 +84,9 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     for name, content in STAND_INS.items():
         Path(name).write_text(content)
+    monkeypatch.setenv("COLUMNS", "120")
     served: list[str] = []
+    samples = samples_of(page)
     for words in filter(is_fast, commands_of(page)):
         words += REAL_REQUESTS if is_real(words) else ()
         if words[0] == "serve":
@@ -83,6 +104,13 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
         else:
             result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, f"ifbbench {' '.join(words)}\n{result.output}"
+        if (sample := samples.pop(tuple(words), None)) is not None:
+            assert as_shown(result.stdout) == sample
+    assert not samples
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    assert [words[0] for words in samples_of(ROOT / "README.md")] == ["run", "sweep"]
 
 
 def answer_one_request(words: list[str]) -> None:
