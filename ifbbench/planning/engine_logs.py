@@ -11,23 +11,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.fields import integer, located, number, unexpected
 from ifbbench.planning.fit import Observation
-from ifbbench.planning.log import BatchCounts, BatchTracker, Log
+from ifbbench.planning.log import BatchCounts, BatchTracker, Log, overlap_of_periods
 from ifbbench.planning.measure import Sample
 from ifbbench.simulation.step_work import StepWork
 
 MILLISECONDS = 1000
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S.%f"
+# As in older versions, whose seconds are too coarse for the time between two iterations.
+WHOLE_SECONDS = re.compile(r"\d+-\d+-\d+ \d+:\d+:\d+")
 # Fields of TensorRT-LLM's statistics that are equal in all iterations of one engine.
 OF_ENGINE = {"kvCacheStats": ("maxNumBlocks", "tokensPerBlock"), "": ("maxNumActiveRequests",)}
 BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
-# Iterations begin in less than this share of their latencies if those of two overlap.
-OVERLAPPING = 0.75
 # Running requests of successive summaries that differ by less count as constant load.
 CONSTANT_LOAD = 0.05
 
@@ -73,14 +72,15 @@ def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
                 rows.append((line, row))
     _check_one_engine(log, rows)
     log.overlaps = _overlaps([row for _, row in rows])
-    if log.overlaps is None and overlaps:
-        raise InputError(
-            f"{log.path}: its iterations have no timestamps, and iterLatencyMS covers two iterations that overlap. Log "
-            "again with a version that writes timestamps, or without the overlap scheduler."
-        )
     if log.overlaps is None and rows:
-        log.notes.append("its iterations have no timestamps, and are taken not to overlap. If the overlap scheduler "
-                         "was on, iterLatencyMS covers two iterations, and this profile is wrong.")  # fmt: skip
+        lacks = _lacking([row for _, row in rows])
+        if overlaps:
+            raise InputError(
+                f"{log.path}: {lacks}, and iterLatencyMS covers two iterations that overlap. Log each iteration, with "
+                "timestamps of microseconds, or without the overlap scheduler."
+            )
+        log.notes.append(f"{lacks}, and they are taken not to overlap. If the overlap scheduler was on, iterLatencyMS "
+                         "covers two iterations, and this profile is wrong.")  # fmt: skip
     batches = [_counts(row) for _, row in rows]
     tracker = BatchTracker(budget=max((one.context_tokens + one.generation_requests for one in batches), default=0))
     for index, ((line, row), batch) in enumerate(zip(rows, batches, strict=True)):
@@ -155,12 +155,23 @@ def _overlaps(rows: Sequence[Mapping[str, Any]]) -> bool | None:
     modes = {mode for row in rows if (mode := row.get("schedulerMode")) is not None}
     if modes:
         return "overlap" in modes
-    ratios = [
-        period_s * MILLISECONDS / row["iterLatencyMS"]
+    return overlap_of_periods(
+        (period_s, row["iterLatencyMS"] / MILLISECONDS)
         for row, later in pairwise(rows)
         if (period_s := _period_s(row, later)) is not None
-    ]
-    return None if not ratios else median(ratios) < OVERLAPPING
+    )
+
+
+def _lacking(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why rows do not say whether iterations overlap."""
+    timestamps = [str(row.get("timestamp") or "") for row in rows]
+    if not any(timestamps):
+        return "its iterations have no timestamps"
+    if any(map(WHOLE_SECONDS.fullmatch, timestamps)):
+        return "the timestamps of its iterations are whole seconds"
+    if not any(later.get("iter") == (row.get("iter") or 0) + 1 for row, later in pairwise(rows)):
+        return "it has no two successive iterations"
+    return f"the timestamps of its iterations are not like {datetime(2026, 8, 19):{TIMESTAMP_FORMAT}}"
 
 
 def _timing(rows: Sequence[Mapping[str, Any]], overlaps: bool) -> tuple[float, bool] | None:

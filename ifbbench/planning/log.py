@@ -1,7 +1,9 @@
 """A log as calibration uses it: measured iterations and load tests, and the work of a batch from its counts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from ifbbench.planning.fit import Observation
@@ -10,6 +12,8 @@ from ifbbench.simulation.step_work import StepWork
 
 # A batch with so many tokens less than the budget counts as full: chunks are multiples of a block.
 SLACK = 64
+# Iterations begin in less than this share of their latencies if those of two overlap.
+OVERLAPPING = 0.75
 
 
 @dataclass(slots=True)
@@ -29,6 +33,13 @@ class Log:
     facts: dict[str, str] = field(default_factory=dict)
     overlaps: bool | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def overlap_of_periods(periods: Iterable[tuple[float, float]]) -> bool | None:
+    """Whether iterations began before the one before had ended, from the seconds to the start of the next one and the
+    latency of each; None if there are none."""
+    ratios = [period_s / latency_s for period_s, latency_s in periods if latency_s > 0]
+    return median(ratios) < OVERLAPPING if ratios else None
 
 
 class BatchCounts(NamedTuple):

@@ -44,10 +44,11 @@ def read_logs(
         text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
         if not text.strip():
             raise InputError(f"{path}: is empty; expected {FORMATS}.")
-        if is_tensorrt_llm(text):
+        is_own = '"Iteration Counter"' in text[:20_000] or '"ifbbench"' in text[:20_000]
+        if is_tensorrt_llm(text) and not is_own:
             log.format = "TensorRT-LLM iteration statistics"
             read_tensorrt_llm(log, text, bool(given.get("overlap") or given.get("enable_trt_overlap")))
-        elif '"Iteration Counter"' in text[:20_000]:
+        elif is_own:
             log.format = "iterations of ifbbench"
             read_iterations(log, _json_lines(log, text))
         elif is_vllm(text):
@@ -86,7 +87,8 @@ def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:
         try:
             row = as_object(line.encode())
             if "ifbbench" not in row:
-                raise InputError(f"{log.path}, line {number}: field 'ifbbench' is missing; expected iterations.jsonl.")
+                raise InputError(f"{log.path}, line {number}: field 'ifbbench' is missing, which has the times of an "
+                                 "iteration; give iterations.jsonl, or the run directory.")  # fmt: skip
             check_line("iterations.jsonl", row)
         except ValueError as error:
             if number == len(lines):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError
-from ifbbench.planning.log import BatchCounts, BatchTracker, Log
+from ifbbench.planning.log import BatchCounts, BatchTracker, Log, overlap_of_periods
 from ifbbench.planning.measure import Sample
 from ifbbench.recording.line_types import documented_fields
 from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
@@ -90,7 +91,12 @@ def read_iterations(log: Log, lines: Iterable[Mapping[str, Any]]) -> None:
         held = (row["used_kv_cache_blocks"] or 0) * (row["tokens_per_kv_cache_block"] or 0)
         filled = round(held * (1 - row["ifbbench"]["kv_fragmentation"])) - batch.context_tokens
         works.append(tracker.work(batch, max(filled, batch.generation_requests) if filled > 0 else None))
-    _add_samples(log, rows, works)
+    log.overlaps = overlap_of_periods(
+        (later["ifbbench"]["start_s"] - row["ifbbench"]["start_s"], row["ifbbench"]["latency_ms"] / MILLISECONDS)
+        for row, later in pairwise(rows)
+        if later["iteration_counter"] == row["iteration_counter"] + 1
+    )
+    _add_samples(log, rows, works, 1 + max(row.get("microbatch_id") or 0 for row in rows))
 
 
 def _add_samples(

@@ -6,6 +6,7 @@ Source: tensorrt_llm/bench/dataclasses/reporting.py and statistics.py of TensorR
 
 import json
 from collections import Counter
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from ifbbench.engine.records import TIMESTAMP_FORMAT
+from ifbbench.errors import InputError
+from ifbbench.fields import unexpected
 from ifbbench.files import new_file, replace_file
 from ifbbench.recording.line_types import documented_fields, executor_statistics
 from ifbbench.recording.lines import encode
@@ -203,11 +207,28 @@ def _request(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def write_iterations(run: RunData, path: Path) -> None:
-    """Write the statistics of the recorded iterations in the executor's form, one JSON object a line."""
+    """Write the statistics of the recorded iterations in the executor's form, one JSON object a line.
+
+    Timestamps have microseconds, as the executor's: their differences are exact, and a run is taken to begin with a
+    second, because its lines have whole seconds only.
+    """
     spans = run.spans[run.spans["request_id"].isin(run.completed["request_id"])]
     completed = Counter(spans.groupby("request_id")["last_iteration"].max().tolist())
+    begin = None
     with new_file(path, overwrite=True) as file:
         for row in read_lines(find_lines(run.path, "iterations"), ("ifbbench",)):
             known = documented_fields(row) | row["ifbbench"]
+            if (start_s := known.get("start_s")) is not None:
+                begin = begin or _begin(find_lines(run.path, "iterations"), known["timestamp"], start_s)
+                known["timestamp"] = (begin + timedelta(seconds=start_s)).strftime(f"{TIMESTAMP_FORMAT}.%f")
             known["completed"] = completed[known.get("last_step", known["iteration_counter"])]
             file.write(encode(executor_statistics(known)) + b"\n")
+
+
+def _begin(path: Path, timestamp: Any, start_s: float) -> datetime:
+    """When a run began whose iteration at `start_s` has this timestamp. InputError if that is none."""
+    try:
+        return datetime.strptime(timestamp, TIMESTAMP_FORMAT) - timedelta(seconds=int(start_s))
+    except (ValueError, TypeError, OverflowError):
+        raise InputError(f"{path}: {unexpected('Timestamp', timestamp, 'month-day-year hour:minute:second')} Restore "
+                         "the file.") from None  # fmt: skip

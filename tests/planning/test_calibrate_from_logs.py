@@ -17,6 +17,8 @@ from ifbbench.planning.fit import Point, Predictor
 from ifbbench.planning.log import Log
 from ifbbench.planning.run_log import read_run
 from ifbbench.replay.run import run_trace
+from ifbbench.report.load import load_run
+from ifbbench.report.trtllm_bench import write_iterations
 from ifbbench.simulation.hardware import load_hardware
 from ifbbench.simulation.shard import Shard
 from tests.planning.logged import CHUNKED, MODEL, iterations, load_tests, replayed, tensorrt_llm, true_profile, vllm
@@ -151,6 +153,35 @@ def test_iterations_without_timestamps_may_overlap(server, tmp_path):
     assert any("no timestamps" in warning for warning in calibrated(log, tmp_path).warnings)
     with pytest.raises(InputError, match="no timestamps"):
         calibrated(log, tmp_path, enable_trt_overlap=True)
+
+
+@pytest.mark.parametrize("overlap", [None, "async", "partitioned"])
+@pytest.mark.parametrize("form", ["iteration_log", "batch_manager", "trtllm"])
+def test_own_logs_say_whether_iterations_overlap(server, tmp_path, overlap, form):
+    log = tmp_path / "iterations.log"
+    settings = {} if form == "iteration_log" else {"iteration_stats_format": form}
+    replayed(tmp_path / "log", f"sim:{server / 'true.toml'}", max_num_samples=80, overlap=overlap, **settings)
+    if form == "iteration_log":
+        write_iterations(load_run(tmp_path / "log"), log)
+    else:
+        shutil.copy(tmp_path / "log" / "iterations.jsonl", log)
+    found = calibrated(log, tmp_path)
+    assert found.logs[0].overlaps is (overlap is not None)
+    assert not any("timestamps" in warning for warning in found.warnings)
+    assert found.determined.fit_error.median < 0.01
+
+
+def test_timestamps_that_do_not_suffice_are_described(server, tmp_path):
+    rows = tensorrt_llm(server / "log")
+    for changed, message in (
+        ([{**row, "timestamp": row["timestamp"].partition(".")[0]} for row in rows], "are whole seconds"),
+        (rows[::2], "no two successive iterations"),
+        ([{**row, "timestamp": "yesterday"} for row in rows], "are not like 08-19-2026"),
+    ):
+        log = written(tmp_path, "\n".join(map(json.dumps, changed)))
+        assert any(message in warning for warning in calibrated(log, tmp_path).warnings)
+        with pytest.raises(InputError, match=message):
+            calibrated(log, tmp_path, enable_trt_overlap=True)
 
 
 def test_vllm_lines_predict_another_trace(server, tmp_path):

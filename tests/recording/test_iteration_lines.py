@@ -67,7 +67,12 @@ def test_both_forms_are_read_as_the_same_table(tmp_path: Path, settings: dict[st
     for run in (documented, executor):
         write_iterations(run, tmp_path / "log")
         logged = list(map(json.loads, (tmp_path / "log").read_text().splitlines()))
-        assert logged == [{name: line[name] for name in LINE} for line in lines]
+        # Timestamps are those of the lines, with microseconds.
+        fractions = [line.pop("timestamp").partition(".") for line in logged]
+        assert [second for second, _, _ in fractions] == [line["timestamp"] for line in lines]
+        starts = [line["ifbbench"]["start_s"] % 1 for line in lines]
+        assert [int(fraction) / 1e6 for _, _, fraction in fractions] == pytest.approx(starts, abs=1e-6)
+        assert logged == [{name: line[name] for name in LINE if name != "timestamp"} for line in lines]
 
 
 def test_names_of_in_flight_batching_and_the_hit_rate(tmp_path: Path) -> None:
