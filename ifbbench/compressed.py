@@ -1,19 +1,33 @@
-"""Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise; and lines of files."""
+"""Files that are gzip-compressed if their name ends in `.gz`, and plain otherwise; and lines of files.
+
+Traces are also read from zstd and zip files, by their content."""
 
 import errno
 import io
+import os
 import sys
 import tempfile
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from stat import S_ISREG
-from typing import BinaryIO, cast
+from stat import S_ISBLK, S_ISCHR, S_ISREG
+from typing import BinaryIO, Protocol, cast
+from zipfile import BadZipFile, ZipFile
+
+from ifbbench.errors import InputError
 
 SUFFIX = ".gz"
+READ_SUFFIXES = (SUFFIX, ".zst", ".zip")
 MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC, ZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
+# The most that a compressed file may unpack to: zlib packs a run of equal bytes a thousand times, recordings up to
+# some fifty times. Small files may unpack to more.
+MAX_RATIO = 200
+ALWAYS_UNPACKED_BYTES = 64 << 20
+# The major number of /dev/zero, /dev/random and others on Linux.
+MEMORY_DEVICES = 1
 STANDARD_INPUT = "-"
 # The fastest level: lines of JSON are so repetitive that higher levels save little and take several times as long.
 LEVEL = 1
@@ -33,11 +47,23 @@ def is_compressed(path: Path) -> bool:
 
 def content_path(path: Path) -> Path:
     """`path` without the suffix of a compressed file: `a.jsonl` for `a.jsonl.gz`."""
-    return path.with_suffix("") if is_compressed(path) else path
+    return path.with_suffix("") if path.suffix.lower() in READ_SUFFIXES else path
 
 
 class DamagedFile(ValueError):
-    """The content of a compressed file is not valid gzip."""
+    """The content of a compressed file is not valid."""
+
+
+class Unpacker(Protocol):
+    """Unpacks one member of a gzip file or one frame of a zstd file."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, piece: bytes) -> bytes: ...
 
 
 class GzipWriter:
@@ -97,25 +123,73 @@ def read_pieces(path: Path) -> Iterator[bytes]:
     """The content of `path` in pieces. EOFError after the last piece of a gzip file that was cut off, DamagedFile if it
     is not valid gzip."""
     with path.open("rb") as file:
-        pieces = iter(lambda: file.read(BUFFER_BYTES), b"")
-        yield from _unpacked(pieces) if is_compressed(path) else pieces
+        yield from _gunzipped(path, file) if is_compressed(path) else _pieces(file)
 
 
-def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The content of all members of a gzip file."""
-    unpacker = None
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(file.read, BUFFER_BYTES), b"")
+
+
+def _gunzipped(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """The content of the gzip file `path`, open as `file`, in pieces."""
+    return _bounded(path, file, _unpacked(file, "gzip", lambda: zlib.decompressobj(GZIP), zlib.error))
+
+
+def _unpacked(file: BinaryIO, kind: str, unpacker: Callable[[], Unpacker], error: type[Exception]) -> Iterator[bytes]:
+    """The content of all members of a compressed file. Zeros behind a member are padding, as for gzip itself."""
+    current: Unpacker | None = None
+    has_ended = False
     try:
-        for piece in pieces:
-            while piece:
-                unpacker = unpacker or zlib.decompressobj(GZIP)
-                yield unpacker.decompress(piece)
-                piece = unpacker.unused_data
-                if unpacker.eof:
-                    unpacker = None
-    except zlib.error as error:
-        raise DamagedFile(f"not a gzip file ({error})") from error
-    if unpacker is not None:
-        raise EOFError("the gzip file was cut off")
+        for piece in _pieces(file):
+            while piece := piece if current or not has_ended else piece.lstrip(b"\0"):
+                current = current or unpacker()
+                yield current.decompress(piece)
+                piece = current.unused_data
+                if current.eof:
+                    current, has_ended = None, True
+    except error as problem:
+        what = f"not {kind} behind its first part" if has_ended else f"not a {kind} file"
+        raise DamagedFile(f"{what} ({problem})") from problem
+    if current is not None:
+        raise EOFError(f"the {kind} file was cut off")
+
+
+def _zstd_unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    try:
+        from zstandard import ZstdDecompressor, ZstdError
+    except ImportError:
+        raise InputError(
+            f"{path}: reading a zstd file needs the package zstandard; install it with "
+            "`pip install 'ifbbench[zstd]'`, or unpack the file."
+        ) from None
+    unpackers = ZstdDecompressor(max_window_size=1 << 31)
+    return _unpacked(file, "zstd", unpackers.decompressobj, ZstdError)
+
+
+def _zip_unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    try:
+        with ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if not name.endswith("/") and not name.startswith("__MACOSX/")]
+            if len(names) != 1:
+                raise InputError(f"{path}: the zip file holds {len(names)} files ({', '.join(names)[:200] or 'none'}); "
+                                 "expected one. Give a zip file of one trace, or unpack it.")  # fmt: skip
+            with archive.open(names[0]) as content:
+                yield from iter(partial(content.read, BUFFER_BYTES), b"")
+    except (BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # RuntimeError: encrypted
+        raise DamagedFile(f"not a zip file that can be read ({error})") from error
+
+
+def _bounded(path: Path, file: BinaryIO, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """`pieces`, the content of the compressed `file`. InputError once they are larger than any recording that packs
+    into so few bytes, so that a small file fills neither disk nor time."""
+    most = max(MAX_RATIO * os.fstat(file.fileno()).st_size, ALWAYS_UNPACKED_BYTES)
+    total = 0
+    for piece in pieces:
+        total += len(piece)
+        if total > most:
+            raise InputError(f"{path}: it unpacks to more than {most >> 20} MiB, {MAX_RATIO} times its size, which no "
+                             "recording does. If it is one, unpack it.")  # fmt: skip
+        yield piece
 
 
 # Copies of what can be read only once: by the stream of standard input, and by device, inode and time of the last write
@@ -130,6 +204,7 @@ def open_again(path: Path) -> BinaryIO:
     ends; processes that are forked from it have it too. OSError if it cannot be read."""
     if str(path) != STANDARD_INPUT and S_ISREG(path.stat().st_mode):
         return path.open("rb")
+    _check_that_it_ends(path)
     if (key := _content_key(path)) not in _copies:
         if str(path) == STANDARD_INPUT:
             copy = _copied(iter(partial(sys.stdin.buffer.read, BUFFER_BYTES), b""))
@@ -141,6 +216,17 @@ def open_again(path: Path) -> BinaryIO:
                 copy = _copied(iter(partial(file.read, BUFFER_BYTES), b""))
         _copies[key := _content_key(path)] = copy  # the pipe was written to since the first look
     return Path(f"/proc/self/fd/{_copies[key].fileno()}").open("rb")  # with a position of its own
+
+
+def _check_that_it_ends(path: Path) -> None:
+    """OSError if `path` is a disk, or a device without an end such as /dev/zero."""
+    try:
+        status = os.fstat(sys.stdin.fileno()) if str(path) == STANDARD_INPUT and sys.stdin else path.stat()
+    except (OSError, ValueError):  # not of the operating system, or closed: reading tells
+        return
+    is_memory = S_ISCHR(status.st_mode) and os.major(status.st_rdev) == MEMORY_DEVICES
+    if S_ISBLK(status.st_mode) or (is_memory and not os.path.samestat(status, os.stat(os.devnull))):
+        raise OSError(errno.ENODEV, "it is a device, which has no end")
 
 
 def _content_key(path: Path) -> object:
@@ -166,20 +252,28 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
-    """The content of `path` as a seekable file, see `open_again`; content that begins like gzip is compressed too.
+    """The content of `path` as a seekable file, see `open_again`; content that begins like gzip, zstd or zip is
+    unpacked. A zip file holds one file.
 
     For a compressed file it is an unnamed temporary file, deleted when closed.
 
-    OSError if it cannot be read, DamagedFile if it is not valid gzip, EOFError if it was cut off and `accept_cut` is
+    OSError if it cannot be read, InputError if it needs a package or unpacks to too much, DamagedFile if it is not
+    valid, EOFError if it was cut off and `accept_cut` is
     not set.
     """
     file = open_again(path)
-    begins_like_gzip = file.read(len(MAGIC)) == MAGIC
+    start = file.read(4)
     file.seek(0)
-    if not is_compressed(path) and not begins_like_gzip:
+    if is_compressed(path) or start.startswith(MAGIC):
+        unpacked = _gunzipped
+    elif start == ZSTD_MAGIC:
+        unpacked = _zstd_unpacked
+    elif start == ZIP_MAGIC:
+        unpacked = _zip_unpacked
+    else:
         return file
     with file:
-        return _copied(_unpacked(iter(partial(file.read, BUFFER_BYTES), b"")), accept_cut)
+        return _copied(_bounded(path, file, unpacked(path, file)), accept_cut)
 
 
 def _copied(pieces: Iterator[bytes], accept_cut: bool = False) -> BinaryIO:

@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from array import array
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from io import SEEK_END
@@ -20,7 +21,7 @@ import numpy as np
 from ifbbench.compressed import DamagedFile, bounded_lines
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
-from ifbbench.workload.formats import TOO_LONG, checked_object, json_value
+from ifbbench.workload.formats import TOO_LONG, checked_object, json_row, json_value
 from ifbbench.workload.trace import ID
 
 ROWS_TO_RECOGNISE = 8
@@ -30,6 +31,10 @@ ROWS_OF_BATCH = 1_000
 class UnknownFormat(ValueError):
     """What was found where a trace file of a known format was expected, and what comes near. `read_trace` adds the
     file."""
+
+
+class DoubledColumn(InputError):
+    """A column that the header of a table names twice. `read_trace` adds the file."""
 
 
 class CsvTable:
@@ -49,9 +54,13 @@ class CsvTable:
         line = first.decode(errors="replace")
         self._dialect = max((",", "\t", ";"), key=line.count)
         try:
-            return [name.strip() for name in next(csv.reader([line], delimiter=self._dialect), [])]
+            header = [name.strip() for name in next(csv.reader([line], delimiter=self._dialect), [])]
         except csv.Error as error:
             raise UnknownFormat(f"the first line is no header of CSV: {error}") from None
+        doubled = next((name for name, count in Counter(filter(None, header)).items() if count > 1), None)
+        if doubled is not None:
+            raise DoubledColumn(f"the column {shown(doubled)} is there twice; expected each name once. Rename one.")
+        return header
 
     def first_keys(self) -> set[str]:
         return set(self._header)
@@ -175,7 +184,11 @@ class JsonDocument:
         self._file.seek(self._starts[origin])
         return checked_object(json_value(self._file.read(self._lengths[origin])))
 
-    parse = row_at
+    def parse(self, content: int) -> dict[str, Any]:
+        if self._values is not None:
+            return self.row_at(content)
+        self._file.seek(self._starts[content])
+        return json_row(self._file.read(self._lengths[content]))
 
     def close_with(self, owner: Any) -> None:
         weakref.finalize(owner, self._file.close)

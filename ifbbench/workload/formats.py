@@ -52,6 +52,24 @@ def json_object(line: bytes | None) -> dict[str, Any]:
     return checked_object(json_value(line))
 
 
+def json_row(line: bytes | None) -> dict[str, Any]:
+    """`json_object`, InputError also if a key is there twice, of which JSON libraries keep the last."""
+    row = json_object(line)
+    if line is not None and line.count(b'":') + line.count(b'" :') != len(row):  # so it is not for most rows of numbers
+        try:
+            json.loads(line, object_pairs_hook=_with_each_key_once)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not valid JSON ({str(error)[:200]}); expected one JSON object.") from None
+    return row
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if len(keys) != len(set(keys)):
+        doubled = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"the key {shown(doubled)} is there twice; expected each key once.")
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """How a trace file is read: the settings of the same names."""

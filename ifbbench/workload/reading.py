@@ -23,8 +23,15 @@ from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, DamagedFile, bounded_lines, content_path, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.fields import shown
-from ifbbench.workload.containers import ROWS_TO_RECOGNISE, CsvTable, JsonDocument, UnknownFormat, parquet_as_json_lines
-from ifbbench.workload.formats import IfbbenchFormat, ReadOptions, Row, TraceFormat, json_object
+from ifbbench.workload.containers import (
+    ROWS_TO_RECOGNISE,
+    CsvTable,
+    DoubledColumn,
+    JsonDocument,
+    UnknownFormat,
+    parquet_as_json_lines,
+)
+from ifbbench.workload.formats import IfbbenchFormat, ReadOptions, Row, TraceFormat, json_object, json_row
 from ifbbench.workload.recorded_formats import (
     AzureFormat,
     BailianFormat,
@@ -108,6 +115,8 @@ def read_trace(
         except BaseException:
             file.close()
             raise
+    except DoubledColumn as error:
+        raise InputError(f"{path}, line 1: {error}") from None
     except UnknownFormat as error:
         found, nearest = str(error.args[0])[:200], "".join(error.args[1:])
         raise InputError(f"{path}: unknown trace format ({found}).{nearest} {ADVICE}") from None
@@ -221,8 +230,14 @@ def _recall(path: Path, container: "Container", trace_format: TraceFormat) -> Re
 # Recognising.
 
 SAMPLE_BYTES = 1 << 16
-BINARY_FILES = {b"PK\x03\x04": "zip or Excel", b"SQLite": "SQLite", b"\x28\xb5\x2f\xfd": "zstd",
-                b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"%PDF": "PDF", b"ARROW1": "Arrow"}  # fmt: skip
+BINARY_FILES = {
+    b"PK": "zip",
+    b"SQLite": "SQLite",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"%PDF": "PDF",
+    b"ARROW1": "Arrow",
+}
 ADVICE = (
     f"Known formats: {', '.join(FORMATS)} (docs/traces.md has their keys). Name one with --trace_format, or the "
     "columns of any CSV, JSON lines or Parquet with --columns prompt_len=NAME,output_len=NAME,arrival_s=NAME."
@@ -331,7 +346,7 @@ class JsonLines:
     """JSON objects, one a line. The origin of a row is its first byte."""
 
     row_name = "line {}"
-    parse = staticmethod(json_object)
+    parse = staticmethod(json_row)
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

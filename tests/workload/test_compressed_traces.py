@@ -2,9 +2,15 @@
 
 import gzip
 import hashlib
+import io
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
@@ -68,3 +74,69 @@ def test_synthetic_traces_are_written_compressed_and_the_same_each_time(tmp_path
     packed = (tmp_path / "a.jsonl.gz").read_bytes()
     assert packed == (tmp_path / "b.jsonl.gz").read_bytes()
     assert gzip.decompress(packed) == (tmp_path / "a.jsonl").read_bytes()
+
+
+def zipped(*files: tuple[str, str]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files:
+            archive.writestr(name, text)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("a.jsonl.zst", lambda text: zstandard.compress(text.encode())),
+        ("a.jsonl.zst", lambda text: zstandard.compress(text[:70].encode()) + zstandard.compress(text[70:].encode())),
+        ("a.jsonl.zip", lambda text: zipped(("folder/", ""), ("folder/t.jsonl", text), ("__MACOSX/folder/._t", "x"))),
+        ("a.jsonl.gz", lambda text: gzip.compress(text.encode()) + bytes(1000)),
+        ("a.jsonl.gz", lambda text: gzip.compress(text[:70].encode()) + bytes(5) + gzip.compress(text[70:].encode())),
+        ("a.jsonl.gz", lambda text: gzip.compress(text.encode()) + bytes(3 << 16)),
+    ],
+)
+def test_traces_in_other_archives(tmp_path: Path, name: str, pack: Callable[[str], bytes]) -> None:
+    text = "".join(ROW.replace("{", f'{{"request_id": {number}, ') for number in range(50))
+    (tmp_path / "plain.jsonl").write_text(text)
+    for path in (tmp_path / name, tmp_path / "a"):
+        path.write_bytes(pack(text))
+        trace = read_trace(path)
+        assert list(trace) == list(read_trace(tmp_path / "plain.jsonl"))
+        assert trace.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (gzip.compress(ROW.encode()) + b"garbage", r"a: not gzip behind its first part .*Give the whole file"),
+        (gzip.compress(ROW.encode())[:-3], r"a: the gzip file was cut off"),
+        (zstandard.compress(ROW.encode())[:-3], r"a: the zstd file was cut off"),
+        (zstandard.compress(ROW.encode()) + b"garbage", r"a: not zstd behind its first part"),
+        (zipped(("a.jsonl", ROW), ("b.jsonl", ROW)), r"a: the zip file holds 2 files \(a\.jsonl, b\.jsonl\); expected"),
+        (zipped(("a.jsonl", ROW))[:-9], r"a: not a zip file that can be read"),
+        (gzip.compress(b"\n" * (65 << 20)), r"a: it unpacks to more than 64 MiB, 200 times its size"),
+        (zipped(("a", "\n" * (65 << 20))), r"a: it unpacks to more than 64 MiB, 200 times its size"),
+        (zstandard.compress(b"\n" * (65 << 20)), r"a: it unpacks to more than 64 MiB, 200 times its size"),
+    ],
+)
+def test_archives_that_are_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(InputError, match=complaint):
+        read_trace(tmp_path / "a")
+
+
+def test_without_zstandard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(zstandard.compress(ROW.encode()))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(InputError, match=r"needs the package zstandard; .*pip install 'ifbbench\[zstd\]'"):
+        read_trace(tmp_path / "a")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no /dev/zero")
+@pytest.mark.parametrize("arguments", [["/dev/zero"], ["-"], ["chat", "--config", "/dev/zero"]])
+def test_a_device_without_an_end_is_refused(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "ifbbench", "run", *arguments, "--device", "null"]
+    with Path("/dev/zero").open("rb") as zero:
+        ended = subprocess.run(command, stdin=zero, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "it is a device, which has no end" in ended.stderr

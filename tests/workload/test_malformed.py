@@ -136,8 +136,8 @@ def test_deeply_nested_and_huge_values(name: str, tmp_path: Path) -> None:
     [
         (b"\x80\x04\xff\x00\xfe", "not a text file in UTF-8"),
         (b"PAR1\x15\x04", "not a valid Parquet file"),
-        (b"PK\x03\x04\x14\x00", "a zip or Excel file"),
-        (b"\x28\xb5\x2f\xfd\x00", "a zstd file"),
+        (b"PK\x03\x04\x14\x00", "not a zip file that can be read"),
+        (b"\x28\xb5\x2f\xfd\x00", "the zstd file was cut off"),
         ('{"arrival_s": 0}'.encode("utf-16"), "not a text file in UTF-8"),
         (b"a,b\xff\n", "not a text file in UTF-8"),
         (b"hello world\n", "unknown trace format (rows with hello world)"),
@@ -199,3 +199,27 @@ def test_rows_out_of_order_are_sorted(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_text(write(rows[::-1]))
         assert [one.arrival_s for one in read_trace(path)] == [one.arrival_s for one in read_trace(SAMPLES / name)]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("prompt_len,output_len, prompt_len\n5,6,7\n", r"file, line 1: the column 'prompt_len' is there twice"),
+        ('{"prompt_len": 5, "output_len": 6, "prompt_len": 7}\n', r"file, line 1: the key 'prompt_len' is there twice"),
+        ('{"prompt_len" :5,"output_len":6,"prompt_len" :7}\n', r"file, line 1: the key 'prompt_len' is there twice"),
+        ('[{"input_ids": [1], "output_len": 6, "output_len": 7}]', r"file, samples\[0\]: the key .output_len. is"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}], "output_length": 3}',
+         r"file, line 1: the key 'content' is there twice"),
+    ],
+)  # fmt: skip
+def test_names_that_are_there_twice(content: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(InputError, match=complaint):
+        read_trace(tmp_path / "file")
+
+
+def test_columns_without_a_name_and_equal_keys_of_several_objects(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("prompt_len,output_len,,\n5,6,,\n")
+    assert len(read_trace(tmp_path / "file")) == 1
+    (tmp_path / "file").write_text('{"prompt_len": 5, "output_len": 6, "class": "a\\": b", "x": {"x": 1}}')
+    assert len(read_trace(tmp_path / "file")) == 1
