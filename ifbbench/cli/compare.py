@@ -154,9 +154,6 @@ def _run_all(
     names = {one.name for one in settings()} - set(_lists(options))
     single = {name: value for name, value in options.items() if name in names}
     config = given_config(config_file, single, needs_model=not is_swept("model", over))
-    if config.output is None:
-        keys = "-".join(text.partition("=")[0].strip() for text in over)
-        config = config.with_values(output=f"results/compare-{keys}")
     return run_points(paths[0] if paths else None, config, over, quiet=quiet or config.quiet)
 
 

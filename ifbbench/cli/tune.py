@@ -74,6 +74,7 @@ def tune(
         write_run_config,
         write_server_files,
     )
+    from ifbbench.recording.run_directory import default_directory
 
     clock, quiet = WallClock(), config.quiet
 
@@ -84,7 +85,11 @@ def tune(
     wanted = Goal.of(goal, config.slo)
     with progress_line("tune", quiet) as progress:
         tuner = Tuner(trace, config, fixed, wanted, max_gpus, gpu_hour_price, progress, report_best)
-        directory = Path(config.output) if config.output else Path("results") / f"tune-{tuner.runs.trace.name}"
+        directory = (
+            Path(config.output)
+            if config.output
+            else default_directory(f"tune-{tuner.runs.trace.name}", config.overwrite)
+        )
         check(directory, config.overwrite)
         tuning = tuner.run()
         assert tuning.best is not None

@@ -10,7 +10,7 @@ from ifbbench.files import check_new_directory, sole_writer, writing
 from ifbbench.planning.point_table import ERROR_COLUMN, Row, row_of, write_table
 from ifbbench.planning.points import FAILURES, in_one_line, prove, run_all, summarise
 from ifbbench.planning.sweep import OnPoint, check_free, remove_runs
-from ifbbench.recording.run_directory import REPEATS_FILE, RESULTS, write_json
+from ifbbench.recording.run_directory import REPEATS_FILE, default_directory, write_json
 from ifbbench.replay.run import RunResult
 from ifbbench.report.confidence import summary_of
 from ifbbench.workload.load import in_memory, load_trace, read_source
@@ -30,7 +30,7 @@ def run_repeats(source: str | None, base: RunConfig, count: int, run_one: RunOne
     for name in SIDE_OUTPUTS:
         if getattr(base, name) is not None:
             raise InputError(f"--{name} names one file, but --repeat makes many runs; leave out one of the two.")
-    directory = Path(base.output) if base.output else RESULTS / f"repeat-{trace.name}"
+    directory = Path(base.output) if base.output else default_directory(f"repeat-{trace.name}", base.overwrite)
     check_new_directory(directory, "--output", (REPEATS_FILE, "summary.json"))
     if (directory / "run.json").exists():
         raise InputError(f"{directory} is a run; choose another --output for {count} repeats.")

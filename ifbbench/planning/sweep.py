@@ -26,7 +26,7 @@ from ifbbench.files import check_new_directory, is_part, part_beside, replace_fi
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.planning.points import PointResult, Report, RunPoint, prove, run_all, summarise
-from ifbbench.recording.run_directory import RESULTS, SWEEP_CONFIG, git_revision
+from ifbbench.recording.run_directory import RESULTS, SWEEP_CONFIG, git_revision, say_number
 from ifbbench.replay.run import run_trace
 from ifbbench.report.checking import check_summary
 from ifbbench.report.confidence import summary_of
@@ -222,7 +222,8 @@ def _directory(base: RunConfig, over: Sequence[str], identity: str) -> Path:
         return Path(base.output)
     name = f"sweep-{'-'.join(over)}"
     directories = (RESULTS / (name if number == 1 else f"{name}-{number}") for number in count(1))
-    return next(one for one in directories if base.overwrite or not one.exists() or identity_in(one) == identity)
+    found = next(one for one in directories if base.overwrite or not one.exists() or identity_in(one) == identity)
+    return say_number(RESULTS / name, found)
 
 
 def _row(

@@ -1,6 +1,7 @@
 """The run directory: its files, the checks that protect its content, and the environment that `run.json` describes."""
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -52,6 +53,7 @@ REPEATS_FILE = "repeats.csv"
 SWEEP_CONFIG = "sweep.yaml"
 # Packages that results depend on.
 PACKAGES = ("ifbbench", "torch", "triton", "numpy")
+_log = logging.getLogger("ifbbench")
 
 
 def find_lines(directory: Path, name: str) -> Path:
@@ -82,6 +84,19 @@ def numbered(path: Path) -> Iterator[Path]:
     """Of `path` and the same name with -2, -3 and so on, those that do not exist."""
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     return (path.with_name(name) for name in names if not os.path.exists(path.with_name(name)))
+
+
+def default_directory(name: str, overwrite: bool) -> Path:
+    """results/`name`, where results go without --output: numbered if it exists, unless it is to be replaced."""
+    path = RESULTS / name
+    return path if overwrite else say_number(path, next(numbered(path)))
+
+
+def say_number(default: Path, path: Path) -> Path:
+    """`path`, where results go; a warning says so if it is not `default`, because that exists."""
+    if path != default:
+        _log.warning("%s exists; results are written to %s. --overwrite replaces the earlier ones.", default, path)
+    return path
 
 
 def check(path: Path, overwrite: bool) -> None:

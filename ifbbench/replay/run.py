@@ -87,6 +87,7 @@ def run_trace(
             run_directory.write_begun(directory, description)
 
         with run_directory.begun(_places(config, trace), config.overwrite, begin) as directory:
+            _say_number(config, trace, directory)
             recorder = _recorder(trace, engine, client, directory, description)
             if on_recording:
                 on_recording(directory)
@@ -136,6 +137,7 @@ def _run_endpoint(
     from ifbbench.replay.endpoint import run_endpoint
 
     directory, summary, client = run_endpoint(trace, config, _places(config, trace), progress, on_recorded)
+    _say_number(config, trace, directory)
     if config.enable_steady_state:
         summary = _steady_summary(directory)
     if config.responses_json:
@@ -338,6 +340,11 @@ def _places(config: RunConfig, trace: Trace) -> Iterable[Path]:
         return [Path(config.output)]
     directory = run_directory.RESULTS / trace.name
     return [directory] if config.overwrite else run_directory.numbered(directory)
+
+
+def _say_number(config: RunConfig, trace: Trace, directory: Path) -> None:
+    if not config.output:
+        run_directory.say_number(run_directory.RESULTS / trace.name, directory)
 
 
 def _check_side_outputs(config: RunConfig) -> None:
