@@ -19,6 +19,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from ifbbench.errors import InputError
@@ -33,6 +34,12 @@ _LONGEST_NUMBER = 400  # characters; Python refuses to parse integers of more th
 # Of a file name in bytes; the rest of the 255 that systems allow is left for numbers and suffixes.
 _LONGEST_NAME = 200
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# How a number of bytes may be given.
+BYTES_FORMS = "1500000000, 1.5e9, 512M, 40GB (powers of 1000) or 40GiB (of 1024)"
+_BYTES = re.compile(
+    r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e\+?\d{1,3})?) ?(?:(?P<unit>[kmgt])(?P<binary>i)?)?b?",
+    re.ASCII | re.IGNORECASE,
+)
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -55,6 +62,23 @@ def integer(
     upper = None if is_technical and not (is_integer and converted > maximum) else maximum
     lower = minimum if minimum != -MAX_INTEGER - 1 else None
     raise unexpected(name, value, "an integer" + range_in_words(lower, upper, unit=unit))
+
+
+def byte_count(
+    value: Any, name: str, minimum: int = 0, maximum: int = MAX_INTEGER, *, guards: bool = False
+) -> int:  # fmt: skip
+    """`value` as an integer from `minimum` to `maximum`, given as a number or as a text: 512, 1.5e9, 512M, 40GB (powers
+    of 1000) or 40GiB (of 1024). Fractions of a byte are cut off where there is a unit.
+
+    guards: as in `integer`."""
+    converted = value
+    if isinstance(value, float) and value.is_integer():  # as files have 1.5e9
+        converted = int(value)
+    elif isinstance(value, str) and len(value) <= _LONGEST_NUMBER and (found := _BYTES.fullmatch(value.strip())):
+        unit = (found["unit"] or "").lower()
+        size = Fraction(found["number"]) * (1024 if found["binary"] else 1000) ** " kmgt".index(unit or " ")
+        converted = int(size) if unit or size.denominator == 1 else value
+    return integer(converted, name, minimum, maximum, unit=f"bytes, as {BYTES_FORMS}", guards=guards)
 
 
 def number(
@@ -315,6 +339,8 @@ class Setting:
             return text(value, name)
         limits = {name: limit for name in ("minimum", "maximum") if (limit := getattr(self, name)) is not None}
         guards = self.maximum is not None and self.maximum >= TECHNICAL_LIMIT
+        if self.unit == "bytes":
+            return byte_count(value, name, **limits, guards=guards)
         if self.type is int:
             return integer(value, name, **limits, unit=self.unit, from_text=True, guards=guards)
         return number(value, name, **limits, above=self.above, unit=self.unit, from_text=True, guards=guards)

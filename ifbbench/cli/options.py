@@ -14,10 +14,12 @@ from ifbbench.compressed import STANDARD_INPUT, is_read_once, read_text
 from ifbbench.config import DEVICE_FAMILIES, MAX_REPLICAS, SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
 from ifbbench.fields import (
+    BYTES_FORMS,
     MAX_NUMBER_SETTING,
     TECHNICAL_LIMIT,
     Setting,
     boolean,
+    byte_count,
     did_you_mean,
     integer,
     located,
@@ -138,6 +140,15 @@ class FloatRange(click.FloatRange):
         return found
 
 
+class ByteCount(click.ParamType):
+    """A number of bytes, as settings take it, of at least 1."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return byte_count(value, param.opts[0] if param else "the size", 1)
+
+
 class SettingOption(click.Option):
     """The option of one setting. Its value stays as typed: `Setting.check` converts it."""
 
@@ -146,7 +157,7 @@ class SettingOption(click.Option):
         is_pair = setting.type is bool
         super().__init__(
             [setting.name, *(f"--{name}/--no_{name}" if is_pair else f"--{name}" for name in names)],
-            default=None, metavar=None if is_pair else _METAVARS[setting.type], help=help or _help_text(setting),
+            default=None, metavar=None if is_pair else _metavar(setting), help=help or _help_text(setting),
             multiple=setting.is_list,
         )  # fmt: skip
         self.group = setting.group
@@ -232,12 +243,17 @@ def _group(parameter: click.Parameter) -> str:
     return str(getattr(parameter, "group", COMMAND)).replace(" ", "-")
 
 
+def _metavar(setting: Setting) -> str:
+    return "SIZE" if setting.unit == "bytes" else _METAVARS[setting.type]
+
+
 def _help_text(setting: Setting) -> str:
     """The setting's help with its values, range and default: `[tokens, at least 1; default: 32]`."""
     limits = {"above": setting.above, "at least": setting.minimum, "at most": setting.maximum}
     in_words = [f"{words} {limit:g}" for words, limit in limits.items()
                 if limit is not None and abs(limit) < TECHNICAL_LIMIT]  # fmt: skip
-    facts = [", ".join(setting.choices or [word for word in (setting.unit, *in_words) if word])]
+    unit = f"bytes: {BYTES_FORMS}" if setting.unit == "bytes" else setting.unit
+    facts = [", ".join(setting.choices or [word for word in (unit, *in_words) if word])]
     if setting.others:
         facts.append(f"or {setting.others}")
     if setting.type is bool:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ifbbench.config import settings
-from ifbbench.fields import Setting
+from ifbbench.fields import BYTES_FORMS, Setting
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -34,6 +34,9 @@ def config_schema() -> dict[str, Any]:
             found["description"] += f" [{item.unit}]"
         if item.value_aliases and "enum" in found:
             found["enum"] = [*found["enum"], *item.value_aliases]
+        if item.unit == "bytes":
+            sizes = {"type": "string", "pattern": r"^[0-9.]+(e\+?[0-9]+)? ?([kKmMgGtT]i?)?[bB]?$"}
+            found = {"description": f"{found['description']}: {BYTES_FORMS}", "anyOf": [found, sizes]}
         if item.takes_none:
             found = {"description": found["description"], "anyOf": [found, {"enum": ["none", None]}]}
         if item.is_list:

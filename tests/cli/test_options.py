@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.cli.options import SettingsCommand, given_config
 from ifbbench.config import RunConfig, settings
+from ifbbench.serving.config import server_settings
 from ifbbench.settings import from_mapping
 
 
@@ -160,6 +161,8 @@ def test_aliases(config_of):
         (["--max_attention_window", "512,1024"], {"max_attention_window": "512,1024"}),
         (["--sink_token_len", "4", "--window_mode", "Linear"], {"sink_token_len": 4, "window_mode": "linear"}),
         (["--host_cache_size", "1000000"], {"kv_host_cache_bytes": 1_000_000}),
+        (["--kv_host_cache_bytes", "40GiB"], {"kv_host_cache_bytes": 40 * 2**30}),
+        (["--kv_host_cache_bytes", "40GB"], {"kv_host_cache_bytes": 40 * 10**9}),
         (
             ["--kv_cache_dtype", "fp8", "--kv_cache_type=contiguous"],
             {"kv_cache_dtype": "fp8", "kv_cache_type": "contiguous"},
@@ -269,3 +272,24 @@ def test_an_empty_config_file_changes_nothing(config_of, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("# nothing yet\n")
     assert config_of("--config", str(path)) == from_mapping({}, command_line=True)
+
+
+@pytest.mark.parametrize("name", [one.name for one in settings() if one.unit == "bytes"])
+@pytest.mark.parametrize(("text", "suffix"), [("{}: 40GB", ".yaml"), ('{} = "40GB"', ".toml"), ("{} = 4e10", ".toml")])
+def test_every_number_of_bytes_takes_units_in_files_and_options(config_of, tmp_path, name, text, suffix):
+    path = tmp_path / f"config{suffix}"
+    path.write_text(text.format(name))
+    assert getattr(config_of("--config", str(path)), name) == getattr(config_of(f"--{name}", "40GB"), name) == 4 * 10**10
+    help_text = CliRunner().invoke(main, ["run", "--help", name]).output
+    assert "40GiB" in help_text
+
+
+def test_other_numbers_of_bytes_take_units():
+    server = {one.name: one for one in server_settings()}
+    assert server["max_body_bytes"].check("2MiB") == 2 * 2**20
+    arguments = ["capacity", "tiny", "--json", "--memory-bytes"]
+    texts = [CliRunner().invoke(main, [*arguments, size]).stdout for size in ("1GiB", str(2**30))]
+    assert texts[0] == texts[1] != ""
+    result = CliRunner().invoke(main, [*arguments, "1XB"])
+    assert result.exit_code == 2
+    assert "--memory-bytes is '1XB'" in result.stderr
