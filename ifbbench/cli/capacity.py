@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import ByteCount, FloatRange, SettingsCommand, given_config
+from ifbbench.cli.options import FloatRange, SettingsCommand, given_config, size_option
 from ifbbench.clock import Progress
 from ifbbench.config import RunConfig, settings
 
@@ -39,7 +39,7 @@ SETTING_HELP = {
 @click.option("--trace", metavar="TRACE", help="The requests of a trace instead, as `ifbbench run` takes it.")
 @click.option("--memory-gib", type=FloatRange(min=0, min_open=True), metavar="X",
               help="Free memory in GiB, instead of what is free here.")  # fmt: skip
-@click.option("--memory-bytes", type=ByteCount(), metavar="SIZE", help="The same in bytes, as 80GB or 80GiB.")
+@click.option("--memory-bytes", callback=size_option, metavar="SIZE", help="The same in bytes, as 80GB or 80GiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def capacity(
     model_name: str | None, config_file: Path | None, input_len: int | None, output_len: int | None, trace: str | None,

@@ -140,13 +140,9 @@ class FloatRange(click.FloatRange):
         return found
 
 
-class ByteCount(click.ParamType):
-    """A number of bytes, as settings take it, of at least 1."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return byte_count(value, param.opts[0] if param else "the size", 1)
+def size_option(ctx: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    """The callback of an option with a number of bytes of at least 1, as settings take it."""
+    return None if value is None else byte_count(value, option.opts[0], 1)
 
 
 class SettingOption(click.Option):

@@ -91,7 +91,8 @@ def test_the_schema_takes_config_files_and_refuses_others() -> None:
     jsonschema.validate(yaml.safe_load("max_num_tokens: null"), schema)
     for size in ("1000", "40GB", "40GiB", "1.5e9", "512M"):
         jsonschema.validate(yaml.safe_load(f"kv_host_cache_bytes: {size}"), schema)
-    for bad in ({"max_batch": 8}, {"max_batch_size": 0}, {"policy": 3}, {"keep": "all"}, {"seed": "x"}, {"kv_host_cache_bytes": "40XB"}):
+    size = {"kv_host_cache_bytes": "40XB"}
+    for bad in ({"max_batch": 8}, {"max_batch_size": 0}, {"policy": 3}, {"keep": "all"}, {"seed": "x"}, size):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
 

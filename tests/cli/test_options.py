@@ -279,7 +279,8 @@ def test_an_empty_config_file_changes_nothing(config_of, tmp_path):
 def test_every_number_of_bytes_takes_units_in_files_and_options(config_of, tmp_path, name, text, suffix):
     path = tmp_path / f"config{suffix}"
     path.write_text(text.format(name))
-    assert getattr(config_of("--config", str(path)), name) == getattr(config_of(f"--{name}", "40GB"), name) == 4 * 10**10
+    found = config_of("--config", str(path)), config_of(f"--{name}", "40GB")
+    assert [getattr(config, name) for config in found] == [4 * 10**10] * 2
     help_text = CliRunner().invoke(main, ["run", "--help", name]).output
     assert "40GiB" in help_text
 
