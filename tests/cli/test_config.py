@@ -91,8 +91,8 @@ def test_the_schema_takes_config_files_and_refuses_others() -> None:
     jsonschema.validate(yaml.safe_load("max_num_tokens: null"), schema)
     for size in ("1000", "40GB", "40GiB", "1.5e9", "512M"):
         jsonschema.validate(yaml.safe_load(f"kv_host_cache_bytes: {size}"), schema)
-    size = {"kv_host_cache_bytes": "40XB"}
-    for bad in ({"max_batch": 8}, {"max_batch_size": 0}, {"policy": 3}, {"keep": "all"}, {"seed": "x"}, size):
+    unknown_unit = {"kv_host_cache_bytes": "40XB"}
+    for bad in ({"max_batch": 8}, {"max_batch_size": 0}, {"policy": 3}, {"keep": "all"}, {"seed": "x"}, unknown_unit):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
 
