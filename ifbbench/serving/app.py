@@ -41,6 +41,7 @@ from ifbbench.serving.protocol import (
     check_supported,
     engine_requests,
     read_body,
+    read_long_body,
 )
 from ifbbench.serving.service import QueueFull, Service, ServiceEnded
 from ifbbench.serving.texts import Texts
@@ -135,19 +136,19 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or a chat, in vLLM's form."""
-        _, body, ids = await self._read(request, TokenizeRequest, lambda body: body.ids(self.texts))
-        decode = self.texts.tokenizer.decode
-        return _json({
-            "count": len(ids),
-            "max_model_len": self.service.engine.limits.max_seq_len,
-            "tokens": ids,
-            "token_strs": [decode([one]) for one in ids] if body.return_token_strs else None,
-        })  # fmt: skip
+        decode, max_model_len = self.texts.tokenizer.decode, self.service.engine.limits.max_seq_len
+
+        def answer(body: TokenizeRequest) -> Response:
+            ids = body.ids(self.texts)
+            strings = [decode([one]) for one in ids] if body.return_token_strs else None
+            return _json({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings})
+
+        return (await self._read(request, TokenizeRequest, answer))[2]
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, in vLLM's form."""
-        _, _, text = await self._read(request, DetokenizeRequest, lambda body: self.texts.tokenizer.decode(body.tokens))
-        return _json({"prompt": text})
+        decode = self.texts.tokenizer.decode
+        return (await self._read(request, DetokenizeRequest, lambda body: _json({"prompt": decode(body.tokens)})))[2]
 
     async def scrape(self, _request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
@@ -218,7 +219,8 @@ class Endpoints:
         received_s = self.service.real_now()
         is_long = len(content) > LONG_BODY
         try:
-            body = await _run(is_long, read_body, content, body_type, self.config.ignore_unknown_fields)
+            read = read_long_body if is_long else read_body
+            body = await _run(is_long, read, content, body_type, self.config.ignore_unknown_fields)
             self._check(body)
             return received_s, body, await _run(is_long or body.num_requests > MANY_REQUESTS, use, body)
         except InputError as error:
@@ -227,6 +229,9 @@ class Endpoints:
 
     async def _content(self, request: Request) -> bytes:
         """The body of a request, of limited size."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise BadRequest(415, f"Content-Encoding: {encoding[:100]!r} is not supported; send the body as it is.")
         limit, content = self.config.max_body_bytes, bytearray()
         try:
             async with asyncio.timeout(self.config.receive_timeout):
@@ -256,6 +261,8 @@ class Endpoints:
         """The prompts of `body`. InputError if the engine would refuse one."""
         engine, tokenizer = self.service.engine, self.texts.tokenizer
         prompts = body.prompts(self.texts)
+        for tokens in prompts:
+            self.service.check_length(len(tokens))
         requests = engine_requests(
             body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
             engine.limits.vocab_size, self.adapters.get(body.model or ""),

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ifbbench.fields import memory_size
 from ifbbench.serving.answers import encode, error_object
@@ -65,6 +65,8 @@ class LimitedConnection(HttpToolsProtocol):
         path = self.url.partition(b"?")[0].decode("latin-1")
         self.app = _refuse_for_now if is_full and path not in ALWAYS_ANSWERED else self._every_app
         super().on_headers_complete()
+        transport: Any = _TransportOfResponse(self, self.cycle)
+        self.cycle.transport = transport
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no request, after which the connection is closed."""
@@ -98,10 +100,29 @@ class LimitedConnection(HttpToolsProtocol):
         content = encode({"error": error_object(message, "invalid_request_error", status)})
         head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        # A connection that is closed with data unread is reset, and then its client may not get the answer.
+        self.linger()
+
+    def linger(self) -> None:
+        """Close the connection soon, and ignore what arrives until then: a connection that is closed with data unread
+        is reset, and then its client may not get the answer."""
         self._is_refused = True
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class _TransportOfResponse:
+    """What uvicorn writes a response to, and closes after it: the connection's transport."""
+
+    def __init__(self, connection: LimitedConnection, cycle: RequestResponseCycle) -> None:
+        self._connection, self._cycle = connection, cycle
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        if self._cycle.more_body:
+            self._connection.linger()
+        else:
+            self._connection.transport.close()
 
 
 async def _refuse_for_now(scope: Any, _receive: Any, send: Any) -> None:

@@ -12,9 +12,8 @@ from ifbbench.serving.protocol import ChatRequest, CompletionRequest
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 ERRORS = {
     "400": "The body is not valid, or the engine cannot run the request.", "401": "The API key is missing or wrong.",
-    "404": "There is no such model or adapter.",
-    "413": "The body is too large.", "429": "The queue is full.", "500": "The engine failed.",
-    "503": "The server is about to end.",
+    "404": "There is no such model or adapter.", "413": "The body is too large.", "415": "The body is compressed.",
+    "429": "The queue is full.", "500": "The engine failed.", "503": "The server is about to end.",
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Bodies of requests in the OpenAI API: their fields, ranges and meaning; the schema of the API is made from them."""
 
+import gc
 import secrets
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +21,7 @@ from ifbbench.serving.texts import Texts
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIAS = 100.0
+MAX_BIASES = 300_000
 MAX_LOG_PROBS = 20
 # A lower temperature is greedy: dividing logits by less would overflow.
 MIN_TEMPERATURE = 1e-3
@@ -119,7 +122,7 @@ class Generating(ServerRequest, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Meta(ge=-100.0, le=100.0)] | None = None
     early_stopping: Literal["always", "heuristic", "never"] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOG_PROBS)] | None = None
     priority: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
@@ -278,6 +281,7 @@ def _checked_ids(ids: Any) -> list[int]:
 
 
 Body = TypeVar("Body", bound=ServerRequest)
+_reading = threading.Lock()
 
 
 def read_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool = False) -> Body:
@@ -295,6 +299,19 @@ def read_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool
                 raise InputError(f"{path}: is not supported; leave it out, or start the server with "
                                  "--ignore_unknown_fields.")
     return body
+
+
+def read_long_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool = False) -> Body:
+    """`read_body` in a thread. Other threads wait for the interpreter while a body is decoded; so only one is read at a
+    time, and without garbage collection, which would look at its objects again and again."""
+    with _reading:
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return read_body(content, body_type, ignore_unknown_fields)
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 def _unread_fields(fields: Any, read: Any, path: str) -> Iterator[tuple[str, str, Any]]:

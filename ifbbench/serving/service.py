@@ -223,6 +223,12 @@ class Service:
         """Requests that wait for a batch slot."""
         return len(self._queue) + self.statistics.num_waiting
 
+    def check_length(self, prompt_len: int) -> None:
+        """InputError if the engine would refuse a prompt of so many tokens, whatever else is asked for."""
+        refusal = self._limits.refusal_by_size(prompt_len, max_new_tokens=1)
+        if refusal is not None:
+            raise InputError(refusal.text)
+
     def check(self, request: InferenceRequest) -> None:
         """InputError if the engine would refuse `request`."""
         problem = self._limits.refusal(engine_request(request, self.engine.limits.vocab_size))

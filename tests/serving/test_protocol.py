@@ -1,6 +1,7 @@
 """Bodies of requests: what is read, what is refused by name, and what is done outside the event loop."""
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from ifbbench.serving.protocol import (
     CompletionRequest,
     Generating,
     read_body,
+    read_long_body,
 )
 from ifbbench.serving.server import endpoints_of, running_service, serving_engine
 
@@ -133,7 +135,7 @@ def test_more_requests_than_the_queue_holds_are_refused_unread(monkeypatch: pyte
 
 
 def test_bodies_that_take_long_to_read_are_read_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, list[bool]] = {"read_body": [], "engine_requests": []}
+    threads: dict[str, list[bool]] = {"read_body": [], "read_long_body": [], "engine_requests": []}
     for name, calls in threads.items():
         original = getattr(app_module, name)
 
@@ -149,8 +151,28 @@ def test_bodies_that_take_long_to_read_are_read_outside_the_event_loop(monkeypat
             assert answer.status_code == 200, answer.text
 
     with_server(use, SIMULATED.with_values(enable_chunked_context=True))
-    assert threads["read_body"] == [True, False, True]
+    assert threads["read_body"] == [True, True]
+    assert threads["read_long_body"] == [False]
     assert threads["engine_requests"] == [True, False, False]
+
+
+def test_a_long_body_is_read_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector would look at the objects of the body again and again, while other threads wait."""
+    enabled: list[bool] = []
+    monkeypatch.setattr("ifbbench.serving.protocol.read_body", lambda *_arguments: enabled.append(gc.isenabled()))
+    read_long_body(b"{}", CompletionRequest)
+    assert enabled == [False]
+    assert gc.isenabled()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        refused = await client.post("/v1/completions", json={"prompt": [1] * 200_000, "max_tokens": 1})
+        assert refused.status_code == 400
+        assert "prompt of 200000 tokens" in refused.json()["error"]["message"]
+
+    monkeypatch.setattr(app_module, "engine_requests", lambda *_arguments: pytest.fail("requests were made"))
+    with_server(use)
 
 
 def test_a_chat_stream_begins_with_its_first_token() -> None:

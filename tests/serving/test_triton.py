@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import math
 import os
+import random
 import signal
 import time
 import urllib.error
@@ -15,8 +17,10 @@ import numpy as np
 import pytest
 
 from ifbbench.api.engine import build_engine, generate
+from ifbbench.api.request_tensors import TENSORS
 from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.serving.triton_repository import OTHER_TYPES
 from tests.replay.test_ranks import check_readable
 from tests.serving.test_serving_ranks import check_ended
 from tests.serving.triton_clients import MODEL, Stream, Triton, inputs, scrape, start, triton, wait_for
@@ -257,6 +261,39 @@ def test_draft_tokens_do_not_end_a_simulated_server() -> None:
     assert status == 0, printed
     assert "Task was destroyed" not in printed
     assert "Traceback" not in printed
+
+
+BOOLEANS = ("stop", *OTHER_TYPES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_tensors_are_answered_and_end_no_server(tiny: Triton, expected: list[int], seed: int) -> None:
+    """Of the types that Triton checks, with any sizes and values."""
+    draw = random.Random(seed)
+    numbers = {
+        "i": (0, 1, -1, 2, 3, 9, 200, 2**31 - 1, -(2**31)),
+        "u": (0, 1, 2, 7, 2**31, 2**63, 2**64 - 1),
+        "f": (0.0, 1.0, -1.0, 0.5, 1e-30, 60000.0, float("nan"), float("inf")),
+        "b": (True, False),
+    }
+    stream, num_refused = Stream(tiny), 0
+    for count in range(120):
+        tensors: dict[str, Any] = {}
+        for name in draw.sample([*TENSORS, "num_return_sequences", "stop"], draw.choice((1, 1, 2, 3))):
+            sizes: tuple[str, ...] = ("1",)
+            dtype = np.dtype(bool if name in BOOLEANS else np.int32)
+            if name in TENSORS and name not in OTHER_TYPES:
+                dtype, sizes = np.dtype(TENSORS[name].dtype), TENSORS[name].shape
+            shape = [1, *(int(one) if one.isdigit() else draw.choice((0, 1, 2, 3, 50)) for one in sizes)]
+            values = [draw.choice(numbers[dtype.kind]) for _ in range(math.prod(shape))]
+            tensors[name] = np.array(values, dtype).reshape(shape)
+        stream.send([1, 2, 3], 3, f"{seed}.{count}", **tensors)
+        (answer,) = stream.receive().values()
+        assert "failed" not in str(answer.error), (tensors, answer.error)
+        assert answer.error is not None or "stop" in tensors or answer.responses, tensors
+        num_refused += answer.error is not None
+    assert 10 < num_refused < 110
+    assert stream.one([1, 2, 3, 4, 5], 6, exclude_input_in_output=True).ids == expected
 
 
 def pids_of(directory: Path) -> list[int]:
