@@ -39,9 +39,11 @@ def half_width_of_difference(a: Sequence[float], b: Sequence[float]) -> float | 
 
 OF_BLOCKS = "95 % intervals: for other requests like these, by Student's t over {} blocks of consecutive arrivals."
 # Blocks of a run: at least MIN_BLOCKS, at most MAX_BLOCKS. Each has MIN_REQUESTS requests or more, and is MIN_LENGTH
-# times as long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it.
+# times as long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it. Of one run alone it
+# has MIN_BEYOND_ALONE: percentiles with fewer vary by much more upwards than downwards, which no interval of equal halves
+# covers (Student's t of one run misses their mean twice as often as it says). In a difference of two runs that cancels.
 MIN_BLOCKS, MAX_BLOCKS = 5, 10
-MIN_REQUESTS, MIN_LENGTH, MIN_BEYOND = 20, 10.0, 8.0
+MIN_REQUESTS, MIN_LENGTH, MIN_BEYOND, MIN_BEYOND_ALONE = 20, 10.0, 8.0, 400.0
 # The time after which the state of a server is forgotten, in mean latencies. Half of it on each side of an edge couples
 # two blocks.
 MEMORY = 2.0
@@ -99,8 +101,10 @@ class RunSample:
         needed = MIN_BLOCKS * MIN_LENGTH
         return f"its arrivals last {self.lengths:.2g} times the mean latency, and {needed:.0f} times are needed"
 
-    def pseudo_values(self, blocks: int) -> dict[str, Floats]:
-        """For each figure by its dotted name an array of shape [blocks], independent of each other."""
+    def pseudo_values(self, blocks: int, min_beyond: float = MIN_BEYOND) -> dict[str, Floats]:
+        """For each figure by its dotted name an array of shape [blocks], independent of each other.
+
+        min_beyond: how many requests a percentile has above it at least."""
         of_all = np.arange(self._count) * blocks // max(self._count, 1)
         of_completed = of_all[self._rank]
         found: dict[str, Floats] = {}
@@ -112,7 +116,7 @@ class RunSample:
             whole, parts = distribution(values), [distribution(values[block != one]) for one in range(blocks)]
             for statistic in ("mean", *PERCENTILES):
                 beyond = len(values) * (1 - PERCENTILES.get(statistic, 0.0) / 100)
-                if beyond >= MIN_BEYOND and all(part[statistic] is not None for part in parts):
+                if (statistic == "mean" or beyond >= min_beyond) and all(part[statistic] is not None for part in parts):
                     left = np.array([part[statistic] for part in parts], np.float64)
                     found[f"{name}.{statistic}"] = blocks * (whole[statistic] or 0.0) - (blocks - 1) * left
 
@@ -152,7 +156,8 @@ def half_widths(run: RunSample, than: RunSample | None = None) -> dict[str, floa
     blocks = min(one.blocks for one in runs)
     if not blocks:
         return {}
-    values, *others = (one.pseudo_values(blocks) for one in runs)
+    min_beyond = MIN_BEYOND_ALONE if than is None else MIN_BEYOND
+    values, *others = (one.pseudo_values(blocks, min_beyond) for one in runs)
     correlated = 1 / sqrt(1 - MEMORY * blocks / min(one.lengths for one in runs))
     found = {}
     for name in values:

@@ -36,7 +36,7 @@ from ifbbench.analysis.repeats import Repeats, RepeatsComparison
 from ifbbench.config import RunConfig
 from ifbbench.recording.run_directory import hardware
 from ifbbench.replay.run import run_trace
-from ifbbench.report.confidence import Floats, RunSample, half_widths
+from ifbbench.report.confidence import MIN_BEYOND, Floats, RunSample, half_widths
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -67,8 +67,9 @@ class SlowerSample(RunSample):
     def __init__(self, sample: RunSample) -> None:
         self.__dict__ |= sample.__dict__
 
-    def pseudo_values(self, blocks: int) -> dict[str, Floats]:
-        return {name: values * factor_of(name) for name, values in super().pseudo_values(blocks).items()}
+    def pseudo_values(self, blocks: int, min_beyond: float = MIN_BEYOND) -> dict[str, Floats]:
+        found = super().pseudo_values(blocks, min_beyond)
+        return {name: values * factor_of(name) for name, values in found.items()}
 
 
 def factor_of(name: str) -> float:
