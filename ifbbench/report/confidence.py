@@ -39,9 +39,9 @@ def half_width_of_difference(a: Sequence[float], b: Sequence[float]) -> float | 
 
 OF_BLOCKS = "95 % intervals: for other requests like these, by Student's t over {} blocks of consecutive arrivals."
 # Blocks of a run: at least MIN_BLOCKS, at most MAX_BLOCKS. Each has MIN_REQUESTS requests or more, and is MIN_LENGTH
-# times as long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it. Of one run alone it
-# has MIN_BEYOND_ALONE: percentiles with fewer vary by much more upwards than downwards, which no interval of equal halves
-# covers (Student's t of one run misses their mean twice as often as it says). In a difference of two runs that cancels.
+# times as long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it. Of one run alone
+# it has MIN_BEYOND_ALONE: with fewer, percentiles vary by more upwards than downwards, and an interval of equal halves
+# misses their mean twice as often as it says. In the difference of two runs that cancels.
 MIN_BLOCKS, MAX_BLOCKS = 5, 10
 MIN_REQUESTS, MIN_LENGTH, MIN_BEYOND, MIN_BEYOND_ALONE = 20, 10.0, 8.0, 400.0
 # The time after which the state of a server is forgotten, in mean latencies. Half of it on each side of an edge couples
