@@ -1,5 +1,6 @@
 """The `ifbbench` command. It starts fast: the module of a command is imported only when the command is called."""
 
+import logging
 import os
 import sys
 import traceback
@@ -88,7 +89,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _closed_pipe_is_no_error():
+            with _closed_pipe_is_no_error(), _notes_once():
                 value = super().invoke(ctx)
                 sys.stdout.flush()
                 return value
@@ -139,6 +140,26 @@ def _earlier_messages() -> list[str]:
             messages.insert(0, str(earlier))
         later = earlier
     return messages
+
+
+@contextmanager
+def _notes_once() -> Iterator[None]:
+    """In the block, and in processes that are forked in it, a note on a trace is printed once, however often the trace
+    is read: once for each seed of a repeat."""
+    logger, printed = logging.getLogger("ifbbench"), set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        if not getattr(record, "once", False):
+            return True
+        text, known = record.getMessage(), len(printed)
+        printed.add(text)
+        return len(printed) > known
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 @contextmanager

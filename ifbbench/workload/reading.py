@@ -127,7 +127,7 @@ def read_trace(
     left_out = [f"{trace_format.left_out} are left out: {num_failed:,}"] if num_failed else []
     notes = trace_format.notes() + left_out
     for note in notes:
-        _log.warning("%s: %s.", path, note)
+        _log.warning("%s: %s.", path, note, extra={"once": True})
     name = "stdin" if str(path) == STANDARD_INPUT else content_path(path).stem
     return Trace(name, requests.by_arrival(), sha256, str(path), num_skipped, tuple(notes))
 

@@ -5,6 +5,8 @@ import gzip
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +118,10 @@ def test_another_process_gets_the_requests_and_not_the_pipe(pipes: list[int]) ->
     sent = pickle.loads(pickle.dumps(for_other_process(path, config)))
     assert [request.prompt_len for request in load_trace(sent, config)] == list(range(20, 28))
     assert for_other_process("default", config) == "default"
+
+
+def test_a_note_on_a_trace_is_printed_once() -> None:
+    Path("chats.jsonl").write_text('{"prompt": "How far is it?", "output_tokens": 3}\n')
+    command = [sys.executable, "-m", "ifbbench", "run", "chats.jsonl", "--repeat", "3", "--device", "null", "--quiet"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert printed.count("texts are counted as one token for each 4 characters") == 1

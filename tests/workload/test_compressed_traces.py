@@ -38,7 +38,7 @@ def test_a_compressed_trace_is_the_same_trace(tmp_path: Path, name: str, text: s
     assert trace.sha256 == hashlib.sha256(packed.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("content", [gzip.compress((ROW * 900).encode())[:-20], ROW.encode()])
+@pytest.mark.parametrize("content", [gzip.compress((ROW * 900).encode())[:-20], ROW.encode()], ids=["cut", "plain"])
 def test_a_compressed_file_that_is_not_whole(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(content)
@@ -118,6 +118,7 @@ def test_traces_in_other_archives(tmp_path: Path, name: str, pack: Callable[[str
         (zipped(("a", "\n" * (65 << 20))), r"a: it unpacks to more than 64 MiB, 200 times its size"),
         (zstandard.compress(b"\n" * (65 << 20)), r"a: it unpacks to more than 64 MiB, 200 times its size"),
     ],
+    ids=["garbage", "cut gzip", "cut zstd", "garbage zstd", "two files", "cut zip", "bomb", "zip bomb", "zstd bomb"],
 )
 def test_archives_that_are_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
     (tmp_path / "a").write_bytes(content)
