@@ -15,7 +15,13 @@ from ifbbench.config import MAX_REPLICAS, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.planning.heuristics import TUNERS, trtllm_bench_limits
 from ifbbench.planning.tune_candidates import Candidate, Goal, Judge
-from ifbbench.planning.tune_rate import MAX_FACTOR, find_max_rate, find_replicas
+from ifbbench.planning.tune_rate import (
+    MAX_FACTOR,
+    find_max_rate,
+    find_replicas,
+    max_runs_for_rate,
+    max_runs_for_replicas,
+)
 from ifbbench.planning.tune_runs import Case, Runs
 from ifbbench.planning.tune_space import Settings, Space
 from ifbbench.workload.load import read_source
@@ -92,8 +98,9 @@ class Tuner:
         self._progress = progress
         self._on_best = on_best
         self._candidates: dict[Case, Candidate] = {}
-        self._stage_work = 0
-        self._stage_limit: float | None = None
+        self._stage_label = ""
+        # Simulated requests at the end of the stage, and of the stages after it, both at most.
+        self._stage_end = self._later_work = 0.0
         self.judge = Judge(self.goal, self.runs, price)
 
     def _refused(self) -> int:
@@ -123,8 +130,12 @@ class Tuner:
 
     def _search(self) -> None:
         best = None
-        self._stage("first answer")
+        self._progress.stage("searching")
+        self.runs.on_work = self._update
         deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
+        of_load = [self._load_work(tp, MAX_ROUNDS) for tp, _ in deployments] if self.goal.needs_stable_queue else []
+        later = sum(of_load) if of_load else self.allowed_work
+        self._stage("first answer", FIRST_REQUESTS * sum(count for _, count in deployments), later)
         starts = {tp: self._starts(tp) for tp, _ in deployments}
         if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
             raise InputError("--enable_steady_state: the figures of several replicas are those of all their requests; "
@@ -136,14 +147,15 @@ class Tuner:
         if best is None:
             raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
         self._announce(best)
-        self._stage("baselines")
+        of_baselines = 2 * (self._load_runs(deployments[0][0]) if of_load else 1) * self.runs.total
+        self._stage("baselines", of_baselines, later)
         self._baselines(deployments, starts)
         if self.goal.needs_stable_queue:
-            for tp, replicas in deployments:
-                self._search_load(starts[tp], replicas)
+            for index, (tp, replicas) in enumerate(deployments):
+                self._search_load(starts[tp], replicas, sum(of_load[index + 1 :]))
             return
-        for tp, replicas in deployments:
-            self._search_settings(starts[tp], replicas, len(deployments))
+        for index, (tp, replicas) in enumerate(deployments):
+            self._search_settings(starts[tp], replicas, len(deployments), len(deployments) - 1 - index)
 
     def _replicas(self, tp: int) -> int:
         return 1 if self.goal.name == "cost" else self._max_replicas(tp)
@@ -173,14 +185,16 @@ class Tuner:
                 self.found.baselines.append(replace(one, name=name))
         self._announce(found[0])
 
-    def _search_settings(self, starts: list[Settings], replicas: int, deployments: int) -> None:
-        """Goodput or output throughput, of `replicas` that share the traffic."""
+    def _search_settings(self, starts: list[Settings], replicas: int, deployments: int, later: int) -> None:
+        """Goodput or output throughput, of `replicas` that share the traffic. later: deployments after this one."""
         work, left = self.runs.work, (self.allowed_work - self.runs.work) / deployments
+        importance = IMPORTANCE_RUNS * self.runs.total
+        after = importance + later * left
         allowed, prefix = work + left, self._prefix(starts[0], replicas)
         starts = [*starts, *self._spread(starts[0], replicas)]
         if prefix is not None:
             limit = work + PREFIX_WORK * left
-            self._stage(f"searching on the first {prefix:,} requests", limit)
+            self._stage(f"searching on the first {prefix:,} requests", limit - self.runs.work, allowed - limit + after)
             self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
             ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
             ranked = [one for one in ranked if one.run.case.replicas == replicas]
@@ -188,10 +202,11 @@ class Tuner:
             finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
         else:
             finalists = starts  # the whole trace is the only prefix
-        self._stage("searching on the whole trace", allowed)
+        self._stage("searching on the whole trace", allowed - self.runs.work, after)
         best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
         if best is not None and self._is_held_back(best):
-            best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix)])
+            best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix, after)])
+        self._stage("trying settings alone", importance, later * left)
         if best is not None and best == self.found.best:
             known = self.judge.importance(best, self._candidates.values(), self.space)
             moves = [point for name, point in self.space.moves(best.run.case.settings, best.summary, IMPORTANCE_STEP)
@@ -208,12 +223,12 @@ class Tuner:
         return any(one.score > HELD_BACK * best.score and self.goal.shortfalls(one.summary)
                    for one in self._candidates.values() if one.run.case.replicas == best.run.case.replicas)  # fmt: skip
 
-    def _search_nearest(self, point: Settings, replicas: int, prefix: int | None) -> Candidate | None:
+    def _search_nearest(self, point: Settings, replicas: int, prefix: int | None, later: float) -> Candidate | None:
         """Search further where objectives with a statistic hold the best settings so far back: those that meet them may
         be few, and in between limits that were tried. Candidates are compared by how much they miss."""
         in_grid = len(GRID_DIVISORS) * len(GRID_TOKENS) * (prefix or self.runs.total)
-        limit = self.runs.work + in_grid + NEAREST_WORK * self.runs.total
-        self._stage("searching settings that meet the objectives", limit)
+        work = in_grid + NEAREST_WORK * self.runs.total
+        self._stage("searching settings that meet the objectives", work, later)
         (probe,) = self._candidates_of([Case(point, None, replicas)])
         if probe is None:
             return None
@@ -260,14 +275,30 @@ class Tuner:
             prefix *= 2
         return None
 
-    def _search_load(self, starts: list[Settings], replicas: int) -> None:
+    def _load_runs(self, tp: int, is_final: bool = False) -> int:
+        """How many runs the search for the highest rate, or the fewest replicas, makes at most."""
+        if self.goal.name == "max_rate":
+            return max_runs_for_rate(self.runs, is_final)
+        return 0 if is_final else max_runs_for_replicas(self._max_replicas(tp))
+
+    def _load_work(self, tp: int, rounds: int) -> float:
+        """Simulated requests of `_search_load`, at most, with so many rounds to go."""
+        of_a_round = self._load_runs(tp) * self.runs.total + ROUND_WORK * self.allowed_work
+        return rounds * of_a_round + self._load_runs(tp, is_final=True) * self.runs.total
+
+    def _search_load(self, starts: list[Settings], replicas: int, later: float) -> None:
         """The highest rate, or the fewest replicas. Settings are compared under a little more load than the best ones
-        so far can take, by how much they miss; then the load that the best of them takes is found."""
+        so far can take, by how much they miss; then the load that the best of them takes is found.
+
+        later: simulated requests of the search that follows, at most."""
         is_rate, settings, full_load = self.goal.name == "max_rate", starts[0], replicas
         best: Candidate | None = None
         start, steps = 1.0, list(WHOLE_STEPS)
-        for _ in range(MAX_ROUNDS):
-            self._stage("finding the highest rate" if is_rate else "finding the fewest replicas")
+        tp, of_comparing = dict(settings)["tp_size"], ROUND_WORK * self.allowed_work
+        for rounds in range(MAX_ROUNDS - 1, -1, -1):
+            after = self._load_work(tp, rounds) + later
+            label = "finding the highest rate" if is_rate else "finding the fewest replicas"
+            self._stage(label, self._load_runs(tp) * self.runs.total, of_comparing + after)
             found = self._at_full_load(settings, replicas, best, start)
             if best is not None and (found is None or found.score <= best.score * (MIN_GAIN if is_rate else 1)):
                 break
@@ -284,15 +315,15 @@ class Tuner:
                     break
                 case = Case(settings, None, full_load)
             cases = [replace(case, settings=point) for point in dict.fromkeys([settings, starts[0], starts[-1]])]
-            limit = self.runs.work + ROUND_WORK * self.allowed_work
-            self._stage("comparing settings under pressure", limit)
+            limit = self.runs.work + of_comparing
+            self._stage("comparing settings under pressure", of_comparing, after)
             under_pressure = self._descend(cases, steps, limit, announce=best is None)
             if under_pressure is None or under_pressure.run.case.settings == settings:
                 break
             self.found.importance = self.judge.importance(under_pressure, self._candidates.values(), self.space)
             settings, start, steps = under_pressure.run.case.settings, case.rate, [WHOLE_STEPS[-1]]
         if is_rate and best is not None:
-            self._stage("confirming the highest rate")
+            self._stage("confirming the highest rate", self._load_runs(tp, is_final=True) * self.runs.total, later)
             near = best.rate.low if best.rate else 1.0
             self._at_full_load(best.run.case.settings, replicas, best, near, is_final=True)
 
@@ -357,18 +388,20 @@ class Tuner:
         """The candidates of those cases that run."""
         found = [one for one in self._candidates_of(cases) if one is not None]
         self._candidates |= {one.run.case: one for one in found}
-        best = self.found.best
-        text = "" if best is None else f"best so far: {abs(best.score):,.4g} {self.goal.unit}"
-        total = None if self._stage_limit is None else max(round(self._stage_limit - self._stage_work), 1)
-        done = self.runs.work - self._stage_work
-        self._progress.update(done if total is None else min(done, total), total, text)
         return found
 
-    def _stage(self, label: str, limit: float | None = None) -> None:
-        """A stage of the search begins. limit: of the work, where it ends at the latest; so the time that remains is at
-        most what progress shows."""
-        self._stage_work, self._stage_limit = self.runs.work, limit
-        self._progress.stage(label)
+    def _stage(self, label: str, work: float, later: float) -> None:
+        """A stage of the search begins. work, later: simulated requests of it and of the stages after it, at most; so
+        progress shows about the longest time that the search may take. A search for settings that meet the objectives is
+        added when it turns out to be needed."""
+        self._stage_label, self._stage_end, self._later_work = label, self.runs.work + work, later
+        self._update()
+
+    def _update(self) -> None:
+        best, work = self.found.best, self.runs.work
+        so_far = "" if best is None else f"best so far: {abs(best.score):,.4g} {self.goal.unit}"
+        total = round(max(self._stage_end, work) + self._later_work)
+        self._progress.update(work, max(total, 1), ", ".join(filter(None, (self._stage_label, so_far))))
 
     def _candidates_of(self, cases: Sequence[Case]) -> list[Candidate | None]:
         return [self.judge.candidate(run) for run in self.runs.run(cases)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, log, log1p, log2, sqrt
 from statistics import fmean, stdev
 
 from ifbbench.planning.tune_candidates import Goal
@@ -57,6 +57,21 @@ def find_max_rate(
     others = [_border(runs, goal, settings, replicas, found.low, seed, is_final) for seed in seeds]
     by_seed = (found.low, *(one.low for one in others))
     return MaxRate(found.run, fmean(by_seed), found.high, by_seed, is_final)
+
+
+def max_runs_for_rate(runs: Runs, is_final: bool) -> int:
+    """How many runs `find_max_rate` makes at most: the bracket, in steps that double up to MAX_FACTOR, the bisection
+    between two of them, and the rates above."""
+    step = 1 + COARSE if is_final else 1.1
+    growing = ceil(log2(log(2.0) / log(step)))
+    bisection = ceil(log2(log(2.0) / log1p(FINE if is_final else COARSE)))
+    one = 1 + growing + ceil(log2(MAX_FACTOR)) + bisection + is_final * len(RATES_ABOVE)
+    return one * (SEEDS if is_final and draws_arrivals(runs) else 1)
+
+
+def max_runs_for_replicas(most: int) -> int:
+    """How many runs `find_replicas` makes at most: numbers that double up to `most`, and the bisection between two."""
+    return 1 + 2 * ceil(log2(most))
 
 
 def draws_arrivals(runs: Runs) -> bool:

@@ -1,6 +1,6 @@
 """The simulated runs of a search: each once, in memory, in parallel, and the number of requests simulated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,11 +41,13 @@ class Run:
 
 
 class Runs:
-    """source: as recorded (`read_source`). work: number of requests that were simulated. done: runs in their order."""
+    """source: as recorded (`read_source`). work: number of requests that were simulated. done: runs in their order.
+    on_work: is called when runs have ended."""
 
     def __init__(self, source: Trace, base: RunConfig, processes: int | None = None) -> None:
         self.base = base
         self.work = 0
+        self.on_work: Callable[[], None] = lambda: None
         self._source = source
         self._processes = processes
         self._traces: dict[int, Trace] = {}
@@ -89,6 +91,7 @@ class Runs:
             results = run_points(trace, configs, self._processes, run_point=run_point)
             for case, result in zip(wanted, results, strict=True):
                 self._known[case] = _run_of(case, result)
+            self.on_work()
         return [self._known[case] for case in cases]
 
     def trace_of(self, case: Case) -> Trace:

@@ -33,7 +33,7 @@ def config_of(monkeypatch):
 
 
 def error_of(*arguments: str) -> str:
-    done = CliRunner().invoke(main, ["run", *arguments])
+    done = CliRunner().invoke(main, ["run", "--quiet", *arguments])
     assert done.exit_code == 2, done.output
     assert done.stderr.count("\n") == 1
     return done.stderr

@@ -1,6 +1,9 @@
 """The search for settings: what it leaves out, what it finds, and its answers where nothing can be found."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,13 @@ from ifbbench.planning.tune import Tuner, Tuning
 from ifbbench.planning.tune_candidates import Candidate, Goal
 from ifbbench.planning.tune_certainty import at_risk, is_undecided
 from ifbbench.planning.tune_files import answer, pareto, record_best, verdict
-from ifbbench.planning.tune_rate import _bracket
+from ifbbench.planning.tune_rate import (
+    _bracket,
+    find_max_rate,
+    find_replicas,
+    max_runs_for_rate,
+    max_runs_for_replicas,
+)
 from ifbbench.planning.tune_runs import Case, Run, Runs
 from ifbbench.planning.tune_space import Space, idle_limits
 from ifbbench.settings import from_mapping
@@ -223,23 +232,64 @@ def test_objectives_that_every_setting_meets_are_said():
     assert found.runs.work < 8 * found.runs.total
 
 
-def test_the_progress_of_a_search_has_a_total(monkeypatch):
-    searching = tuner(slo="ttft=500ms,tpot=12ms", request_rate=40)
-    stages: dict[str, list[tuple[int, int | None]]] = {}
+@pytest.mark.parametrize("goal", ["goodput", "output_throughput", "max_rate", "cost"])
+def test_progress_is_that_of_the_whole_search(monkeypatch, goal):
+    searching = tuner(goal=goal, slo="ttft=2s,tpot=40ms", request_rate=20)
+    stages, totals, done = list[str](), list[int](), list[int]()
 
     class Kept:
         def stage(self, label: str) -> None:
-            stages[label] = []
+            stages.append(label)
 
         def update(self, completed: int, total: int | None, text: str) -> None:
-            stages[list(stages)[-1]].append((completed, total))
+            assert total is not None
+            assert completed == searching.runs.work
+            totals.append(total)
+            done.append(completed)
 
     monkeypatch.setattr(searching, "_progress", Kept())
     searching.run()
-    assert stages["searching on the whole trace"]
-    for completed, total in stages["searching on the whole trace"]:
-        assert total is not None
-        assert 0 < completed <= total
+    assert stages == ["searching"]  # another one would begin to count anew
+    assert done == sorted(done)
+    assert done[-1] == searching.runs.work
+    # The total is about the most that the search may take, from its first runs on.
+    assert max(done) <= 1.2 * totals[0]
+    assert all(completed <= total for completed, total in zip(done, totals, strict=True))
+    # Work that is left is known after each run, also while a rate is searched.
+    assert max(later - before for before, later in pairwise(done)) < searching.runs.work / 2
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+@pytest.mark.parametrize("border", [1 / 60, 0.3, 0.99, 1.0, 1.3, 5.0, 60.0])
+@pytest.mark.parametrize("start", [1.0, 0.9, 3.0])
+def test_no_search_for_a_rate_takes_more_runs_than_are_counted(monkeypatch, border, start, is_final):
+    runs, tried = tuner(goal="max_rate", slo="ttft=2s").runs, list[Case]()
+
+    def run(cases: Sequence[Case]) -> list[Run]:
+        tried.extend(case for case in cases if case not in tried)
+        return [Run(case, {"meets": case.rate <= border}) for case in cases]
+
+    monkeypatch.setattr(runs, "run", run)
+    goal = SimpleNamespace(shortfalls=lambda summary: [] if summary["meets"] else ["ttft"])
+    find_max_rate(runs, goal, (), start=start, is_final=is_final)  # type: ignore[arg-type]
+    assert len(tried) <= max_runs_for_rate(runs, is_final)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 64])
+def test_no_search_for_replicas_takes_more_runs_than_are_counted(monkeypatch, most):
+    runs = tuner(goal="cost", slo="ttft=2s").runs
+    goal = SimpleNamespace(shortfalls=lambda summary: [] if summary["meets"] else ["ttft"])
+    for needed in range(1, most + 2):
+        for start in range(1, most + 1):
+            tried = set[int]()
+
+            def run(cases: Sequence[Case], needed: int = needed, tried: set[int] = tried) -> list[Run]:
+                tried.update(case.replicas for case in cases)
+                return [Run(case, {"meets": case.replicas >= needed}) for case in cases]
+
+            monkeypatch.setattr(runs, "run", run)
+            find_replicas(runs, goal, (), most, start)  # type: ignore[arg-type]
+            assert len(tried) <= max_runs_for_replicas(most)
 
 
 def test_interrupting_keeps_the_best_so_far(monkeypatch):
