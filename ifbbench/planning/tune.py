@@ -392,8 +392,8 @@ class Tuner:
 
     def _stage(self, label: str, work: float, later: float) -> None:
         """A stage of the search begins. work, later: simulated requests of it and of the stages after it, at most; so
-        progress shows about the longest time that the search may take. A search for settings that meet the objectives is
-        added when it turns out to be needed."""
+        progress shows about the longest time that the search may take. That for settings that meet the objectives is
+        counted from when it turns out to be needed."""
         self._stage_label, self._stage_end, self._later_work = label, self.runs.work + work, later
         self._update()
 
