@@ -7,8 +7,9 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from stat import S_ISDIR
+from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO
 
 from ifbbench.compressed import SUFFIX as COMPRESSED
@@ -24,6 +25,8 @@ DEVICE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, e
 # Of file systems without hard links, and without locks.
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
+# The files that a command reads: by device and inode, as the user names them.
+_inputs: ContextVar[dict[tuple[int, int], str] | None] = ContextVar("inputs", default=None)
 
 
 class OutputError(IfbbenchError):
@@ -132,9 +135,42 @@ def removed(directory: Path) -> OutputError:
                        f"there again; `ifbbench report {directory}` prints them.")  # fmt: skip
 
 
+@contextmanager
+def protecting_inputs() -> Iterator[None]:
+    """Until the end of the block, outputs do not replace the files that `protect` is called with."""
+    token = _inputs.set({})
+    try:
+        yield
+    finally:
+        _inputs.reset(token)
+
+
+def protect(path: Path, name: str) -> None:
+    """Within `protecting_inputs`: refuse to replace the file at `path`, if there is one. name: for messages."""
+    protected = _inputs.get()
+    if protected is not None and (identity := _identity(path)) is not None:
+        protected.setdefault(identity, name)
+
+
+def check_not_input(path: Path, option: str) -> None:
+    """InputError, naming `option`, if `path` is a protected file, by this name or another one (links)."""
+    if (protected := _inputs.get()) and (name := protected.get(_identity(path) or (-1, -1))):
+        raise InputError(f"{option} {path}: this would replace {name}, which the command reads; give another output.")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None for what is no file."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return (status.st_dev, status.st_ino) if S_ISREG(status.st_mode) else None
+
+
 def check_new_file(path: Path, option: str, overwrite: bool) -> None:
     """InputError, naming `option`, if `new_file` would refuse `path`: it is a directory, exists without `overwrite`, is
-    below something that is no directory, cannot be written, or is no valid name."""
+    below something that is no directory, cannot be written, or is no valid name; and if the command reads it."""
+    check_not_input(path, option)
     problem = _problem(path, expects_file=True)
     if problem is None and path.is_file() and not overwrite:
         raise InputError(f"{option} {path}: already exists; add --overwrite, or give another file.")

@@ -11,15 +11,12 @@ import click
 
 from ifbbench.cli.options import SettingOption, given_config
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
-from ifbbench.clock import NO_PROGRESS, Progress
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory
 from ifbbench.settings import setting
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
-    from ifbbench.workload.trace import Trace
 
 COUNT = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
@@ -53,18 +50,6 @@ def _setting_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-def _load(
-    trace: str, config: RunConfig, output: Path | None = None, progress: Progress = NO_PROGRESS
-) -> "Trace":
-    """The requests of `trace`. InputError if `output` is its file, which is read while that is written."""
-    from ifbbench.workload.load import load_trace
-
-    loaded = load_trace(trace, config, progress)
-    if output is not None and output.exists() and output.samefile(loaded.source):
-        raise InputError(f"{output} is the trace that is read; give another file to write.")
-    return loaded
-
-
 @dataset.command()
 @_reads_a_trace
 @partial(add_options, options=(FORMAT_OPTION, *FILE_OPTIONS))
@@ -75,12 +60,13 @@ def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_siz
     lengths: CSV with num_prefill_tokens, num_decode_tokens, arrived_at. mooncake: JSONL with hash_ids.
     """
     from ifbbench.workload.convert import format_of
+    from ifbbench.workload.load import load_trace
 
     if to is None and format_of(output) is None:
         raise InputError(f"{output} does not say which format to write; give --to {'|'.join(FORMATS)}.")
     check_output(output, overwrite)
     config = given_config(None, reading)
-    write(_load(trace, config, output), output, overwrite, config.seed, to, vocab_size)
+    write(load_trace(trace, config), output, overwrite, config.seed, to, vocab_size)
 
 
 @dataset.command()
@@ -101,6 +87,7 @@ def sample(
 
     Requests keep their ids; arrivals count from the first one kept. The format is that of the suffix of FILE.
     """
+    from ifbbench.workload.load import load_trace
     from ifbbench.workload.sample import Sample, Selection
 
     if stratified and num_requests is None:
@@ -110,7 +97,7 @@ def sample(
     selection = Selection(from_s, to_s, every, num_requests, stratified, preserve_rate)
     check_output(output, overwrite)
     config = given_config(None, reading)
-    kept = Sample(_load(trace, config, output), selection, config.seed)
+    kept = Sample(load_trace(trace, config), selection, config.seed)
     write(kept, output, overwrite, config.seed, to=None, vocab_size=vocab_size)
 
 
@@ -122,12 +109,13 @@ def sample(
 def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> None:
     """Describe TRACE: lengths, arrivals, classes, and the prompt tokens that requests have in common."""
     from ifbbench.cli.console import progress_line
+    from ifbbench.workload.load import load_trace
     from ifbbench.workload.statistics import trace_statistics
 
     if directory is not None:
         check_new_directory(directory, "--plot")
     with progress_line("dataset info", quiet=False) as progress:
-        loaded = _load(trace, given_config(None, reading), progress=progress)
+        loaded = load_trace(trace, given_config(None, reading), progress)
         progress.stage("describing trace")
         statistics = trace_statistics(loaded)
     if as_json:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging
+import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Any
 import click
 
 from ifbbench.compressed import STANDARD_INPUT, is_read_once, read_text
-from ifbbench.config import DEVICE_FAMILIES, MAX_REPLICAS, SIDE_OUTPUTS, SIMULATED, RunConfig, settings
+from ifbbench.config import (
+    DEVICE_FAMILIES,
+    MAX_REPLICAS,
+    RECORDING_FORMATS,
+    SIDE_OUTPUTS,
+    SIMULATED,
+    RunConfig,
+    settings,
+)
 from ifbbench.errors import InputError
 from ifbbench.fields import (
     BYTES_FORMS,
@@ -25,7 +34,8 @@ from ifbbench.fields import (
     located,
     unexpected,
 )
-from ifbbench.recording.run_directory import SWEEP_CONFIG
+from ifbbench.files import protect, protecting_inputs
+from ifbbench.recording.run_directory import LINE_FILES, OPEN_SPANS, SWEEP_CONFIG
 from ifbbench.settings import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
@@ -33,10 +43,20 @@ DEBUG = "ifbbench.debug"
 COMMAND_KEYS = ("trace", "repeat", "replicas", "over", "zip", "keep", "processes", "executor")
 RUN_KEYS = COMMAND_KEYS[:3]
 CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
-# Settings of a recorded run that say where its results went.
 # A setting by the other one that decides the same.
 SAME_QUESTION = {"overlap": "enable_trt_overlap"}
+# Settings of a recorded run that say where its results went.
 PLACES = ("output", "overwrite", *SIDE_OUTPUTS)
+# Arguments and options that name what a command writes. Files that any other one names are read.
+WRITTEN = frozenset({*PLACES, "record", "pauses_csv", "directory", "model_repository"})
+# What is read in a directory that they name: of adapters; of a run, a sweep or a model.
+LORA_FILES = ("adapter_config.json", "adapter_model.safetensors", "model.lora_weights.npy", "model.lora_config.npy")
+READ_IN_DIRECTORIES = (
+    *(f"{name}.{suffix}" for name in LINE_FILES for suffix in RECORDING_FORMATS),
+    "run.json", "summary.json", OPEN_SPANS, SWEEP_CONFIG,
+    "*config.json", "tokenizer.json", "chat_template.jinja", "*.safetensors", "*.safetensors.index.json",
+    *LORA_FILES, *(f"*/{name}" for name in LORA_FILES),
+)  # fmt: skip
 _log = logging.getLogger("ifbbench")
 # What `--help` is followed by for every option; what it means alone; the group of options that are no settings.
 ALL, COMMON, COMMAND = "all", "common", "command"
@@ -92,6 +112,37 @@ class Command(click.Command):
                     name = next(name for name in option.opts if name.startswith("--"))
                     raise click.UsageError(f"{name} needs a value, but {value} follows it.", ctx=ctx)
         return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with protecting_inputs():
+            _protect(ctx.params)
+            return super().invoke(ctx)
+
+
+def _protect(given: Mapping[str, Any]) -> None:
+    """Keep the files that values of arguments, options or keys of a config file name from being replaced."""
+    for name, value in given.items():
+        for word in _words(value) if name not in WRITTEN else ():
+            if word == STANDARD_INPUT:
+                protect(Path("/dev/stdin"), "standard input")  # redirected from a file
+                continue
+            path = Path(word.removeprefix(SIMULATED))
+            protect(path, word)
+            for pattern in READ_IN_DIRECTORIES if os.path.isdir(path) else ():
+                for file in path.glob(pattern):
+                    protect(file, str(file))
+
+
+def _words(value: Any) -> Iterator[str]:
+    """The texts in a value, and the parts of those that are lists: `trace=a,b` names a and b."""
+    if isinstance(value, str | Path):
+        parts = str(value).split(",")
+        yield from filter(None, {str(value), *parts, *(part.partition("=")[2] for part in parts)})
+    elif isinstance(value, Mapping):
+        yield from _words(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _words(one)
 
 
 def _booleans_as_flags(args: list[str], parameters: Iterable[click.Parameter]) -> list[str]:
@@ -276,6 +327,7 @@ def given_config(
     from_file = read_config_file(config_file) if config_file else {}
     from_command_line = {name: value for name, value in options.items() if value not in (None, ())}
     values = {**from_file, **from_command_line}
+    _protect(values)
     if config_file and replays and "replica" not in values:
         _check_one_replica(config_file)
     engine_dir = values.pop("engine_dir", None)
@@ -405,6 +457,7 @@ def read_command_keys(path: Path | None, names: Collection[str], command: str) -
     for name in found:
         if name not in names:
             raise InputError(f"{path}: {name} is a key of `ifbbench sweep`; `ifbbench {command}` has no such key.")
+    _protect(found)
     return found
 
 

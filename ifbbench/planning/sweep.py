@@ -22,7 +22,15 @@ from ifbbench import __version__
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.files import check_new_directory, is_part, part_beside, replace_file, sole_writer, writing
+from ifbbench.files import (
+    check_new_directory,
+    check_not_input,
+    is_part,
+    part_beside,
+    replace_file,
+    sole_writer,
+    writing,
+)
 from ifbbench.planning.grid import TRACE, Point, point_label
 from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.planning.points import PointResult, Report, RunPoint, prove, run_all, summarise
@@ -130,13 +138,16 @@ def run_sweep(
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
     runs = [replace(run, config=run.config.with_values(output=str(directory / run.label))) for run in runs]
-    check_new_directory(directory, "--output", (SWEEP_FILE, SWEEP_JSON, POINTS_FILE, SWEEP_CONFIG))
+    files = [SWEEP_FILE, SWEEP_JSON, POINTS_FILE]
+    if replaces_config := bool(described) and not _is_described(directory, identity, described):
+        files.append(SWEEP_CONFIG)
+    check_new_directory(directory, "--output", files)
     prove([(run.trace, run.config) for run in runs], replaces=base.overwrite and directory.exists())
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     with sole_writer(directory):
         ended = Ended(directory, identity, [point_label(point) for point in points], base.overwrite)
-        if described:
+        if replaces_config:
             replace_file(directory / SWEEP_CONFIG, described)
         waiting = [run for run in runs if not ended.has(run, is_recorded=keep == "run")]
         resumed, total = len(runs) - len(waiting), sum(len(run.trace) for run in waiting)
@@ -224,6 +235,15 @@ def _directory(base: RunConfig, over: Sequence[str], identity: str) -> Path:
     directories = (RESULTS / (name if number == 1 else f"{name}-{number}") for number in count(1))
     found = next(one for one in directories if base.overwrite or not one.exists() or identity_in(one) == identity)
     return say_number(RESULTS / name, found)
+
+
+def _is_described(directory: Path, identity: str, described: str) -> bool:
+    """Whether `sweep.yaml` in `directory` asks for this sweep: it may be the config file that the command reads."""
+    path = directory / SWEEP_CONFIG
+    try:
+        return path.is_file() and (identity_in(directory) == identity or path.read_text(encoding="utf-8") == described)
+    except (OSError, ValueError):
+        return False
 
 
 def _row(
@@ -331,11 +351,15 @@ def check_free(directory: Path, overwrite: bool) -> None:
 
 
 def remove_runs(paths: Iterable[Path]) -> None:
-    """Delete those of `paths` that are run directories, or directories of repeats."""
-    for path in paths:
-        if path.is_symlink():
-            continue
-        if (path / "run.json").is_file() or any(path.glob("repeat-*/run.json")):
-            part = part_beside(path)
-            path.rename(part)  # it is there as a whole, or not at all
-            shutil.rmtree(part)
+    """Delete those of `paths` that are run directories, or directories of repeats. InputError, before anything is
+    deleted, if the command reads a file in one of them."""
+    runs = [
+        path for path in paths
+        if not path.is_symlink() and ((path / "run.json").is_file() or any(path.glob("repeat-*/run.json")))
+    ]  # fmt: skip
+    for file in (file for path in runs for file in path.rglob("*")):
+        check_not_input(file, "--output")
+    for path in runs:
+        part = part_beside(path)
+        path.rename(part)  # it is there as a whole, or not at all
+        shutil.rmtree(part)

@@ -19,6 +19,7 @@ from ifbbench.errors import InputError
 from ifbbench.files import (
     TakenError,
     check_new_directory,
+    check_not_input,
     is_part,
     part_beside,
     removed,
@@ -45,7 +46,9 @@ STEPS = "steps"
 METRICS = "metrics"
 # Files of one JSON object a line, by their names without suffix, which is the recording format.
 LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace", METRICS)
-# Those that `--recording summary` leaves out.
+# What `plot` and `export` write.
+RESULT_DIRECTORIES = ("charts", "export")
+# Of LINE_FILES, those that `--recording summary` leaves out.
 NOT_IN_SUMMARY = ("iterations", STEPS, "spans")
 # The table of the repeats of a run, beside the mean of their summaries.
 REPEATS_FILE = "repeats.csv"
@@ -101,13 +104,15 @@ def say_number(default: Path, path: Path) -> Path:
 
 def check(path: Path, overwrite: bool) -> None:
     """Raise InputError when a run may not write to `path`: it is a file, it cannot be written, it holds results and
-    `overwrite` is off, or it holds something else, which is never replaced."""
+    `overwrite` is off, or it holds something else or a file that the command reads, which are never replaced."""
     check_new_directory(path, "--output")
     if path.is_dir() and not all(map(is_part, path.iterdir())):
         if not overwrite:
             raise TakenError(f"--output {path}: already holds results; add --overwrite, or give another directory.")
         if not (path / RUN).exists():
             raise InputError(f"--output {path}: holds files that are not of a run; give another directory.")
+        for file in (path / RUN, *_line_files(path, "trace"), *_results(path)):
+            check_not_input(file, "--output")
 
 
 def check_some(places: Iterable[Path], overwrite: bool) -> None:
@@ -183,16 +188,21 @@ def _refill(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitSta
         stack.enter_context(sole_writer(path))
         check(path, overwrite)
         traces = {file: file.stat().st_ino for file in _line_files(path, "trace") if file.exists()}
-        results = [path / name for name in ("summary.json", OPEN_SPANS, RESULT, "report.html")]
-        results += [file for name in LINE_FILES if name != "trace" for file in _line_files(path, name)]
-        for file in (*results, *filter(is_part, path.iterdir())):
+        for file in (*_results(path), *filter(is_part, path.iterdir())):
             file.unlink(missing_ok=True)
-        for name in ("charts", "export"):
+        for name in RESULT_DIRECTORIES:
             shutil.rmtree(path / name, ignore_errors=True)
         write_start(path, path.name)
         for trace, inode in traces.items():
             if trace.stat().st_ino == inode:  # it was not replaced: the new one has another format
                 trace.unlink()
+
+
+def _results(directory: Path) -> Iterator[Path]:
+    """The files in which a run has results, whether they are there or not, and those that were made of them."""
+    yield from (directory / name for name in ("summary.json", OPEN_SPANS, RESULT, "report.html"))
+    yield from (file for name in LINE_FILES if name != "trace" for file in _line_files(directory, name))
+    yield from (file for name in RESULT_DIRECTORIES for file in (directory / name).rglob("*") if file.is_file())
 
 
 def _line_files(directory: Path, name: str) -> list[Path]:

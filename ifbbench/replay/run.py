@@ -67,13 +67,13 @@ def run_trace(
     owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
     on_recorded: when it has ended, also that of a run that ended early. Raises InputError before anything is written
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
+    _check_outputs(config)
     if not config.makes_no_tokens and starts_ranks(config):
         run = partial(run_trace, for_other_process(source, config), config, owns_process=True)
         callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
         result: RunResult = run_in_ranks(run, config, progress, callbacks)
         return result
     trace = load_trace(source, config, progress)
-    _check_side_outputs(config)
     run_directory.check_some(_places(config, trace), config.overwrite)
     if config.endpoint is not None:
         return _run_endpoint(trace, config, progress, on_recorded)
@@ -347,8 +347,10 @@ def _say_number(config: RunConfig, trace: Trace, directory: Path) -> None:
         run_directory.say_number(run_directory.RESULTS / trace.name, directory)
 
 
-def _check_side_outputs(config: RunConfig) -> None:
+def _check_outputs(config: RunConfig) -> None:
     """Refuse before the run what could not be written after it."""
+    if config.output:
+        run_directory.check(Path(config.output), config.overwrite)
     if config.responses_json and config.makes_no_tokens:
         raise InputError(f"--responses_json: --device {config.device} makes no tokens; leave one of them out.")
     paths: dict[Path, str] = {}

@@ -271,7 +271,7 @@ def test_convert_refuses(trace, tmp_path):
     unknown = dataset(f"convert {trace} -o", tmp_path / "a.txt")
     assert (unknown.exit_code, "give --to ifbbench|gpt-manager" in unknown.output) == (2, True)
     itself = dataset(f"convert {trace} --overwrite -o", trace)
-    assert (itself.exit_code, "is the trace that is read" in itself.output) == (2, True)
+    assert (itself.exit_code, "which the command reads" in itself.output) == (2, True)
     assert len(read_trace(trace)) == 40
 
 
