@@ -23,6 +23,7 @@ from ifbbench.execution.pipeline import StageExecutor, layout_of_stage
 from ifbbench.execution.step_profile import StepProfile
 from ifbbench.execution.timed_executor import TimedExecutor
 from ifbbench.fields import memory_size
+from ifbbench.model.compiled import keep_triton_kernels
 from ifbbench.model.config import GPT2, ModelConfig
 from ifbbench.model.linear import FP8_MULTIPLE, Fp8Linear, MakeProduct, make_linear
 from ifbbench.model.llama import Gpt2Model, LlamaModel
@@ -123,6 +124,7 @@ def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
         return LlamaModel(config, weights, operations)
     from ifbbench.model.kernel_llama import KernelLlama
 
+    keep_triton_kernels()
     return KernelLlama(config, weights)
 
 

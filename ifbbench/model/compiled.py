@@ -1,7 +1,8 @@
 """The C kernels of csrc/: compiled with the machine's compiler on first use, cached on disk, and loaded.
 
 A cached library is loaded only if it is whole and of this user: it ends with a checksum of its content, and it and its
-directory belong to the user and no other user can write to them.
+directory belong to the user and no other user can write to them. Where the user's cache directory cannot be used, a
+directory in the system's temporary one replaces it, also for the kernels that Triton compiles.
 """
 
 import ctypes
@@ -13,9 +14,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,12 +74,46 @@ def find_kernels() -> ctypes.CDLL | str:
     if compiler is None:
         return "there is no C compiler"
     try:
-        if (directory := _cache_directory()) is not None:
-            return _load(_cached(compiler, directory))
-        with tempfile.TemporaryDirectory() as private:
-            return _load(_cached(compiler, Path(private)))
+        return _load(_cached(compiler, *_cache_directory()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return f"{compiler} failed: {error}"
+
+
+def keep_triton_kernels() -> None:
+    """Let Triton keep its kernels where they can be written, and report the first that it compiles.
+
+    Triton fails if it cannot write to its cache, which is below the home directory unless TRITON_CACHE_DIR is set."""
+    import triton
+
+    preferred, reason = Path(triton.knobs.cache.dir), ""
+    try:
+        preferred.mkdir(parents=True, exist_ok=True)
+        if not os.access(preferred, os.W_OK):
+            raise PermissionError("it cannot be written")
+    except OSError as error:
+        reason = f"{preferred} cannot be used ({error.strerror or error})"
+        os.environ["TRITON_CACHE_DIR"] = str(_temporary_directory() / "triton")
+    if triton.knobs.compilation.listener is None:
+        triton.knobs.compilation.listener = _report_first_compilation(Path(triton.knobs.cache.dir), reason)
+
+
+def _report_first_compilation(directory: Path, reason: str) -> Callable[..., None]:
+    """A listener of Triton's compilations: called for each kernel that is loaded, from the cache or compiled."""
+    is_reported = False
+
+    def report(*, cache_hit: bool, **_: Any) -> None:
+        nonlocal is_reported
+        if not cache_hit and not is_reported:
+            is_reported = True
+            _report_compilation("GPU are compiled by Triton", directory, reason)
+
+    return report
+
+
+def _report_compilation(what: str, directory: Path, reason: str) -> None:
+    """Log where kernels are compiled to. reason: why not to the user's cache; empty if to that."""
+    because = f", because {reason}" if reason else ""
+    _log.warning("The kernels for this %s into %s%s; later runs load them from there.", what, directory, because)
 
 
 def _load(library: Path) -> ctypes.CDLL:
@@ -89,36 +126,54 @@ def _load(library: Path) -> ctypes.CDLL:
     return kernels
 
 
-def _cache_directory() -> Path | None:
-    """The directory of cached libraries. None, so that they are compiled for each process, if it cannot be written or
-    belongs to another user."""
+def _cache_directory() -> tuple[Path, str]:
+    """The directory of cached libraries: the user's; or a temporary one, and the reason for that."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         # By the specification of base directories, a relative path is ignored.
         directory = (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "ifbbench"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = directory.stat()
-        if about.st_uid != os.geteuid():
-            problem = "it belongs to another user"
-        elif not os.access(directory, os.W_OK):
-            problem = "it cannot be written"
-        else:
-            if about.st_mode & OTHERS_MAY_WRITE:  # what is in it may be of anyone
-                directory.chmod(stat.S_IRWXU)
-                for library in directory.glob("*.so"):
-                    library.unlink()
-            return directory
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        _log.info("kernels are compiled for this process only: %s", error)
-        return None
-    _log.info("kernels are compiled for this process only, without the cache %s: %s", directory, problem)
-    return None
+    except RuntimeError:
+        return _temporary_directory(), "there is no home directory"
+    try:
+        _make_private(directory)
+        return directory, ""
+    except OSError as error:
+        return _temporary_directory(), f"{directory} cannot be used ({error.strerror or error})"
 
 
-def _cached(compiler: str, directory: Path) -> Path:
-    """The library in `directory`; compiled if there is none that can be trusted."""
+def _temporary_directory() -> Path:
+    """A directory of this user in the system's temporary one, the same for all processes. OSError if another user has
+    taken its name."""
+    directory = Path(tempfile.gettempdir()) / f"ifbbench-{os.geteuid()}"
+    if directory.is_symlink():
+        raise PermissionError(f"{directory} is a link")
+    try:
+        _make_private(directory)
+    except PermissionError as error:
+        raise PermissionError(f"{directory} cannot be used: {error}") from error
+    return directory
+
+
+def _make_private(directory: Path) -> None:
+    """Make `directory` with its parents, or check that it can be written, and by this user alone. OSError if not."""
+    directory.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+    about = directory.stat()
+    if about.st_uid != os.geteuid():
+        raise PermissionError("it belongs to another user")
+    if not os.access(directory, os.W_OK):
+        raise PermissionError("it cannot be written")
+    if about.st_mode & OTHERS_MAY_WRITE:  # what is in it may be of anyone
+        directory.chmod(stat.S_IRWXU)
+        shutil.rmtree(directory / "triton", ignore_errors=True)
+        for library in directory.glob("*.so"):
+            library.unlink()
+
+
+def _cached(compiler: str, directory: Path, reason: str) -> Path:
+    """The library in `directory`; compiled if there is none that can be trusted. reason: as of `_cache_directory`."""
     library = directory / f"cpu_kernels-{_fingerprint(compiler)}.so"
     if not _is_trusted(library):
+        _report_compilation(f"CPU are compiled with {compiler}", directory, reason)
         _compile(compiler.split(), library)
     return library
 

@@ -43,6 +43,8 @@ def compiled_count(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     return lambda: len(log.read_text().splitlines()) if log.exists() else 0
 
 
@@ -127,14 +129,84 @@ def test_a_relative_cache_directory_is_ignored(
     assert not (tmp_path / "planted").exists()
 
 
-def test_without_a_directory_to_write_kernels_are_compiled_for_the_process(
+def unusable(path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> str:
+    """Make the user's cache unusable; returns what the message says of it. path: a file."""
+    path.write_text("")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if kind == "home":
+        monkeypatch.setenv("HOME", str(path))
+        return f"because {path}/.cache/ifbbench cannot be used (Not a directory)"
+    if kind == "cache":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+        return f"because {path}/ifbbench cannot be used (Not a directory)"
+    if kind == "read-only":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(path.with_name("read_only")))
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda where, mode: "read_only" not in str(where) and access(where, mode))
+        return f"because {path.with_name('read_only')}/ifbbench cannot be used (it cannot be written)"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    return "because there is no home directory"
+
+
+@pytest.mark.parametrize("kind", ["home", "cache", "read-only", "nobody"])
+def test_kernels_go_to_a_temporary_directory_where_the_cache_cannot_be_used(
+    kind: str, compiled_count: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    reason = unusable(tmp_path / "file", monkeypatch, kind)
+    path = loaded()
+    assert path.parent == tmp_path / "tmp" / f"ifbbench-{os.geteuid()}"
+    assert stat.S_IMODE(path.parent.stat().st_mode) == stat.S_IRWXU
+    assert loaded() == path
+    assert compiled_count() == 1
+    (message,) = caplog.messages  # of the first run; the second compiles nothing
+    assert f"compiled with {tmp_path / 'compiler'} into {path.parent}, {reason}; later runs" in message
+
+
+@as_root
+def test_a_temporary_directory_of_another_user_is_not_used(
     compiled_count: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    unusable(tmp_path / "file", monkeypatch, "home")
+    taken = tmp_path / f"tmp/ifbbench-{os.geteuid()}"
+    taken.mkdir()
+    os.chown(taken, NOBODY, NOBODY)
+    assert f"{taken} cannot be used: it belongs to another user" in str(compiled.find_kernels())
+    taken.rmdir()
+    taken.symlink_to(tmp_path / "elsewhere")
+    assert f"{taken} is a link" in str(compiled.find_kernels())
+    assert compiled_count() == 0
+
+
+def test_the_first_run_reports_that_it_compiles_kernels(
+    compiled_count: Callable[[], int], tmp_path: Path, caplog
+) -> None:
+    for _ in range(2):
+        loaded()
+    assert caplog.messages == [f"The kernels for this CPU are compiled with {tmp_path / 'compiler'} into "
+                               f"{tmp_path / 'cache/ifbbench'}; later runs load them from there."]  # fmt: skip
+
+
+@pytest.mark.parametrize("home", ["home", "file"])
+def test_the_cache_of_triton(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    path = loaded()
-    assert compiled_count() == 1
-    assert not path.exists()
+    preferred = tmp_path / home / ".triton/cache"
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.home_dir, triton.knobs.compilation.listener = str(tmp_path / home), None
+        try:
+            compiled.keep_triton_kernels()
+            directory = Path(triton.knobs.cache.dir)
+            for cache_hit in (True, False, False):
+                triton.knobs.compilation.listener(src=None, times=None, cache_hit=cache_hit)
+        finally:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+    reason = "" if home == "home" else f", because {preferred} cannot be used (Not a directory)"
+    assert directory == (tmp_path / f"ifbbench-{os.geteuid()}/triton" if reason else preferred)
+    assert caplog.messages == [f"The kernels for this GPU are compiled by Triton into {directory}{reason}; later runs "
+                               "load them from there."]  # fmt: skip
 
 
 def test_a_run_without_compiled_kernels_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
